@@ -1,0 +1,51 @@
+"""The command line and the result file that the hand-written peers share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    job: str
+    fields: dict[str, Any]
+    steps: int
+    global_batch_size: int
+    log_every: int
+    result: str
+    workers: int = 2
+    dashboard: bool = True
+
+    def make_job(self) -> Job:
+        module, _, name = self.job.rpartition(".")
+        job = getattr(importlib.import_module(module), name)(**self.fields)
+        assert isinstance(job, Job)
+        return job
+
+
+def parse() -> Settings:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--fields", type=json.loads, default={})
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--global-batch-size", type=int, required=True)
+    parser.add_argument("--log-every", type=int, required=True)
+    parser.add_argument("--result", required=True)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--no-dashboard", dest="dashboard", action="store_false")
+    return Settings(**vars(parser.parse_args()))
+
+
+def write_result(path: str, *, first_step_at: float, marks: Sequence[float]) -> None:
+    """``marks``: the end of each step in seconds; ``first_step_at`` the first one on the wall clock."""
+    step_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
+    Path(path).write_text(json.dumps({"first_step_at": first_step_at, "step_ms": step_ms}))

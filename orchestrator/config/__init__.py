@@ -1,0 +1,1 @@
+"""Configuration: the schema, and how the words of the command line become it."""

@@ -1,0 +1,127 @@
+"""Hydra: from the words on the command line to one frozen :class:`Config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from orchestrator.config.build import build, shown
+from orchestrator.config.overrides import GROUPS, conf_dir, group_fault, judge, parse
+from orchestrator.config.schema import STRATEGIES, Config, JobSpec, StrategyConfig
+
+
+def compose(words: Sequence[str], faults: list[str]) -> tuple[Config | None, JobSpec | None]:
+    """Compose ``conf/`` with the overrides ``words``.
+
+    Every fault is appended to ``faults``; what is still usable beside a fault is returned, so that
+    the job can be checked along with the rest.
+    """
+    parsed = parse(words, faults)
+    data = _compose(judge(parsed, faults), faults)
+    if data is None:
+        return None, None
+    # The keys of a section whose word is unknown cannot be judged.
+    unknown = {o.key_or_group for o in parsed if not o.is_sweep_override() and group_fault(o)}
+    return _config(data, unknown, faults)
+
+
+def shell_completion() -> None:
+    """Answer Hydra's ``--shell-completion`` from ``sys.argv``."""
+    import hydra
+
+    GlobalHydra.instance().clear()
+    hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(lambda _: None)()
+
+
+def _compose(overrides: Sequence[Override], faults: list[str]) -> dict[str, Any] | None:
+    # experiment=null is the default, which Hydra refuses to be told.
+    words = [_forced(o) for o in overrides if not (o.key_or_group == "experiment" and o.value() is None)]
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            composed = hydra_compose("config", overrides=words)
+        data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as e:
+        faults.append(_explain(e))
+        rest = [o for o in overrides if o.key_or_group != getattr(e, "full_key", None)]
+        return _compose(rest, faults) if len(rest) < len(overrides) else None
+    assert isinstance(data, dict)
+    return {str(k): v for k, v in data.items()}
+
+
+def _forced(override: Override) -> str:
+    """Groups as they are; values forced in, because unknown keys are refused by the schema with a
+    better message, and because the fields of a job stand in no file."""
+    text = str(override.input_line).lstrip("+")
+    return text if override.key_or_group in GROUPS else f"++{text}"
+
+
+def _explain(error: HydraException | OmegaConfBaseException) -> str:
+    """In one line, beginning with the key where the error knows it."""
+    text = str(getattr(error, "msg", None) or error)
+    lines = text.splitlines()
+    key = getattr(error, "full_key", None)
+    if not key:
+        return " ".join(lines)
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key}=???: missing; give it a value"
+    reason = lines[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
+    return f"{key}: {reason}"
+
+
+def _config(data: dict[str, Any], unknown: set[str], faults: list[str]) -> tuple[Config | None, JobSpec | None]:
+    spec = None if "job" in unknown else _job_spec(data.get("job"), faults)
+    data["job"] = spec or JobSpec(target="", fields={})
+    strategy = data.get("strategy")
+    if isinstance(strategy, Mapping):
+        cls = STRATEGIES.get(str(strategy.get("name")), StrategyConfig)
+        own = None if "strategy" in unknown else build(cls, _own_keys(cls, strategy, faults), "strategy", faults)
+        data["strategy"] = own or _placeholder(cls)
+    config = build(Config, data, "", faults)
+    return (None if faults else config), spec
+
+
+def _job_spec(job: Any, faults: list[str]) -> JobSpec | None:
+    target = job.get("_target_") if isinstance(job, Mapping) else None
+    if not isinstance(target, str):
+        faults.append(f"{shown('job._target_', target)}: expected package.module.Class; or choose with job=<word>")
+        return None
+    return JobSpec(target=target, fields={str(k): v for k, v in job.items() if k != "_target_"})
+
+
+def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], faults: list[str]) -> dict[str, Any]:
+    """The keys without those of other strategies, which are refused by the name of their owner."""
+    fields = {word: {f.name for f in dataclasses.fields(c)} for word, c in STRATEGIES.items()}
+    own: dict[str, Any] = {}
+    for key, value in strategy.items():
+        owners = [word for word, names in fields.items() if key in names]
+        if owners and key not in {f.name for f in dataclasses.fields(cls)}:
+            faults.append(f"strategy.{key}: strategy={strategy['name']} has no such key, strategy={owners[0]} has")
+        else:
+            own[str(key)] = value
+    return own
+
+
+def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:
+    """Stands for a strategy with faults, so that the other sections are checked too."""
+    return object.__new__(cls)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as nested plain values, the job under its ``_target_`` as in the files."""
+    data = dataclasses.asdict(config)
+    job = data.pop("job")
+    return {**data, "job": {"_target_": job["target"], **job["fields"]}}
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """Nested plain values as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(data)))

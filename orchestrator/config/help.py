@@ -1,0 +1,111 @@
+"""The text of ``--help``: examples, groups, keys with their defaults. Imports no job, so that it takes no time."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from orchestrator.config.build import ConfigError, shown, typed
+from orchestrator.config.compose import compose
+from orchestrator.config.overrides import GROUPS, choices
+from orchestrator.config.schema import STRATEGIES, Config
+
+WIDTH = 98
+KEY_COLUMN = 42
+SECTIONS = ("train", "strategy", "job", "checkpoint", "data", "tracking", "cluster")
+"""The most used first; the keys of no section stand before them."""
+
+INTRODUCTION = """\
+Train a PyTorch job on a gang of Ray actors; one word decides how it is parallelised.
+
+  python -m orchestrator.launch strategy=ddp                 on every GPU, or 2 workers on CPUs
+  python -m orchestrator.launch strategy=ddp plan=true       what would run where, and stop
+  python -m orchestrator.launch job=gpt train.steps=200      a small language model
+  python -m orchestrator.launch job._target_=my_module.MyJob job.width=64     a job of your own
+  python -m orchestrator.launch resume=auto                  go on with the last unfinished run
+  python -m orchestrator.launch -m strategy=single,ddp       one after another, to compare them
+  ray job submit --working-dir . -- python -m orchestrator.launch strategy=ddp
+
+`orchestrator` does the same as `python -m orchestrator.launch`, and so does Python's
+orchestrator.run(["strategy=ddp"])."""
+
+OPTIONS = """\
+Options
+  -m, --multirun                          run every combination of comma-separated values
+  -h, --help                              this text, for the groups that stand beside it
+  --shell-completion install=bash         for the `orchestrator` command; also zsh and fish:
+                                          eval "$(orchestrator --shell-completion install=bash)"
+
+Exit codes: 0 done; 1 training failed; 2 something to change, nothing was started;
+130 and 143 interrupted after a checkpoint."""
+
+
+def help_text(overrides: Sequence[str]) -> str:
+    """The help for the configuration that ``overrides`` make: another strategy or job has other keys.
+
+    Raises:
+        ConfigError: there is no such configuration.
+    """
+    faults: list[str] = []
+    config, _ = compose(overrides, faults)
+    if config is None:
+        raise ConfigError(faults)
+    lines = [INTRODUCTION, "", "Groups (group=word)"]
+    lines += [_entry(group, ", ".join(choices(group))) for group in GROUPS]
+    lines += ["", "Strategies"]
+    lines += [_entry(name, cls.meaning) for name, cls in STRATEGIES.items()]
+    lines += ["", "Keys (key=value, as they are set)", *_keys(config, "")]
+    for section in SECTIONS:
+        entries = _job_fields(config) if section == "job" else _keys(getattr(config, section), f"{section}.")
+        lines += ["", *entries]
+    return "\n".join([*lines, "", OPTIONS])
+
+
+def _keys(section: Any, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        if "meaning" not in field.metadata:
+            continue
+        value, meaning = getattr(section, field.name), field.metadata["meaning"]
+        if get_origin(hints[field.name]) is Literal:
+            meaning += f" ({', '.join(get_args(hints[field.name]))})"
+        number = f"{value:g}" if isinstance(value, float) else typed(value)
+        yield _entry(f"{prefix}{field.name}={number}", meaning)
+
+
+def _job_fields(config: Config) -> Iterator[str]:
+    """Read from the source, because importing a job imports torch."""
+    module, _, name = config.job.target.rpartition(".")
+    yield _entry("job.<field>", f"the fields of {config.job.target}:")
+    try:
+        spec = importlib.util.find_spec(module)
+        tree = ast.parse(Path(spec.origin or "").read_text() if spec else "")
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.ClassDef) and statement.name == name:
+            fields = [f for f in statement.body if isinstance(f, ast.AnnAssign)]
+            yield _wrapped("  ".join(_job_field(f, config.job.fields) for f in fields))
+
+
+def _job_field(field: ast.AnnAssign, given: Mapping[str, Any]) -> str:
+    name = ast.unparse(field.target)
+    if name in given:
+        return shown(f"job.{name}", given[name])
+    try:
+        return shown(f"job.{name}", ast.literal_eval(field.value)) if field.value else f"job.{name}"
+    except ValueError:
+        return f"job.{name}"
+
+
+def _entry(key: str, meaning: str) -> str:
+    return _wrapped(f"{key:<{KEY_COLUMN - 3}} {meaning}", " " * KEY_COLUMN)
+
+
+def _wrapped(text: str, indent: str = "    ") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=indent, break_long_words=False)

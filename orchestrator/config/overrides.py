@@ -1,0 +1,121 @@
+"""The words of the command line: read, judged one by one and against each other, multiplied out for a sweep."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from orchestrator.config.build import ConfigError, did_you_mean, shown
+from orchestrator.config.redact import MASK, is_secret
+
+GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
+
+
+def conf_dir() -> Path:
+    """``conf/`` of the checkout, or the copy inside the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def choices(group: str) -> list[str]:
+    """The valid words of a group, from its files."""
+    return sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
+
+
+def parse(words: Iterable[str], faults: list[str]) -> list[Override]:
+    """Those that can be read; the others are appended to ``faults``."""
+    parser = OverridesParser.create()
+    parsed: list[Override] = []
+    for text in words:
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException as e:
+            literal = _quoted(text)
+            if literal is None:
+                faults.append(_unreadable(text, e))
+            else:
+                parsed.append(parser.parse_override(literal))
+    return parsed
+
+
+def expand_sweep(words: Sequence[str]) -> list[list[str]]:
+    """Every combination of the comma-separated values, in order: one list of overrides per run.
+
+    Raises:
+        ConfigError: an override cannot be read or is no list of values.
+    """
+    faults: list[str] = []
+    alternatives: list[list[str]] = []
+    for override in parse(words, faults):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            alternatives.append([str(override.input_line)])
+            continue
+        try:
+            alternatives.append([f"{key}={v}" for v in override.sweep_string_iterator()])
+        except HydraException:
+            faults.append(f"{_typed(override)}: not a list of values; write {key}=a,b,c")
+    if faults:
+        raise ConfigError(faults)
+    return [list(run) for run in itertools.product(*alternatives)]
+
+
+def judge(parsed: Sequence[Override], faults: list[str]) -> list[Override]:
+    """Those that can be composed, each key once; what is wrong with the others goes to ``faults``."""
+    sound: dict[str, Override] = {}
+    for override in parsed:
+        key = override.key_or_group
+        if override.package is not None or not re.fullmatch(r"(?!hydra\b)[\w.-]+", key):
+            faults.append(f"{_typed(override)}: unknown key; a key is like train.steps, a group like strategy")
+        elif override.is_delete():
+            faults.append(f"{_typed(override)}: keys cannot be removed; give another value")
+        elif override.is_sweep_override():
+            faults.append(f"{_typed(override)}: several values; -m runs them one by one, brackets make a list")
+        elif fault := group_fault(override):
+            faults.append(fault)
+        elif key in sound:
+            faults.append(f"{key}: given twice: {_typed(sound[key])} and {_typed(override)}; keep one")
+        elif key == "strategy.name":
+            faults.append(f"{_typed(override)}: choose with strategy=<word>")
+        else:
+            sound[key] = override
+    if "job" in sound and "job._target_" in sound:
+        faults.append("job and job._target_: both name the job; keep one")
+    return list(sound.values())
+
+
+def group_fault(override: Override) -> str | None:
+    """What is wrong with the word of a group; None for a good one and for keys."""
+    key, word = override.key_or_group, override.value()
+    if key not in GROUPS or word in choices(key) or (key == "experiment" and word is None):
+        return None
+    near, valid = did_you_mean(str(word), choices(key)), f"valid: {', '.join(choices(key))}"
+    return f"{_typed(override)}: unknown; {near}" + ("" if near == valid else f" ({valid})")
+
+
+def _typed(override: Override) -> str:
+    """The override as it was typed, a secret masked."""
+    key = override.key_or_group
+    return shown(key, MASK) if is_secret(key) else str(override.input_line)
+
+
+def _unreadable(text: str, error: HydraException) -> str:
+    key, equals, value = text.partition("=")
+    if not equals:
+        return f"{text}: expected key=value"
+    why = "" if is_secret(key) else f" ({str(error).splitlines()[0]})"
+    return f"{shown(key, value)}: cannot be read{why}; put the value in quotes"
+
+
+def _quoted(text: str) -> str | None:
+    """A value with characters that Hydra keeps for itself, taken as the plain text that it must be: a
+    path like ``~/a(1).txt``, an address with ``?a=b``. None where it could be meant otherwise."""
+    match = re.fullmatch(r"([\w.+~]+)=([^,'\"\[\]{}$\s=][^,'\"\[\]{}$]*)", text)
+    return None if match is None or text.endswith("\\") else f"{match[1]}='{match[2]}'"

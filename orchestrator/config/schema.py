@@ -1,0 +1,154 @@
+"""What can be configured: one frozen dataclass per section, with types, limits and meaning.
+
+Values live in ``conf/*.yaml``; the dataclasses have no defaults, so that each value is written once.
+This module imports neither torch nor Ray nor Hydra.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+LARGEST_SEED = 2**63 - 1
+
+
+def option(
+    meaning: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+) -> Any:
+    """A required dataclass field with its meaning and its limits; ``above`` is the exclusive lower one."""
+    return field(metadata={"meaning": meaning, "minimum": minimum, "above": above, "maximum": maximum})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int = option("optimizer updates of the whole run", minimum=1)
+    global_batch_size: int = option("samples per step over all workers", minimum=1)
+    grad_accumulation: int = option("slices each worker cuts its share into", minimum=1)
+    log_every: int = option("steps between two logged points", minimum=1)
+    eval_every: int = option("steps between evaluations; 0: only after the last step", minimum=0)
+    clip_norm: float | None = option("largest gradient norm, over all parameters", above=0)
+    precision: Literal["fp32", "bf16"] = option("bf16: autocast of forward and loss")
+    on_nonfinite: Literal["stop", "skip"] = option("what a NaN or infinite gradient does")
+    deterministic: bool = option("refuse operations whose result varies between runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    num_workers: int = option("loader processes per worker; 0: in the training thread", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int = option("steps between checkpoints; 0: only at the end", minimum=0)
+    keep: int = option("checkpoints kept, the newest first", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    uri: str | None = option("MLflow tracking URI; null: the run directory only")
+    experiment: str = option("MLflow experiment")
+    request_timeout_s: float = option("longest wait for one answer of the server", above=0)
+    flush_timeout_s: float = option("longest wait for the upload after the last step", minimum=0)
+    system_metrics_every_s: float = option("interval of CPU, memory and GPU readings; 0: off", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    address: str | None = option(
+        "null: RAY_ADDRESS or an embedded Ray; local: embedded; auto: the Ray of this machine; host:port: that one"
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto: GPUs wherever the cluster has them")
+    cpus_per_worker: float = option("CPU share that a worker asks Ray for", above=0)
+    autoscaling: bool = option("the cluster can grow: wait for what does not fit yet")
+    dashboard: bool = option("start Ray's dashboard with an embedded Ray")
+    pending_timeout_s: float = option("longest wait for resources", above=0)
+    rendezvous_timeout_s: float = option("longest wait for all ranks to join", above=0)
+    collective_timeout_s: float = option("longest wait of one collective operation", above=0)
+    heartbeat_s: float = option("interval at which the driver asks the workers", above=0)
+    heartbeat_timeout_s: float = option("silence after which a worker counts as lost", above=0)
+    stop_grace_s: float = option("time for the last checkpoint after Ctrl-C or SIGTERM", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """What every strategy has; each adds its own keys below."""
+
+    name: str
+    num_workers: int | Literal["auto"] = option("workers; auto: every GPU of the cluster, or 2 on CPUs", minimum=1)
+
+    meaning: ClassVar[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleConfig(StrategyConfig):
+    meaning = "one worker: the baseline"
+
+    name: Literal["single"]
+
+    def __post_init__(self) -> None:
+        if self.num_workers not in (1, "auto"):
+            raise ValueError(
+                f"strategy.num_workers={self.num_workers}: strategy=single has one worker; use strategy=ddp for more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig(StrategyConfig):
+    meaning = "DistributedDataParallel: a replica per worker, gradients averaged"
+
+    name: Literal["ddp"]
+    bucket_mb: float = option("size of the gradient buckets in MiB", above=0)
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("gradient compression")
+    powersgd_rank: int = option("rank of the PowerSGD approximation", minimum=1)
+    find_unused_parameters: bool = option("allow parameters that take no part in a step")
+
+    def __post_init__(self) -> None:
+        if self.find_unused_parameters and self.comm_hook == "powersgd":
+            raise ValueError(
+                "strategy.comm_hook=powersgd: cannot be combined with strategy.find_unused_parameters=true; "
+                "choose another hook"
+            )
+
+
+STRATEGIES: dict[str, type[StrategyConfig]] = {"single": SingleConfig, "ddp": DDPConfig}
+"""Every strategy by its word; ``orchestrator.strategies`` has the implementation of the same name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """The job as configured: its class by import path and the fields given for it."""
+
+    target: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    name: str | None = option("name of the run; null: <job>-<strategy>")
+    seed: int = option("seeds weights, order of the samples and dropout", minimum=0, maximum=LARGEST_SEED)
+    resume: str = option("never; auto: the newest unfinished run of this name; or a run directory")
+    output_dir: str = option("where run directories go")
+    plan: bool = option("print the plan and stop")
+    profile: bool = option("record a torch.profiler trace of ten steps on every worker")
+    train: TrainConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    tracking: TrackingConfig
+    cluster: ClusterConfig
+    strategy: StrategyConfig
+    job: JobSpec
+
+    def __post_init__(self) -> None:
+        # Directories, actors and MLflow runs bear it.
+        if self.name is not None and not re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name):
+            raise ValueError(f"name={self.name}: expected 1 to 100 characters, none of them a slash")
+
+    @property
+    def job_name(self) -> str:
+        """The job's class name in lower case, for names and tables."""
+        return self.job.target.rpartition(".")[2].lower()
+
+    @property
+    def run_name(self) -> str:
+        return self.name if self.name is not None else f"{self.job_name}-{self.strategy.name}"

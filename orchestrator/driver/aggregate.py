@@ -1,0 +1,98 @@
+"""From the ranks' parts to figures of the whole run. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.events import MetricsLogged
+from orchestrator.messages import EvalPoint, TrainPoint
+
+
+class Aggregator:
+    """Collects the parts of each point until every rank has sent its own."""
+
+    def __init__(self, *, world_size: int, global_batch_size: int, tokens_per_sample: int | None):
+        self._world_size = world_size
+        self._global_batch_size = global_batch_size
+        self._tokens_per_sample = tokens_per_sample
+        self._train: dict[int, dict[int, TrainPoint]] = {}
+        self._eval: dict[int, dict[int, EvalPoint]] = {}
+        self._step_ms: list[float] = []
+        self._last: dict[str, float] = {}
+
+    def add(self, rank: int, point: TrainPoint | EvalPoint) -> MetricsLogged | None:
+        """The figures of a step once all ranks' parts are there."""
+        if isinstance(point, EvalPoint):
+            evals = self._eval.setdefault(point.step, {})
+            evals[rank] = point
+            if len(evals) < self._world_size:
+                return None
+            metrics = _eval_metrics(list(self._eval.pop(point.step).values()))
+        else:
+            parts = self._train.setdefault(point.step, {})
+            parts[rank] = point
+            if len(parts) < self._world_size:
+                return None
+            metrics = self._train_metrics(self._train.pop(point.step))
+        self._last.update(metrics)
+        return MetricsLogged(step=point.step, time=point.time, metrics=metrics)
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of this launch; what is unknown is left out."""
+        summary: dict[str, Any] = {}
+        if self._step_ms:
+            summary["samples_per_s"] = self._global_batch_size * len(self._step_ms) / sum(self._step_ms) * 1e3
+            summary["step_ms_p50"] = statistics.median(self._step_ms)
+            summary["step_ms_p95"] = percentile(self._step_ms, 0.95)
+        for key, name in (("final_loss", "train/loss"), ("val_loss", "val/loss")):
+            if name in self._last:
+                summary[key] = self._last[name]
+        if "val/accuracy" in self._last:
+            summary["val_accuracy"] = self._last["val/accuracy"]
+        return summary
+
+    def _train_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
+        lead = parts[0]
+        weight = math.fsum(p.weight for p in parts.values())
+        metrics = {
+            "train/samples_seen": float(lead.samples_seen),
+            "train/epoch": lead.epoch,
+            "train/lr": lead.lr,
+        }
+        if weight > 0:
+            metrics["train/loss"] = math.fsum(p.loss_sum for p in parts.values()) / weight
+        if lead.grad_norm is not None:
+            metrics["train/grad_norm"] = lead.grad_norm
+        if lead.step_ms:
+            self._step_ms.extend(lead.step_ms)
+            step_ms = statistics.fmean(lead.step_ms)
+            rate = self._global_batch_size / step_ms * 1e3
+            metrics["perf/step_ms"] = step_ms
+            metrics["perf/samples_per_s"] = rate
+            metrics["perf/samples_per_s_per_worker"] = rate / self._world_size
+            if self._tokens_per_sample:
+                metrics["perf/tokens_per_s"] = rate * self._tokens_per_sample
+            data_wait_ms = statistics.fmean(p.data_wait_ms for p in parts.values())
+            metrics["perf/data_wait_pct"] = 100 * data_wait_ms / step_ms
+            comm = [p.comm_ms for p in parts.values() if p.comm_ms is not None]
+            if comm:
+                metrics["perf/comm_pct"] = 100 * statistics.fmean(comm) / step_ms
+        return metrics
+
+
+def _eval_metrics(parts: list[EvalPoint]) -> dict[str, float]:
+    weight = math.fsum(p.weight for p in parts)
+    if weight == 0:
+        return {}
+    names = {name for p in parts for name in p.sums}
+    metrics = {f"val/{name}": math.fsum(p.sums.get(name, 0.0) for p in parts) / weight for name in names}
+    return {"val/loss": math.fsum(p.loss_sum for p in parts) / weight, **metrics}
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that ``share`` of the values do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,0 +1,204 @@
+"""The gang: placement group and actors of a run, acquired and released together."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.messages import Heartbeat, Whereabouts
+from orchestrator.plan import Plan
+from orchestrator.worker.actor import remote_worker
+
+WAITING_MESSAGE_EVERY_S = 5.0
+
+
+class GangError(RuntimeError):
+    """The workers could not be brought together; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker in its place: its rank, its actor, and where that landed."""
+
+    global_rank: int
+    local_rank: int
+    actor: Any
+    where: Whereabouts
+
+
+class Gang:
+    """All workers of a run. Use as a context manager: whatever happens, everything is released."""
+
+    def __init__(self, plan: Plan, config: ClusterConfig, *, label: str):
+        self._plan = plan
+        self._config = config
+        self._label = label
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self.members: tuple[Member, ...] = ()
+
+    def __enter__(self) -> Gang:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self, *, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> None:
+        """Reserve the resources, start the actors, and give each its rank.
+
+        ``on_wait(seconds, holders)`` is called every few seconds while resources are taken;
+        ``poll()`` more often, and may raise to give up.
+
+        Raises:
+            GangError: not in time, or two workers landed on one GPU.
+        """
+        self._reserve(on_wait, poll)
+        self._start()
+        self._seat(poll)
+
+    def release(self) -> None:
+        """Kill the actors and give the resources back. Never raises."""
+        with contextlib.suppress(Exception):
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._actors, self._group, self.members = [], None, ()
+
+    def heartbeats(self, *, with_system_metrics: bool) -> dict[int, Heartbeat]:
+        """What the workers answer within a heartbeat's time, by rank; the silent and dead left out."""
+        spoken_for: set[str] = set()
+        asked: dict[Any, int] = {}
+        for member in self.members:
+            first_of_node = member.where.node_id not in spoken_for
+            spoken_for.add(member.where.node_id)
+            ask = with_system_metrics and first_of_node
+            asked[member.actor.heartbeat.remote(ask)] = member.global_rank
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=max(1.0, self._config.heartbeat_s))
+        beats: dict[int, Heartbeat] = {}
+        for reference in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                beats[asked[reference]] = cast(Heartbeat, ray.get(reference))
+        return beats
+
+    def _reserve(self, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> None:
+        bundle: dict[str, float] = {"CPU": self._plan.cpus_per_worker}
+        if self._plan.gpus_per_worker:
+            bundle["GPU"] = self._plan.gpus_per_worker
+        self._group = placement_group([dict(bundle) for _ in self._plan.workers], strategy="PACK", name=self._label)
+        began = said = time.monotonic()
+        while not self._group.wait(timeout_seconds=0.5):
+            poll()
+            now = time.monotonic()
+            if now - began > self._config.pending_timeout_s:
+                raise GangError(
+                    f"no room for {self._plan.world_size} workers within "
+                    f"{now - began:.0f} s (held by {self._holders()}); free some, lower "
+                    "strategy.num_workers, or raise cluster.pending_timeout_s"
+                )
+            if now - said > WAITING_MESSAGE_EVERY_S:
+                said = now
+                on_wait(now - began, self._holders())
+
+    def _start(self) -> None:
+        assert self._group is not None
+        worker = remote_worker()
+        self._actors = [
+            worker.options(
+                name=f"{self._label}/worker-{number}",
+                num_cpus=self._plan.cpus_per_worker,
+                num_gpus=self._plan.gpus_per_worker,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+            ).remote(
+                f"{self._label}/worker-{number}",
+                heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            )
+            for number, bundle in enumerate(self._bundles_by_node())
+        ]
+
+    def _seat(self, poll: Callable[[], None]) -> None:
+        references = [a.whereabouts.remote() for a in self._actors]
+        deadline = time.monotonic() + self._config.rendezvous_timeout_s
+        waiting = list(references)
+        while waiting:
+            poll()
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+            if waiting and time.monotonic() > deadline:
+                raise GangError(
+                    f"{len(waiting)} of {len(references)} workers did not start within "
+                    f"{self._config.rendezvous_timeout_s:g} s; see Ray's logs, or raise "
+                    "cluster.rendezvous_timeout_s"
+                )
+        try:
+            places = cast("list[Whereabouts]", ray.get(references))
+        except ray.exceptions.RayError as e:
+            raise GangError(f"a worker died while it started: {e}") from e
+        check_devices(places)
+        members: list[Member] = []
+        on_node: dict[str, int] = {}
+        for rank, index in enumerate(rank_order(places)):
+            where = places[index]
+            local_rank = on_node.setdefault(where.node_id, 0)
+            on_node[where.node_id] += 1
+            members.append(Member(global_rank=rank, local_rank=local_rank, actor=self._actors[index], where=where))
+        self.members = tuple(members)
+
+    def _bundles_by_node(self) -> list[int]:
+        """Bundle indices with those of a node together: Ray promises no order of its own."""
+        assert self._group is not None
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+
+    def _holders(self) -> str:
+        """The other placement groups that hold resources."""
+        others = [
+            f"{group['name'] or 'unnamed'} ({len(group['bundles'])} bundles)"
+            for group in placement_group_table().values()
+            if group["state"] == "CREATED"
+        ]
+        return ", ".join(others) or "other Ray tasks"
+
+
+def rank_order(places: Sequence[Whereabouts]) -> list[int]:
+    """Indices in the order of the ranks: node by node (by address), then by GPU number."""
+
+    def key(index: int) -> tuple[int, str, int, int]:
+        where = places[index]
+        gpu = -1 if where.gpu_index is None else where.gpu_index
+        return int(ipaddress.ip_address(where.node_ip)), where.node_id, gpu, index
+
+    return sorted(range(len(places)), key=key)
+
+
+def check_devices(places: Sequence[Whereabouts]) -> None:
+    """Every worker its own GPU.
+
+    Raises:
+        GangError: two workers share one.
+    """
+    owner: dict[str, int] = {}
+    for index, where in enumerate(places):
+        if where.gpu_uuid is None:
+            continue
+        if where.gpu_uuid in owner:
+            raise GangError(
+                f"workers {owner[where.gpu_uuid]} and {index} share one GPU ({where.gpu_uuid} on "
+                f"{where.hostname}); NCCL needs one each. Lower strategy.num_workers to the number "
+                "of GPUs, or start Ray with --num-gpus as many as there are"
+            )
+        owner[where.gpu_uuid] = index

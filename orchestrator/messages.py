@@ -1,0 +1,119 @@
+"""What travels between driver and workers: orders down, progress and outcomes up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from orchestrator.config.schema import Config
+from orchestrator.events import Event
+from orchestrator.plan import Plan
+
+Phase = Literal["start", "join", "build", "train", "eval", "checkpoint", "end"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """Where a worker landed. ``gpu_index`` is its GPU's number on the node, ``gpu_uuid`` the device's own."""
+
+    node_id: str
+    node_ip: str
+    hostname: str
+    pid: int
+    gpu_index: int | None = None
+    gpu_uuid: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Orders for one worker in one generation.
+
+    ``working_dir`` and ``import_paths``: where the driver stands and finds modules, so that the
+    user's job and its relative paths mean the same here.
+    """
+
+    generation: int
+    global_rank: int
+    local_rank: int
+    store_host: str
+    store_port: int
+    backend: Literal["gloo", "nccl"]
+    num_threads: int
+    run_dir: str
+    run_uid: str
+    working_dir: str
+    import_paths: tuple[str, ...]
+    plan: Plan
+    config: Config
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPoint:
+    """One rank's part of a logged point, over the steps since the last one.
+
+    ``time`` is wall-clock seconds. ``loss_sum`` and ``weight`` are this rank's share: the loss of
+    the run is the sum of the one over the sum of the other. ``step_ms`` has the steps after warm-up
+    only, without evaluation and checkpoints; ``comm_ms`` is the mean time per step spent waiting
+    for gradients of other ranks.
+    """
+
+    step: int
+    time: float
+    samples_seen: int
+    epoch: float
+    loss_sum: float
+    weight: float
+    lr: float
+    grad_norm: float | None
+    step_ms: tuple[float, ...]
+    data_wait_ms: float
+    comm_ms: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalPoint:
+    """One rank's part of an evaluation: sums over its samples."""
+
+    step: int
+    time: float
+    loss_sum: float
+    weight: float
+    sums: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """A worker's answer to the driver: where it stands, and what happened since the last one."""
+
+    step: int
+    phase: Phase
+    busy_ms: float | None = None
+    points: tuple[TrainPoint | EvalPoint, ...] = ()
+    events: tuple[Event, ...] = ()
+    system: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a worker's part ended. ``collateral``: a broken connection, most likely another rank's fault."""
+
+    message: str
+    traceback: str
+    time: float
+    collateral: bool
+    log_tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a worker's training ended. ``first_step_at`` is wall-clock time, seconds."""
+
+    status: Literal["done", "stopped", "failed"]
+    step: int
+    first_step_at: float | None = None
+    startup: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: str | None = None
+    text: str | None = None
+    failure: Failure | None = None

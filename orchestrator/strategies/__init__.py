@@ -1,0 +1,21 @@
+"""Strategies by their word. One file a strategy."""
+
+from __future__ import annotations
+
+import importlib
+
+from orchestrator.job import Job
+from orchestrator.strategies.base import Context, Strategy
+
+_CLASSES = {
+    "single": "orchestrator.strategies.single.Single",
+    "ddp": "orchestrator.strategies.ddp.DDP",
+}
+
+
+def make_strategy(name: str, context: Context, job: Job) -> Strategy:
+    """The strategy of that word; the configuration has checked that it exists."""
+    module, _, cls = _CLASSES[name].rpartition(".")
+    strategy = getattr(importlib.import_module(module), cls)(context, job)
+    assert isinstance(strategy, Strategy)
+    return strategy

@@ -1,0 +1,100 @@
+"""The interface of a strategy: how a job is laid over workers. Plain torch: no Ray, Hydra or MLflow."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.job import Job
+from orchestrator.mesh import Mesh
+from orchestrator.worker.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a strategy knows of its place in the run."""
+
+    mesh: Mesh
+    global_rank: int
+    device: torch.device
+    seed: int
+    train: TrainConfig
+    options: StrategyConfig
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh.dp_rank(self.global_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Scalars on the device: this rank's summed loss and weight, and the norm of the whole gradient
+    where it was asked for or needed. ``skipped``: the gradient was not finite and no update was made."""
+
+    loss_sum: Tensor
+    weight: Tensor
+    grad_norm: Tensor | None
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSums:
+    """Scalars on the device: sums over the valid samples of a batch."""
+
+    loss_sum: Tensor
+    weight: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+class Strategy(abc.ABC):
+    """One rank's part of the model and its update."""
+
+    def __init__(self, context: Context, job: Job):
+        self.context = context
+        self.job = job
+
+    @abc.abstractmethod
+    def setup(self) -> None:
+        """Build this rank's part of model, optimizer and scheduler; seeded, so equal everywhere."""
+
+    @abc.abstractmethod
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+        """One optimizer update from this rank's share of the global batch."""
+
+    @abc.abstractmethod
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        """Loss and metrics of the first ``valid`` samples of ``batch``."""
+
+    @abc.abstractmethod
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        """A host snapshot of what this rank has to save; None where another rank saves it.
+
+        Every rank calls it at the same step. ``into`` is an old snapshot whose memory may be used.
+        """
+
+    @abc.abstractmethod
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        """Continue from the state that rank ``source`` holds; returns its ``meta`` on every rank."""
+
+    @property
+    @abc.abstractmethod
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+
+    @property
+    def full_model(self) -> nn.Module | None:
+        """The whole model, on the rank that has it and should show it; elsewhere None."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - a strategy that owns nothing of the process group has nothing to give up
+        """Give up what must not outlive the process group, whatever happened. The model stays usable."""
+
+    def comm_ms(self) -> float | None:
+        """Time the last sampled step waited for other ranks' gradients; None: nothing to wait for."""
+        return None

@@ -1,0 +1,116 @@
+"""``ddp``: ``DistributedDataParallel``, a replica of the model on every worker.
+
+Each rank computes the loss of its share of the global batch; the gradients are averaged bucket by
+bucket while the backward pass goes on, once a step, whatever the accumulation. The loss of a rank is
+weighted by its part of the global weight, so that uneven shares are exact. Every rank makes the
+same update and has the buffers of rank 0 after it; rank 0 saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from orchestrator.config.schema import DDPConfig
+from orchestrator.strategies.comm_hooks import PowerSGD, average_in
+from orchestrator.strategies.single import Single
+from orchestrator.worker.state import TrainState
+from orchestrator.worker.transfer import broadcast_state
+
+
+class DDP(Single):
+    def setup(self) -> None:
+        super().setup()
+        options = self.context.options
+        assert isinstance(options, DDPConfig)
+        # With it, DDP's own errors name parameters instead of counting them.
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        self.replica = DistributedDataParallel(
+            self.model,
+            device_ids=None if self.context.device.type == "cpu" else [self.context.device],
+            bucket_cap_mb=options.bucket_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=True,
+            forward_sync_buffers=False,  # before the next forward pass is too late for evaluation
+        )
+        self.forward_model = self.replica
+        self.replica._set_ddp_runtime_logging_sample_rate(self.context.train.log_every)
+        self._may_be_unused = options.find_unused_parameters
+        self._has_buffers = any(True for _ in self.model.buffers())
+        self._powersgd: PowerSGD | None = None
+        # Lambdas, because DDP compares the annotations of a hook, which are mere text in this file.
+        if options.comm_hook in ("bf16", "fp16"):
+            dtype = torch.bfloat16 if options.comm_hook == "bf16" else torch.float16
+            self.replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
+        elif options.comm_hook == "powersgd":
+            self._powersgd = PowerSGD(self.model, approximation_rank=options.powersgd_rank)
+            self.replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
+
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        powersgd = self._powersgd.state() if self._powersgd is not None else {}
+        state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
+        if state is not None:
+            # Under names that no parameter has: other strategies leave them alone.
+            state.optimizer.update({name: tensor.to("cpu", copy=True) for name, tensor in powersgd.items()})
+        return state
+
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        context = self.context
+        state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
+        if self._powersgd is not None:
+            self._powersgd.load_state(state.optimizer, steps=state.step)
+        return super().restore(state, source=context.global_rank)
+
+    def close(self) -> None:
+        """Give up the reducer, which must not outlive the process group: as its last owner it would
+        wait for gloo's threads while it holds the interpreter, and they may be waiting for that."""
+        if "replica" in vars(self):
+            for owner in ("reducer", "logger"):
+                vars(self.replica).pop(owner, None)
+
+    def comm_ms(self) -> float | None:
+        times = self.replica._get_ddp_logging_data()
+        total = times.get("backward_comm_time", 0)
+        if not total:
+            return None
+        overlapped = times.get("backward_compute_comm_overlap_time", 0)
+        return float(max(total - overlapped, 0)) / 1e6
+
+    def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
+        total = torch.as_tensor(weight, dtype=torch.float32, device=self.context.device).clone()
+        dist.all_reduce(total)
+        return total
+
+    @contextlib.contextmanager
+    def _gradient_sync(self, last: bool) -> Iterator[None]:
+        # Forward and backward both have to be inside: DDP decides in the forward pass.
+        with contextlib.nullcontext() if last else self.replica.no_sync():
+            try:
+                yield
+            except RuntimeError as e:
+                # Used in an early micro-batch of the step before and not in its last one.
+                if "finished reduction in the prior iteration" not in str(e):
+                    raise
+                raise ValueError(f"set strategy.find_unused_parameters=true: {e}") from e
+
+    def _after_backward(self) -> None:
+        if not self._may_be_unused and any(p.grad is None for p in self.parameters):
+            unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+            raise ValueError(
+                f"parameters that take no part in the loss: {', '.join(unused)}; the other ranks "
+                "would wait for their gradients. Use them, freeze them (requires_grad=False), or "
+                "set strategy.find_unused_parameters=true"
+            )
+        if self._has_buffers:
+            self.replica._sync_buffers()
+
+    def _forget_step(self, buffers: Sequence[Tensor]) -> None:
+        super()._forget_step(buffers)
+        if self._powersgd is not None:
+            self._powersgd.forget()

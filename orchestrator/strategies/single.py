@@ -1,0 +1,153 @@
+"""``single``: the whole model on one worker, the baseline of every comparison.
+
+Rank 0 has everything: model, optimizer, loss. Nothing is communicated. Other strategies that keep a
+whole model on each worker build on this one and add how gradients are brought together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.job import Job
+from orchestrator.mesh import even_shares
+from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.worker import state as train_state
+from orchestrator.worker.data import to_device
+from orchestrator.worker.state import TrainState
+
+
+class Single(Strategy):
+    def __init__(self, context: Context, job: Job):
+        super().__init__(context, job)
+        mesh, train = context.mesh, context.train
+        share = even_shares(train.global_batch_size, mesh.data_parallel_size)[context.dp_rank]
+        self._sizes = even_shares(share, train.grad_accumulation)
+
+    def setup(self) -> None:
+        torch.manual_seed(self.context.seed)
+        self.model = self.job.model().to(self.context.device)
+        self.forward_model: nn.Module = self.model
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self.job.optimizer(self.parameters)
+        self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+        train = self.context.train
+        batches = [to_device(b, self.context.device) for b in microbatches]
+        weights, total_weight = self._weights([target for _, target in batches])
+        buffers = [b.clone() for b in self.model.buffers()] if train.on_nonfinite == "skip" else []
+        self.optimizer.zero_grad()
+        loss_sum = torch.zeros((), device=self.context.device)
+        last = len(batches) - 1
+        for i, ((inputs, target), weight) in enumerate(zip(batches, weights, strict=True)):
+            with self._gradient_sync(i == last):
+                with self._precision():
+                    loss = self.job.loss(self.forward_model(inputs), target)
+                (loss * (weight / total_weight * self.context.mesh.data_parallel_size)).backward()
+            loss_sum += weighted(loss.detach(), weight)
+        self._after_backward()
+        norm: Tensor | None = None
+        if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        local_weight = torch.as_tensor(sum(weights), dtype=torch.float32)
+        if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
+            # The one wait for the device that `skip` costs: the update depends on it.
+            self._forget_step(buffers)
+            return StepResult(loss_sum=loss_sum, weight=local_weight, grad_norm=norm, skipped=True)
+        if norm is not None and train.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.parameters, train.clip_norm, norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return StepResult(loss_sum=loss_sum, weight=local_weight, grad_norm=norm)
+
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        inputs, target = to_device(batch, self.context.device)
+        self.model.eval()
+        with torch.no_grad(), self._precision():
+            output, target = first_rows(self.model(inputs), valid), first_rows(target, valid)
+            weight = self.job.weight(target)
+            weight = valid if weight is None else weight
+            loss = weighted(self.job.loss(output, target), weight)
+            metrics = dict(self.job.metrics(output, target))
+        self.model.train()
+        return EvalSums(loss_sum=loss, weight=torch.as_tensor(float(weight)), metrics=metrics)
+
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        if self.context.global_rank != 0:
+            return None
+        return train_state.capture(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            step=step,
+            samples_consumed=samples_consumed,
+            into=into,
+        )
+
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        assert state is not None
+        assert source == self.context.global_rank
+        train_state.restore(state, self.model, self.optimizer, self.scheduler)
+        return state.meta
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def full_model(self) -> nn.Module | None:
+        return self.model if self.context.global_rank == 0 else None
+
+    def _weights(self, targets: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
+        """The weight of each micro-batch, and of the global batch."""
+        weights = [self.job.weight(target) for target in targets]
+        if weights[0] is None:
+            return self._sizes, self.context.train.global_batch_size
+        counted = [w for w in weights if w is not None]
+        return counted, self._sum_over_ranks(sum(counted))
+
+    def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
+        return weight
+
+    def _after_backward(self) -> None:
+        """After the backward passes of a step, before its update; a hook for strategies."""
+
+    def _forget_step(self, buffers: Sequence[Tensor]) -> None:
+        """Undo what a skipped step has changed; ``buffers`` are the model's before it."""
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+    @contextlib.contextmanager
+    def _gradient_sync(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch; a hook for strategies that synchronise."""
+        yield
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        enabled = self.context.train.precision == "bf16"
+        with torch.autocast(self.context.device.type, dtype=torch.bfloat16, enabled=enabled):
+            yield
+
+
+def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """The summed loss of a batch from its mean. Without any units it is 0, where their mean is NaN."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+    return loss * weight if weight else torch.zeros_like(loss)
+
+
+def first_rows(value: Any, rows: int) -> Any:
+    """The first ``rows`` samples of nested tensors."""
+    if isinstance(value, Tensor):
+        return value[:rows]
+    if isinstance(value, dict):
+        return {k: first_rows(v, rows) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(first_rows(v, rows) for v in value)
+    return value

@@ -1,0 +1,203 @@
+"""Moves a journal to an MLflow server: stoppable anywhere, goes on where it stopped, loses and doubles nothing.
+
+How far it came stands in ``tracking.json``, which is written after the server has confirmed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.redact import redact_text
+from orchestrator.events import RunEnded
+from orchestrator.rundir import RunDir, is_alive, read_json, write_json
+from orchestrator.tracking.journal import (
+    Ending,
+    append_event,
+    metrics_of,
+    read_ending,
+    read_lines,
+)
+from orchestrator.tracking.mlflow_client import (
+    MAX_METRICS_PER_BATCH,
+    Point,
+    close_run,
+    connect,
+    log_points,
+    open_run,
+)
+from orchestrator.tracking.uri import redact_uri, uri_secrets
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """What the server at ``uri`` (redacted) has: ``points`` values from the first ``offset`` bytes.
+
+    ``closed_at`` is the time of the ending that has been uploaded with its artifacts; ``error`` why the last
+    attempt failed.
+    """
+
+    uri: str = ""
+    run_id: str | None = None
+    offset: int = 0
+    points: int = 0
+    closed_at: float | None = None
+    error: str | None = None
+
+
+def read_cursor(run_dir: RunDir) -> Cursor:
+    """The start, if there is no cursor yet or a damaged one."""
+    try:
+        data = read_json(run_dir.tracking_file)
+    except ValueError:
+        data = {}
+    names = {f.name for f in fields(Cursor)}
+    return Cursor(**{k: v for k, v in data.items() if k in names})
+
+
+def count_points(run_dir: RunDir, *, offset: int = 0) -> int:
+    """Values in ``metrics.jsonl`` from byte ``offset``."""
+    return sum(len(record) - 2 for record, _ in read_lines(run_dir.metrics_file, offset))
+
+
+class Transfer:
+    """The upload of one run to one server. Hold :func:`exclusive` while using it."""
+
+    def __init__(self, run_dir: RunDir, uri: str, *, request_timeout_s: float):
+        self._run_dir = run_dir
+        self._uri = uri
+        self._request_timeout_s = request_timeout_s
+        self._client: MlflowClient | None = None
+        self._opened = False
+        cursor = read_cursor(run_dir)
+        same_server = cursor.uri == redact_uri(uri)
+        self.cursor = cursor if same_server else Cursor(uri=redact_uri(uri))
+
+    def push(self, ending: Ending | None) -> None:
+        """Upload every whole line of the journal; with an ``ending``, close the run as well.
+
+        Raises:
+            Exception: whatever MLflow raised; the cursor stands behind what is uploaded and has the error.
+        """
+        try:
+            client, run_id = self._open(running=ending is None)
+            for points, offset in self._batches():
+                log_points(client, run_id, points)
+                count = self.cursor.points + len(points)
+                self._advance(offset=offset, points=count, closed_at=None, error=None)
+            if ending and self.cursor.closed_at != ending.time:
+                close_run(client, run_id, self._run_dir.read_record(), ending, self._run_dir)
+                self._advance(closed_at=ending.time, error=None)
+            elif self.cursor.error:
+                self._advance(error=None)
+        except Exception as e:
+            self._opened = False  # the run may have been deleted
+            self._advance(error=self._describe(e))
+            raise
+
+    def _open(self, *, running: bool) -> tuple[MlflowClient, str]:
+        if self._client is None:
+            self._client = connect(self._uri, request_timeout_s=self._request_timeout_s)
+        if not self._opened or self.cursor.run_id is None:
+            run_id = open_run(
+                self._client,
+                self._run_dir.read_record(),
+                uri=self._uri,
+                run_id=self.cursor.run_id,
+                start_time=_start_time(self._run_dir),
+                running=running,
+            )
+            if run_id != self.cursor.run_id:
+                # The server knows nothing of the cursor's run: everything goes there again.
+                self.cursor = Cursor(uri=self.cursor.uri)
+                self._advance(run_id=run_id)
+            self._opened = True
+        assert self.cursor.run_id is not None
+        return self._client, self.cursor.run_id
+
+    def _batches(self) -> Iterator[tuple[list[Point], int]]:
+        """Points of whole lines, about as many as one request takes, and the offset behind them."""
+        path = self._run_dir.metrics_file
+        if path.exists() and path.stat().st_size < self.cursor.offset:
+            self.cursor = replace(self.cursor, offset=0, points=0)
+        offset = self.cursor.offset
+        points: list[Point] = []
+        for record, behind in read_lines(path, offset):
+            step, at, metrics = metrics_of(record)
+            if points and len(points) + len(metrics) > MAX_METRICS_PER_BATCH:
+                yield points, offset
+                points = []
+            points += [(name, value, at, step) for name, value in metrics.items()]
+            offset = behind
+        if points:
+            yield points, offset
+
+    def _advance(self, **changes: Any) -> None:
+        self.cursor = replace(self.cursor, **changes)
+        with contextlib.suppress(OSError):  # a full disk: at worst, points are uploaded again
+            write_json(self._run_dir.tracking_file, asdict(self.cursor))
+
+    def _describe(self, error: Exception) -> str:
+        text = redact_text(f"{type(error).__name__}: {error}", uri_secrets(self._uri))
+        return text.splitlines()[0][:500]
+
+
+def _start_time(run_dir: RunDir) -> float:
+    """The time of the first event."""
+    first = next(read_lines(run_dir.events_file), None)
+    return float(first[0]["time"]) if first else time.time()
+
+
+@contextlib.contextmanager
+def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> Iterator[bool]:
+    """Whether this process alone may upload the run, for as long as the block lasts."""
+    deadline = time.monotonic() + timeout_s
+    with _lock_file(run_dir).open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    yield False
+                    return
+                time.sleep(0.1)
+            else:
+                yield True
+                return
+
+
+def _lock_file(run_dir: RunDir) -> Path:
+    return run_dir.path / "tracking.lock"
+
+
+def mark_killed(run_dir: RunDir, *, reason: str) -> None:
+    """Write the end of a run whose driver died without a word; one that lives is left alone.
+
+    Disk errors are ignored.
+    """
+    record = run_dir.read_record()
+    if record.get("state") != "running" or is_alive(record["driver"]):
+        return
+    append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
+    with contextlib.suppress(OSError):
+        run_dir.update_record(state="killed")
+
+
+def settled_ending(run_dir: RunDir) -> Ending | None:
+    """How the run ended, by its events or, where the disk was full for them, by ``run.json``."""
+    ending, _ = read_ending(run_dir)
+    record = run_dir.read_record()
+    state = record.get("state", "running")
+    if ending is None and state != "running":
+        last = run_dir.metrics_file if run_dir.metrics_file.exists() else run_dir.record_file
+        at = last.stat().st_mtime
+        return Ending(status=state.upper(), time=at, summary=record.get("summary") or {})
+    return ending

@@ -1,0 +1,107 @@
+"""Addresses of MLflow servers: checked, made absolute and shown without importing MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from orchestrator.config.build import did_you_mean
+from orchestrator.config.redact import MASK, is_secret, redact_text
+
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_SCHEMES = (*_DATABASES, "http", "https", "databricks")
+_SQLITE = "sqlite:///"
+_EXAMPLE = "sqlite:///mlflow.db"
+_QUERY_VALUE = re.compile(r"([?&])([^=&]+)=([^&]*)")
+
+
+def validate_uri(uri: str, *, base: Path | None = None) -> str | None:
+    """What is wrong with ``tracking.uri``, with the remedy; None if nothing is.
+
+    Relative SQLite paths are looked at from ``base`` (default: the working directory). No server is asked.
+    """
+    fault = _fault(uri, base or Path.cwd())
+    return f"tracking.uri={redact_uri(uri)}: {fault}" if fault else None
+
+
+def _fault(uri: str, base: Path) -> str | None:
+    if uri == "databricks":
+        return None
+    scheme, separator, rest = uri.partition("://")
+    database, *driver = scheme.split("+")
+    if scheme == "file" or uri.startswith("file:") or (not separator and ":" not in uri):
+        return f"MLflow keeps runs in a database, no longer in plain files; use {_EXAMPLE}"
+    if not separator and re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri):
+        return f"no scheme; did you mean http://{uri}?"
+    if not separator or (database if driver else scheme) not in (_DATABASES if driver else _SCHEMES):
+        return f"unknown scheme; {did_you_mean(database.partition(':')[0], _SCHEMES)}"
+    if len(driver) > 1 or driver == [""]:
+        return f"expected one driver after the +, as in {database}+driver://"
+    try:
+        host, _ = urlsplit(uri).hostname, urlsplit(uri).port
+    except ValueError as e:
+        return f"{e}; use http://host:port"
+    if scheme in ("http", "https") and not host:
+        return f"no host; use {scheme}://host:port"
+    if database == "sqlite":
+        return _sqlite_fault(uri, rest, base)
+    return None
+
+
+def _sqlite_fault(uri: str, rest: str, base: Path) -> str | None:
+    if not rest.startswith("/"):
+        return f"the path comes after three slashes; did you mean sqlite:///{rest or 'mlflow.db'}?"
+    path = sqlite_path(absolute_uri(uri, base))
+    if path is None or ":memory:" in rest:
+        return f"a database in memory ends with its process; use {_EXAMPLE}"
+    if path.is_dir():
+        return f"{path} is a directory; use {_SQLITE}{path / 'mlflow.db'}"
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if existing != path and not existing.is_dir():
+        return f"{existing} is not a directory; choose another path"
+    if not os.access(existing, os.W_OK):
+        return f"{existing} cannot be written; choose another path"
+    return None
+
+
+def absolute_uri(uri: str, base: Path) -> str:
+    """``uri`` with a relative SQLite path made absolute against ``base``."""
+    scheme, separator, rest = uri.partition(":///")
+    path, question_mark, query = rest.partition("?")
+    if scheme.split("+")[0] != "sqlite" or not separator or not path or ":memory:" in path:
+        return uri
+    return f"{scheme}:///{base.absolute() / path}{question_mark}{query}"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The file of a SQLite address; None for others and for databases in memory."""
+    scheme, separator, rest = uri.partition(":///")
+    path = rest.partition("?")[0]
+    return Path(path) if scheme.split("+")[0] == "sqlite" and separator and path else None
+
+
+def redact_uri(uri: str) -> str:
+    """``uri`` as it may be shown and stored: its passwords masked."""
+
+    def mask(match: re.Match[str]) -> str:
+        before, key, value = match.groups()
+        return f"{before}{key}={MASK if is_secret(key) else value}"
+
+    return _QUERY_VALUE.sub(mask, redact_text(uri))
+
+
+def is_redacted(uri: str) -> bool:
+    return MASK in uri
+
+
+def uri_secrets(uri: str) -> tuple[str, ...]:
+    """The passwords in ``uri``, as typed and decoded, to be masked in messages."""
+    try:
+        parts = urlsplit(uri)
+        found = {parts.password or "", unquote(parts.password or "")}
+    except ValueError:
+        return ()
+    found |= {value for key, value in parse_qsl(parts.query) if is_secret(key)}
+    return tuple(sorted((s for s in found if len(s) >= 4), key=len, reverse=True))

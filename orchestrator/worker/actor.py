@@ -1,0 +1,182 @@
+"""The Ray actor: one thread trains, another always answers the driver."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from orchestrator.job import load_job
+from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Whereabouts
+from orchestrator.rundir import RunDir, log_tail
+from orchestrator.strategies import make_strategy
+from orchestrator.strategies.base import Context
+from orchestrator.worker import deferred_dynamo, rendezvous
+from orchestrator.worker.control import Outbox, StepGate
+from orchestrator.worker.loop import Loop
+from orchestrator.worker.metrics import system_metrics
+
+
+class Worker:
+    """Owns one GPU, or a share of the CPUs.
+
+    Methods in the concurrency group ``control`` answer while :meth:`train` runs.
+    """
+
+    def __init__(self, label: str, *, heartbeat_timeout_s: float):
+        self.label = label
+        self.store: dist.TCPStore | None = None
+        self.outbox = Outbox()
+        self.gate = StepGate(timeout_s=heartbeat_timeout_s)
+        self.device = torch.device("cpu")
+
+    def __repr__(self) -> str:
+        return self.label
+
+    @ray.method(concurrency_group="control")
+    def whereabouts(self) -> Whereabouts:
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        usable = bool(gpus) and torch.cuda.is_available()
+        return Whereabouts(
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            gpu_index=int(gpus[0]) if usable and gpus[0].isdigit() else None,
+            gpu_uuid=str(torch.cuda.get_device_properties(0).uuid) if usable else None,
+        )
+
+    @ray.method(concurrency_group="control")
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the store of the run here; returns host and port."""
+        host = ray.util.get_node_ip_address()
+        self.store = rendezvous.open_store(host, timeout_s=timeout_s)
+        return host, self.store.port
+
+    @ray.method(concurrency_group="control")
+    def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
+        return self.outbox.collect(system_metrics(self.device) if with_system_metrics else {})
+
+    @ray.method(concurrency_group="control")
+    def hold(self) -> int:
+        return self.gate.hold()
+
+    @ray.method(concurrency_group="control")
+    def stop_after(self, step: int) -> None:
+        self.gate.stop_after(step)
+
+    def train(self, assignment: Assignment) -> Outcome:
+        """The whole training of this rank. Never raises: a failure is an outcome too."""
+        rank = assignment.global_rank
+        log = RunDir(Path(assignment.run_dir)).log_file(rank)
+        _redirect_output(log)
+        loop: Loop | None = None
+        try:
+            loop, startup = self._prepare(assignment)
+            return loop.run(startup)
+        except BaseException as e:
+            traceback.print_exc()
+            return Outcome(status="failed", step=_step(loop), failure=_failure(e, log))
+        finally:
+            if loop is not None:
+                loop.close()
+            rendezvous.leave()
+
+    def _prepare(self, assignment: Assignment) -> tuple[Loop, dict[str, float]]:
+        began = time.perf_counter()
+        startup: dict[str, float] = {}
+        config = assignment.config
+        deferred_dynamo.install()
+        torch.set_num_threads(assignment.num_threads)
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        if assignment.backend == "nccl":
+            self.device = torch.device("cuda", 0)
+            # The current device is a property of the thread, and this is the training thread.
+            torch.cuda.set_device(self.device)
+        if Path(assignment.working_dir).is_dir():
+            os.chdir(assignment.working_dir)
+        sys.path.extend(p for p in assignment.import_paths if p not in sys.path)
+        faults: list[str] = []
+        job = load_job(config.job, faults)
+        if job is None:
+            raise ValueError("\n".join(faults))
+        startup["job_s"] = -began + (began := time.perf_counter())
+        self.outbox.at(0, "join")
+        self.store = rendezvous.join(
+            assignment,
+            node_ip=ray.util.get_node_ip_address(),
+            store=self.store,
+            device=self.device,
+        )
+        startup["rendezvous_s"] = time.perf_counter() - began
+        context = Context(
+            mesh=assignment.plan.mesh,
+            global_rank=assignment.global_rank,
+            device=self.device,
+            seed=config.seed,
+            train=config.train,
+            options=config.strategy,
+        )
+        loop = Loop(
+            assignment=assignment,
+            job=job,
+            strategy=make_strategy(config.strategy.name, context, job),
+            device=self.device,
+            gate=self.gate,
+            outbox=self.outbox,
+        )
+        return loop, startup
+
+
+def remote_worker() -> Any:
+    """The actor class as Ray wants it."""
+    return ray.remote(concurrency_groups={"control": 2})(Worker)  # type: ignore[call-overload]
+
+
+def _redirect_output(path: Path) -> None:
+    """Everything that this process prints, C++ and crashes included, goes to the rank's own log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    faulthandler.enable()
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _step(loop: Loop | None) -> int:
+    return loop.position.step if loop is not None else 0
+
+
+def _failure(error: BaseException, log: Path) -> Failure:
+    trace = "".join(traceback.format_exception(error))
+    return Failure(
+        message=f"{type(error).__name__}: {error}",
+        traceback=trace,
+        time=time.time(),
+        collateral=_is_connection_error(error),
+        log_tail=log_tail(log),
+    )
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    """Whether it looks like the far end went away, rather than a fault of this rank."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+        return True
+    text = str(error)
+    signs = ("Connection closed by peer", "Connection reset by peer", "Read error", "Timed out")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -1,0 +1,165 @@
+"""On a Ray that runs already: from its node, and as a submitted job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head node of its own: addresses, and the environment of a person at it."""
+
+    gcs: str
+    dashboard: str
+    home: Path
+    env: dict[str, str]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextlib.contextmanager
+def ray_start(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """``ray start --block`` and, afterwards, the end of all that it started."""
+    process = subprocess.Popen(
+        [str(BIN / "ray"), "start", "--block", "--disable-usage-stats", *words],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for p in alive:
+            p.kill()
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    home = tmp_path_factory.mktemp("home")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    env |= {"PATH": f"{BIN}:{env['PATH']}", "HOME": str(home), "RAY_AUTH_MODE": "token"}
+    env["RAY_AUTH_TOKEN"] = "a" * 40
+    port, dashboard_port = free_port(), free_port()
+    # Ray's sockets live below its temporary directory, and their paths must be short.
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        ray_start(
+            "--head", f"--port={port}", "--num-cpus=2", f"--dashboard-port={dashboard_port}",
+            f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={folder}", env=env,
+        ) as process,
+    ):  # fmt: skip
+        wait_for_port(dashboard_port, process)
+        yield Head(
+            gcs=f"127.0.0.1:{port}",
+            dashboard=f"http://127.0.0.1:{dashboard_port}",
+            home=home,
+            env=env,
+        )
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "ray start ended"
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    raise AssertionError("Ray's dashboard did not come up")
+
+
+def command(head: Head, *words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=cwd, env={**head.env, **env}, capture_output=True, text=True, timeout=100)
+
+
+def test_from_a_node(head: Head, tmp_path: Path) -> None:
+    words = ("strategy=ddp", f"cluster.address={head.gcs}", "train.steps=20", "tracking=none")
+    done = command(head, "python", "-m", "orchestrator.launch", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = tmp_path.glob("outputs/*/*/run.json")
+    assert json.loads(record.read_text())["state"] == "finished"
+
+
+@pytest.mark.timeout(240)
+def test_over_two_uneven_nodes(head: Head, tmp_path: Path) -> None:
+    """Three workers need both nodes; four are refused with what each node has."""
+    words = ("python", "-m", "orchestrator.launch", "strategy=ddp", f"cluster.address={head.gcs}",
+             "train.steps=10", "tracking=none")  # fmt: skip
+    agent = f"--dashboard-agent-listen-port={free_port()}"
+    with ray_start(f"--address={head.gcs}", "--num-cpus=1", agent, env=head.env):
+        deadline = time.monotonic() + 60
+        while True:
+            asked = command(head, *words, "strategy.num_workers=4", cwd=tmp_path)
+            assert asked.returncode == 2, asked.stdout
+            if asked.stderr.count(" CPUs and 0 GPUs") == 2:
+                break
+            assert time.monotonic() < deadline, "the second node did not come"
+        assert "2 CPUs and 0 GPUs" in asked.stderr
+        assert "1 CPUs and 0 GPUs" in asked.stderr
+        done = command(head, *words, "strategy.num_workers=3", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = tmp_path.glob("outputs/*/*/run.json")
+    (started,) = [
+        json.loads(line)["workers"]
+        for line in (record.parent / "events.jsonl").read_text().splitlines()
+        if "generation_started" in line
+    ]
+    assert len(started) == 3
+
+
+def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:
+    words = ("python", "-m", "orchestrator.launch", f"cluster.address={head.gcs}")
+    began = time.monotonic()
+    done = command(head, *words, cwd=tmp_path, RAY_AUTH_TOKEN="b" * 40)
+    assert done.returncode == 2
+    assert "cluster.address" in done.stderr
+    assert "RAY_AUTH_TOKEN" in done.stderr
+    assert time.monotonic() - began < 15
+    assert not list(tmp_path.glob("outputs/*/*"))
+
+
+def test_submitted_job(head: Head) -> None:
+    words = ("ray", "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT), "--",
+             "python", "-m", "orchestrator.launch", "strategy=ddp", "train.steps=20")  # fmt: skip
+    done = command(head, *words, cwd=head.home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    base = head.home / "orchestrator"
+    (record,) = base.glob("outputs/*/*/run.json")
+    assert json.loads(record.read_text())["state"] == "finished"
+    assert f"run directory: {record.parent}" in done.stdout
+    assert (base / "mlflow.db").is_file()
+
+
+def test_submitted_job_with_bad_input_fails(head: Head) -> None:
+    words = ("ray", "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT), "--",
+             "python", "-m", "orchestrator.launch", "strategy=ddpp")  # fmt: skip
+    done = command(head, *words, cwd=head.home)
+    assert done.returncode != 0
+    listing = command(head, "ray", "job", "list", "--address", head.dashboard, cwd=head.home)
+    assert "FAILED" in listing.stdout
+    assert "did you mean ddp?" in listing.stdout

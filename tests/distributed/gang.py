@@ -1,0 +1,205 @@
+"""A pool of processes that stay alive for many tests and form a gloo group for each call.
+
+One leader process imports torch and forks the others, so that the pool costs one import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+HOST = "127.0.0.1"
+SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a process is asked to do; ``store_port`` None: without a process group."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    generation: int
+    store_port: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    value: Any = None
+    error: str | None = None
+    trace: str = ""
+    seconds: float = 0.0
+
+
+class Gang:
+    """``SIZE`` processes with one thread each. A call that takes too long ends them all; the next starts anew."""
+
+    def __init__(self) -> None:
+        from orchestrator.worker.rendezvous import open_store
+
+        self._store = open_store(HOST, timeout_s=30)
+        self._generation = 0
+        self._connections: list[Connection] = []
+        self._leader: subprocess.Popen[bytes] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 40) -> list[Any]:
+        """What ``function(rank, *args)`` returns on each rank of a group of ``world_size``."""
+        answers = self.ask(function, *args, world_size=world_size, timeout_s=timeout_s)
+        errors = [f"rank {rank}: {a.trace}" for rank, a in enumerate(answers) if a.error is not None]
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return [a.value for a in answers]
+
+    def ask(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        timeout_s: float = 40,
+        grouped: bool = True,
+    ) -> list[Answer]:
+        """As :meth:`run`, but errors are answers too. Not ``grouped``: the ranks form no group by themselves."""
+        self._start()
+        self._generation += 1
+        call = Call(
+            function=function,
+            args=args,
+            world_size=world_size,
+            generation=self._generation,
+            store_port=self._store.port if grouped and world_size > 1 else None,
+        )
+        connections = self._connections[:world_size]
+        deadline = time.monotonic() + timeout_s
+        answers = []
+        try:
+            for connection in connections:
+                connection.send_bytes(pickle.dumps(call))
+            for rank, connection in enumerate(connections):
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
+                answers.append(pickle.loads(connection.recv_bytes()))
+        except BaseException:
+            self.close()
+            raise
+        return answers
+
+    def close(self) -> None:
+        """End every process, at once."""
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        if self._leader is not None:
+            os.killpg(self._leader.pid, signal.SIGKILL)
+            self._leader.wait(timeout=10)
+            self._leader = None
+
+    def _start(self) -> None:
+        if self._leader is not None:
+            return
+        pairs = [Pipe() for _ in range(SIZE)]
+        theirs = [there.fileno() for _, there in pairs]
+        self._leader = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), *map(str, theirs)],
+            pass_fds=theirs,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        for _, there in pairs:
+            there.close()
+        self._connections = [here for here, _ in pairs]
+
+
+def _lead(fds: list[int]) -> None:
+    _die_with_parent()
+    import pytest  # noqa: F401 - the modules that calls come from import it
+    import torch
+    import torch._dynamo  # making an optimizer imports it
+
+    import jobs.digits
+    import jobs.gpt  # noqa: F401
+
+    for rank, fd in enumerate(fds):
+        if os.fork() == 0:
+            _die_with_parent()
+            for other in fds:
+                if other != fd:
+                    os.close(other)
+            torch.set_num_threads(1)
+            _serve(rank, Connection(fd))
+            os._exit(0)
+    for fd in fds:
+        os.close(fd)
+    for _ in fds:
+        os.wait()
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        began = time.monotonic()
+        try:
+            call: Call = pickle.loads(request)
+            with group_of(rank, call):
+                value = call.function(rank, *call.args)
+            answer = Answer(value=value, seconds=time.monotonic() - began)
+        except BaseException as e:
+            error, trace = f"{type(e).__name__}: {e}", traceback.format_exc()
+            answer = Answer(error=error, trace=trace, seconds=time.monotonic() - began)
+        connection.send_bytes(pickle.dumps(answer))
+
+
+@contextlib.contextmanager
+def group_of(rank: int, call: Call) -> Iterator[None]:
+    """The process group that ``call`` asks for."""
+    import torch
+    from toys import assignment, close_strategies
+
+    from orchestrator.worker import rendezvous
+
+    if call.store_port is None:
+        yield
+        return
+    orders = assignment(
+        rank=rank,
+        world_size=call.world_size,
+        generation=call.generation,
+        store_port=call.store_port,
+        run_dir=tempfile.gettempdir(),
+    )
+    store = rendezvous.join(orders, node_ip=HOST, store=None, device=torch.device("cpu"))
+    try:
+        yield
+    finally:
+        close_strategies()
+        rendezvous.leave()
+        del store
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what it unpickles is what it defines.
+    import gang
+
+    gang._lead([int(fd) for fd in sys.argv[1:]])

@@ -1,0 +1,136 @@
+"""What the training thread and the control thread share, with real threads."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from orchestrator.events import Warned
+from orchestrator.messages import EvalPoint, TrainPoint
+from orchestrator.worker.control import Outbox, StepGate
+
+
+def train_point(step: int, *, step_ms: tuple[float, ...] = (), comm_ms: float | None = None) -> TrainPoint:
+    return TrainPoint(
+        step=step,
+        time=0.0,
+        samples_seen=step,
+        epoch=0.0,
+        loss_sum=0.0,
+        weight=1.0,
+        lr=0.1,
+        grad_norm=None,
+        step_ms=step_ms,
+        data_wait_ms=0.0,
+        comm_ms=comm_ms,
+    )
+
+
+def train_until_told(gate: StepGate, barrier: threading.Barrier, jitter: random.Random, steps: int) -> int:
+    """Synchronous steps: no rank ends one before all have begun it. Returns the last one."""
+    for step in range(1, steps + 1):
+        time.sleep(jitter.random() * 2e-4)
+        if not gate.begin(step):
+            return step - 1
+        barrier.wait(timeout=5)
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_ranks_stop_after_the_same_step(seed):
+    chance = random.Random(seed)
+    ranks, steps = chance.choice([2, 3, 4]), chance.choice([1, 5, 1000])
+    gates = [StepGate(timeout_s=5) for _ in range(ranks)]
+    barrier = threading.Barrier(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        ends = [
+            pool.submit(train_until_told, g, barrier, random.Random(f"{seed} {i}"), steps) for i, g in enumerate(gates)
+        ]
+        time.sleep(chance.random() * 4e-3)
+        begun = []
+        for gate in chance.sample(gates, ranks):
+            begun.append(gate.hold())
+            time.sleep(chance.random() * 5e-4)
+        assert max(begun) - min(begun) <= 2 * ranks
+        for gate in chance.sample(gates, ranks):
+            gate.stop_after(max(begun))
+            time.sleep(chance.random() * 5e-4)
+        assert [e.result(timeout=5) for e in ends] == [max(begun)] * ranks
+
+
+def test_nothing_begins_while_held():
+    gate = StepGate(timeout_s=5)
+    assert gate.begin(1)
+    assert gate.hold() == 1
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(gate.begin, 2)
+        time.sleep(0.1)
+        assert not second.done()
+        assert gate.hold() == 1
+        gate.stop_after(2)
+        assert second.result(timeout=5)
+    assert not gate.begin(3)
+
+
+def test_a_silent_driver_is_an_error():
+    gate = StepGate(timeout_s=0.2)
+    gate.hold()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="held at step 7"):
+        gate.begin(7)
+    assert 0.15 < time.monotonic() - began < 2
+
+
+@pytest.fixture
+def restless_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("restless_threads")
+def test_nothing_is_lost_or_doubled_between_two_threads():
+    outbox, count = Outbox(), 20_000
+
+    def produce() -> None:
+        for step in range(count):
+            outbox.at(step, "train")
+            outbox.put_point(train_point(step))
+            if step % 3 == 0:
+                outbox.put_event(Warned(message=str(step)))
+
+    points, events = [], []
+    with ThreadPoolExecutor(1) as pool:
+        producing = pool.submit(produce)
+        beats = 0
+        while not producing.done():
+            beat = outbox.collect({})
+            points += beat.points
+            events += beat.events
+            beats += 1
+        producing.result()
+    beat = outbox.collect({"cpu": 1.0})
+    points += beat.points
+    events += beat.events
+    assert beats > 5, "the two threads hardly met"
+    assert [p.step for p in points] == list(range(count))
+    assert [e.message for e in events] == [str(s) for s in range(0, count, 3)]
+    assert (beat.step, beat.phase, beat.system) == (count - 1, "train", {"cpu": 1.0})
+    assert outbox.collect({}).points == ()
+
+
+def test_busy_time_is_that_without_waiting_for_others():
+    outbox = Outbox()
+    outbox.put_point(train_point(1))
+    assert outbox.collect({}).busy_ms is None
+    outbox.put_point(train_point(2, step_ms=(10.0, 14.0), comm_ms=3.0))
+    outbox.put_point(EvalPoint(step=2, time=0.0, loss_sum=0.0, weight=1.0, sums={}))
+    assert outbox.collect({}).busy_ms == 9.0

@@ -1,0 +1,115 @@
+"""The training loop on ranks without Ray: evaluation over all of them, and resuming from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import fsum
+from pathlib import Path
+
+import pytest
+from toys import CPU, Case, Dropped, Normed, Tokens, Toy, TwoHeads, assignment, digits, having, made, make, model_of
+
+from orchestrator.messages import EvalPoint, Outcome, TrainPoint
+from orchestrator.worker.control import Outbox, StepGate
+from orchestrator.worker.loop import Loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    outcome: Outcome
+    points: list[TrainPoint | EvalPoint]
+    training: bool
+    owns_reducer: bool
+
+
+def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: str | None, every: int) -> Ran:
+    Path(run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
+    orders = assignment(
+        rank=rank,
+        world_size=world_size,
+        generation=0,
+        store_port=0,
+        run_dir=run_dir,
+        case=case,
+        checkpoint=checkpoint,
+        checkpoint_every=every,
+    )
+    strategy, outbox = make(case, rank), Outbox()
+    loop = Loop(
+        assignment=orders,
+        job=case.job,
+        strategy=strategy,
+        device=CPU,
+        gate=StepGate(timeout_s=5),
+        outbox=outbox,
+    )
+    try:
+        outcome = loop.run({})
+    finally:
+        made.clear()  # closing the loop has to be enough
+        loop.close()
+    return Ran(
+        outcome=outcome,
+        points=list(outbox.collect({}).points),
+        training=model_of(strategy).training,
+        owns_reducer="reducer" in vars(getattr(strategy, "replica", strategy)),
+    )
+
+
+def evaluation(ranks: list[Ran]) -> dict[str, float]:
+    """The sums over the ranks at the end."""
+    last = [next(p for p in reversed(r.points) if isinstance(p, EvalPoint)) for r in ranks]
+    names = {name for p in last for name in p.sums}
+    assert names, "the job has a metric"
+    sums = {name: fsum(p.sums.get(name, 0.0) for p in last) for name in names}
+    return {"loss": fsum(p.loss_sum for p in last), "weight": fsum(p.weight for p in last), **sums}
+
+
+@pytest.mark.parametrize("val_size", [2, 7, 33])
+def test_each_sample_is_evaluated_once(gang, tmp_path, val_size):
+    case = Case(job=digits(val_size=val_size), train=having(steps=2, global_batch_size=14))
+    expected = evaluation(gang.run(run_loop, case, 1, str(tmp_path / "1"), None, 0, world_size=1))
+    assert expected["weight"] == val_size
+    for world_size in (2, 3, 4):
+        ranks = gang.run(run_loop, case, world_size, str(tmp_path / f"{world_size}"), None, 0, world_size=world_size)
+        found = evaluation(ranks)
+        assert found["weight"] == val_size
+        assert found["accuracy"] == expected["accuracy"]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert all(r.training for r in ranks)
+
+
+@pytest.mark.parametrize("empty", [0, 6])
+def test_each_valid_token_is_evaluated_once(gang, tmp_path, empty):
+    case = Case(job=Tokens(samples=31, empty=empty), train=having(steps=2, global_batch_size=10))
+    expected = evaluation(gang.run(run_loop, case, 1, str(tmp_path / "1"), None, 0, world_size=1))
+    assert expected["weight"] == sum(int((target != -100).sum()) for _, target in case.job.dataset("val").items)
+    ranks = gang.run(run_loop, case, 4, str(tmp_path / "4"), None, 0, world_size=4)
+    assert evaluation(ranks) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("job", [Dropped(), Normed(), Toy()], ids=["dropout", "buffers", "plain"])
+def test_two_workers_resume_from_a_checkpoint_bit_for_bit(gang, tmp_path, job):
+    case = Case(job=job, train=having(steps=6, global_batch_size=9, eval_every=2))
+    whole = gang.run(run_loop, case, 2, str(tmp_path / "whole"), None, 3, world_size=2)
+    half_way = min((tmp_path / "whole" / "checkpoints").iterdir(), key=lambda p: p.name)
+    resumed = gang.run(run_loop, case, 2, str(tmp_path / "resumed"), str(half_way), 0, world_size=2)
+    for before, after in zip(whole, resumed, strict=True):
+        expected = [(type(p), p.step, p.loss_sum, p.weight) for p in before.points if p.step > 3]
+        assert [(type(p), p.step, p.loss_sum, p.weight) for p in after.points] == expected
+        assert expected[0][1] == 4
+        assert after.outcome.status == "done"
+        assert not after.owns_reducer, "it would outlive the process group"
+
+
+def not_on_rank_1_at_third_call(rank: int, call: int) -> bool:
+    return not (rank == 1 and call == 3)
+
+
+def test_a_rank_that_fails_alone_ends_the_others_soon(gang, tmp_path):
+    case = Case(job=TwoHeads(uses=not_on_rank_1_at_third_call), train=having(steps=5))
+    for attempt in range(3):
+        answers = gang.ask(run_loop, case, 3, str(tmp_path / str(attempt)), None, 0, world_size=3)
+        assert "take no part in the loss: spare.weight, spare.bias" in answers[1].error
+        assert all(a.error is not None for a in answers)
+        assert all(a.seconds < 10 for a in answers), "they waited for each other until the timeout of 20 s"

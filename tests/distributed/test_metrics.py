@@ -1,0 +1,136 @@
+"""Step times and the figures of a logged point."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from toys import CPU
+
+from orchestrator.messages import TrainPoint
+from orchestrator.worker.metrics import NonFiniteError, StepTimer, Window, system_metrics
+
+NAN = float("nan")
+
+
+def window(*, total_steps: int = 4, first_step: int = 0) -> Window:
+    made = Window(device=CPU, total_steps=total_steps, first_step=first_step)
+    made.timer.restart()
+    return made
+
+
+def add(into: Window, step: int, loss: float = 1.0, *, weight: float = 1.0, skipped: bool = False) -> None:
+    into.add(step, torch.tensor(loss), torch.tensor(weight), skipped=skipped)
+
+
+def close(window: Window, *, grad_norm: float | None = None) -> TrainPoint:
+    norm = None if grad_norm is None else torch.tensor(grad_norm)
+    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=1.5)
+
+
+def test_times_are_those_between_marks_without_what_restart_leaves_out():
+    timer = StepTimer(CPU)
+    timer.restart()
+    for pause_s in (0.01, 0.03):
+        time.sleep(pause_s)
+        timer.mark()
+    time.sleep(0.3)  # an evaluation
+    timer.restart()
+    time.sleep(0.02)
+    timer.mark()
+    times = timer.drain()
+    assert [t >= least for t, least in zip(times, (10, 30, 20), strict=True)] == [True] * 3
+    assert max(times) < 250
+    assert timer.drain() == []
+    time.sleep(0.01)
+    timer.mark()
+    assert len(timer.drain()) == 1, "the last mark begins the next window"
+
+
+def test_a_restart_between_two_windows_is_left_out_too():
+    timer = StepTimer(CPU)
+    timer.restart()
+    timer.mark()
+    timer.drain()
+    time.sleep(0.3)
+    timer.restart()
+    timer.mark()
+    (only,) = timer.drain()
+    assert only < 250
+
+
+def test_a_point_sums_its_window_and_the_next_starts_empty():
+    w = window()
+    add(w, 1, 3.0, weight=2.0)
+    add(w, 2, 5.0, weight=4.0)
+    w.data_wait_s = 0.010
+    point = close(w, grad_norm=0.5)
+    assert (point.step, point.loss_sum, point.weight, point.grad_norm) == (2, 8.0, 6.0, 0.5)
+    assert (point.samples_seen, point.epoch, point.lr, point.comm_ms) == (8, 0.5, 0.1, 1.5)
+    assert point.data_wait_ms == pytest.approx(5.0)
+    add(w, 3, 7.0, weight=1.0)
+    point = close(w)
+    assert (point.step, point.loss_sum, point.weight, point.grad_norm) == (3, 7.0, 1.0, None)
+    assert point.data_wait_ms == 0.0
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "first_step", "warm_up"), [(100, 0, 10), (20, 0, 4), (3, 0, 0), (100, 40, 10), (20, 40, 4)]
+)
+def test_warm_up_steps_are_left_out(total_steps, first_step, warm_up):
+    w = window(total_steps=total_steps, first_step=first_step)
+    timed = []
+    for step in range(first_step + 1, first_step + total_steps + 1):
+        add(w, step)
+        timed += [step] * len(close(w).step_ms)
+    assert timed == list(range(first_step + warm_up + 1, first_step + total_steps + 1))
+
+
+def test_warm_up_within_a_window():
+    w = window(total_steps=20)
+    for step in range(1, 8):
+        add(w, step)
+    assert len(close(w).step_ms) == 3
+
+
+def test_skipped_steps_count_in_time_alone():
+    w = window()
+    add(w, 1, 2.0)
+    add(w, 2, NAN, skipped=True)
+    point = close(w, grad_norm=1.0)
+    assert (point.step, point.loss_sum, point.weight, len(point.step_ms)) == (2, 2.0, 1.0, 2)
+    add(w, 3, NAN, skipped=True)
+    point = close(w, grad_norm=NAN)
+    assert (point.step, point.loss_sum, point.weight) == (3, 0.0, 0.0)
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_step():
+    w = window()
+    add(w, 11)
+    add(w, 12, NAN, skipped=True)
+    add(w, 13, float("inf"))
+    add(w, 14, NAN)
+    for look in (w.check_finite, lambda: close(w)):
+        with pytest.raises(NonFiniteError, match=r"the loss became inf at step 13;.*train\.on_nonfinite=skip"):
+            look()
+
+
+def test_a_gradient_that_is_not_finite_is_told_with_its_step():
+    w = window()
+    add(w, 5)
+    with pytest.raises(NonFiniteError, match="the gradient norm became nan at step 5"):
+        close(w, grad_norm=NAN)
+
+
+def test_large_finite_losses_are_no_fault():
+    w = window()
+    add(w, 1, 3e38)
+    add(w, 2, 3e38)
+    w.check_finite()
+
+
+def test_readings_of_the_node():
+    readings = system_metrics(CPU)
+    assert readings["system_memory_usage_megabytes"] > 0
+    assert 0 <= readings["system_memory_usage_percentage"] <= 100

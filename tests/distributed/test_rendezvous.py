@@ -1,0 +1,126 @@
+"""Forming and leaving process groups."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from gang import HOST
+from toys import CPU, assignment
+
+from orchestrator.worker import rendezvous
+
+
+def join(rank: int, world_size: int, generation: int, port: int, timeout_s: float = 20) -> dist.TCPStore:
+    orders = assignment(
+        rank=rank,
+        world_size=world_size,
+        generation=generation,
+        store_port=port,
+        run_dir="",
+        rendezvous_timeout_s=timeout_s,
+    )
+    return rendezvous.join(orders, node_ip=HOST, store=None, device=CPU)
+
+
+def sum_of_ranks() -> float:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return float(total)
+
+
+@pytest.fixture
+def store():
+    return rendezvous.open_store(HOST, timeout_s=10)
+
+
+def late(rank: int, port: int) -> tuple[str, float]:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError) as raised:
+        join(rank if rank < 2 else 3, 5, 0, port, timeout_s=1)
+    assert not dist.is_initialized()
+    return str(raised.value), time.monotonic() - began
+
+
+def test_missing_ranks_are_named_in_time(gang, store):
+    for answer in gang.ask(late, store.port, world_size=3, grouped=False):
+        assert answer.error is None, answer.trace
+        message, seconds = answer.value
+        assert "ranks [2, 4]" in message
+        assert "cluster.rendezvous_timeout_s" in message
+        assert 0.9 < seconds < 3
+
+
+def two_generations(rank: int, port: int) -> list[float]:
+    sums = []
+    for generation in (1, 2):
+        kept = join(rank, 3, generation, port)
+        sums.append(sum_of_ranks())
+        rendezvous.leave()
+        del kept
+    rendezvous.leave()  # also where there is none
+    return sums
+
+
+def test_a_second_generation_in_the_same_processes(gang, store):
+    answers = gang.ask(two_generations, store.port, world_size=3, grouped=False)
+    assert [a.value for a in answers] == [[3.0, 3.0]] * 3, [a.error for a in answers]
+
+
+def through_a_broken_one(rank: int, port: int) -> tuple[float, float]:
+    """Rank 2 leaves without a word; the others go on without it, with another rank's number changed."""
+    kept = join(rank, 3, 1, port)
+    if rank == 2:
+        rendezvous.leave()
+        return 0.0, 0.0
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        sum_of_ranks()
+    seconds = time.monotonic() - began
+    rendezvous.leave()
+    kept = join(1 - rank, 2, 2, port)
+    total = sum_of_ranks()
+    rendezvous.leave()
+    del kept
+    return total, seconds
+
+
+def test_survivors_of_a_broken_group_form_the_next(gang, store):
+    answers = gang.ask(through_a_broken_one, store.port, world_size=3, grouped=False)
+    assert [a.error for a in answers] == [None] * 3
+    assert [a.value[0] for a in answers] == [1.0, 1.0, 0.0]
+    assert all(a.value[1] < 5 for a in answers), "the far end's end is seen before the timeout of 20 s"
+
+
+def with_own_store(rank: int, port: int) -> float:
+    own = rendezvous.open_store(HOST, timeout_s=10)
+    orders = replace(
+        assignment(rank=0, world_size=1, generation=0, store_port=0, run_dir=""), store_host="192.0.2.1", store_port=9
+    )
+    assert rendezvous.join(orders, node_ip=HOST, store=own, device=CPU) is own, "its own store, not the address"
+    total = sum_of_ranks()
+    rendezvous.leave()
+    return total
+
+
+def test_the_rank_that_opened_the_store_uses_it(gang):
+    assert gang.ask(with_own_store, 0, world_size=1, grouped=False)[0].value == 0.0
+
+
+def test_stores_of_two_runs_do_not_meet(store):
+    other = rendezvous.open_store(HOST, timeout_s=10)
+    assert other.port != store.port
+
+
+def test_the_interface_is_the_one_with_the_address():
+    assert rendezvous.interface_of("127.0.0.1") == "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family.name == "AF_INET":
+                assert rendezvous.interface_of(address.address) == name
+    with pytest.raises(LookupError, match=r"192\.0\.2\.1"):
+        rendezvous.interface_of("192.0.2.1")

@@ -1,0 +1,81 @@
+"""One Ray for the whole folder; every run in a directory of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_ray() -> Iterator[None]:
+    os.environ.pop("RAY_ADDRESS", None)
+    sys.path.insert(0, str(HERE))  # the jobs of `faulty_jobs.py`, for the workers too
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``run("strategy=ddp", ...)`` in a fresh directory, without MLflow unless asked for."""
+    from orchestrator import run as orchestrator_run
+
+    monkeypatch.chdir(tmp_path)
+
+    def start(*overrides: str, tracking: str = "none") -> Any:
+        return orchestrator_run([f"tracking={tracking}", *overrides])
+
+    return start
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No actor and no placement group outlives its run."""
+    yield
+    from ray.util.placement_group import placement_group_table
+
+    held = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    assert not held, held
+    workers = [p for p in psutil.process_iter(["cmdline"]) if _is_busy_worker(p)]
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive, alive
+
+
+def _is_busy_worker(process: psutil.Process) -> bool:
+    return "/worker-" in " ".join(process.info["cmdline"] or []) or "ray::Worker" in " ".join(
+        process.info["cmdline"] or []
+    )
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """``train/loss`` by step."""
+    return series(run_dir, "train/loss")
+
+
+def series(run_dir: Path, name: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if name in line]
+    assert len(steps) == len(set(steps)), f"double points of {name}"
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def events(run_dir: Path, kind: str) -> Sequence[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]

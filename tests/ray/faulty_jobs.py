@@ -1,0 +1,77 @@
+"""Jobs in which something goes wrong at a given step on a given rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from jobs.digits import Digits
+from orchestrator.job import Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty(Digits):
+    how: str = "raise"
+    rank: int = 1
+    at_step: int = 5
+    seen: list[int] = field(default_factory=lambda: [0], init=False, repr=False)
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        loss = super().loss(output, target)
+        if not torch.is_grad_enabled():
+            return loss
+        self.seen[0] += 1
+        if self.seen[0] == self.at_step and dist.get_rank() == self.rank:
+            if self.how == "raise":
+                raise RuntimeError("the planted fault")
+            if self.how == "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "nan":
+                return loss * float("nan")
+        return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Digits):
+    """Every step takes at least ``step_ms``."""
+
+    step_ms: float = 20.0
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            time.sleep(self.step_ms / 1e3)
+        return super().loss(output, target)
+
+
+class _Unreadable(Dataset[Any]):
+    def __init__(self, inner: Dataset[Any], bad: int):
+        self.inner, self.bad = inner, bad
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.bad:
+            raise OSError("unreadable sector")
+        return self.inner[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadSample(Digits):
+    """Sample ``bad`` of the training set cannot be read."""
+
+    bad: int = 7
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        dataset = super().dataset(split)
+        return _Unreadable(dataset, self.bad) if split == "train" else dataset

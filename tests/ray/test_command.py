@@ -1,0 +1,129 @@
+"""The command as a process: its exit codes, its end under signals, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import HERE, losses
+from mlflow import MlflowClient
+
+from orchestrator.rundir import read_json
+
+SLOW = ("strategy=ddp", "job._target_=faulty_jobs.Slow", "job.step_ms=20", "train.steps=3000",
+        "train.eval_every=0", "cluster=local")  # fmt: skip
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start ``python -m orchestrator.launch`` in an empty directory and a session of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*overrides: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.launch", *overrides],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(HERE)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+
+
+def wait_for(condition: Callable[[], Any], *, timeout_s: float = 60) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError("timed out")
+
+
+def has_step(folder: Path, step: int) -> Path | None:
+    for journal in folder.glob("outputs/*/*/metrics.jsonl"):
+        if f'"step": {step},' in journal.read_text():
+            return journal.parent
+    return None
+
+
+def family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def killed_run(folder: Path) -> tuple[MlflowClient, Any]:
+    """The run that MLflow has as killed, once the follower is done with it."""
+    (run_dir,) = folder.glob("outputs/*/*")
+    # Two processes that both find no tables would both make them: the follower comes first.
+    wait_for(lambda: read_json(run_dir / "tracking.json").get("run_id"), timeout_s=30)
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    killed = "attributes.status = 'KILLED'"
+    found = wait_for(lambda: client.search_runs(["0", "1"], filter_string=killed), timeout_s=30)
+    return client, found[0]
+
+
+def test_ctrl_c_checkpoints_and_ends(launch: Callable[..., Any], tmp_path: Path) -> None:
+    process = launch(*SLOW)
+    run_dir = wait_for(lambda: has_step(tmp_path, 20))
+    everyone = family(process.pid)
+    asked = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+    output, _ = process.communicate(timeout=30)
+    took_s = time.monotonic() - asked
+    assert process.returncode == 130, output
+    assert took_s < 5, f"{took_s:.1f} s"  # 3 s on a quiet machine
+    lines = output.strip().splitlines()
+    assert "stopped by SIGINT at step" in output
+    assert f"resume={run_dir}" in "".join(lines[-4:])
+    assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    assert not psutil.wait_procs(everyone, timeout=20)[1]
+    assert killed_run(tmp_path)
+
+
+def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) -> None:
+    process = launch(*SLOW[:2], *SLOW[3:], "cluster.stop_grace_s=60", "job.step_ms=8000")
+    wait_for(lambda: has_step(tmp_path, 1))
+    everyone = family(process.pid)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert time.monotonic() - asked < 2
+    assert not psutil.wait_procs(everyone, timeout=20)[1]
+
+
+def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path) -> None:
+    """Ray's own two agents, which hold nothing, end by themselves a minute later."""
+    process = launch(*SLOW)
+    run_dir = wait_for(lambda: has_step(tmp_path, 20))
+    everyone = [p for p in family(process.pid) if "Agent" not in p.name()]
+    assert len(everyone) > 5
+    process.kill()
+    process.communicate(timeout=20)
+    assert not psutil.wait_procs(everyone, timeout=30)[1]
+    record = wait_for(lambda: json.loads((run_dir / "run.json").read_text())["state"] == "killed", timeout_s=30)
+    assert record
+    client, run = killed_run(tmp_path)
+    uploaded = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert uploaded == losses(run_dir)

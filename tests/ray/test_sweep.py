@@ -1,0 +1,41 @@
+"""Several runs in one command, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from orchestrator import compare, launch
+
+
+def test_sweep_is_one_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch.main(["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32"]) == 0
+    records = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
+    assert [r["strategy"] for r in records] == ["single", "ddp"]
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    children = [client.get_run(r["mlflow_run_id"]) for r in records]
+    (parent,) = {c.data.tags["mlflow.parentRunId"] for c in children}
+    assert client.get_run(parent).info.status == "FINISHED"
+
+    capsys.readouterr()
+    assert compare.main(["--last", "2"]) == 0
+    table = capsys.readouterr().out
+    for word in ("single", "ddp", "samples/s"):
+        assert word in table
+    assert (tmp_path / "outputs" / "compare.png").stat().st_size > 10_000
+
+
+def test_one_bad_run_stops_a_sweep_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch.main(["-m", "train.steps=10,0"]) == 2
+    assert "train.steps=0" in capsys.readouterr().err
+    assert not list(tmp_path.glob("outputs/*/*"))

@@ -1,0 +1,117 @@
+"""Whole runs: what a person gets from one command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import events, losses, series
+from mlflow import MlflowClient
+
+LINES = {
+    "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",
+    "val/accuracy", "perf/samples_per_s", "perf/samples_per_s_per_worker", "perf/step_ms",
+    "perf/comm_pct", "perf/data_wait_pct",
+}  # fmt: skip
+BARS = {"samples_per_s", "step_ms_p50", "step_ms_p95", "final_loss", "steps", "startup_s", "restarts"}
+
+
+def test_digits_at_defaults(run: Callable[..., Any]) -> None:
+    result = run("strategy=ddp", tracking="default")
+    assert (result.status, result.exit_code) == ("FINISHED", 0)
+    assert result.summary["val_accuracy"] >= 0.97
+    record = json.loads((result.run_dir / "run.json").read_text())
+    assert record["state"] == "finished"
+    assert record["summary"].keys() >= BARS | {"startup", "steps_lost", "recovery_s", "mlflow_run_id"}
+    for name in ("metrics.jsonl", "events.jsonl", "config.yaml", "logs/rank-0.log", "logs/rank-1.log"):
+        assert (result.run_dir / name).is_file()
+    assert [p.name for p in sorted((result.run_dir / "checkpoints").iterdir())] == [
+        "step-00000300", "step-00000400", "step-00000500",
+    ]  # fmt: skip
+
+    client = MlflowClient(record["tracking"]["uri"])
+    tracked = client.get_run(record["mlflow_run_id"])
+    assert tracked.info.status == "FINISHED"
+    assert tracked.data.metrics.keys() >= LINES | {f"summary/{name}" for name in BARS}
+    history = client.get_metric_history(record["mlflow_run_id"], "train/loss")
+    assert {m.step: m.value for m in history} == losses(result.run_dir)
+    assert tracked.data.tags["strategy"] == "ddp"
+    assert tracked.data.params["train.steps"] == "500"
+    assert not any(v.startswith("/") for v in tracked.data.params.values())
+
+
+def test_equal_loss_at_uneven_shares(run: Callable[..., Any]) -> None:
+    common = ("train.steps=20", "train.log_every=1", "train.global_batch_size=65", "job.hidden=64")
+    alone = losses(run("strategy=single", *common).run_dir)
+    spread = losses(run("strategy=ddp", "strategy.num_workers=3", *common).run_dir)
+    assert alone.keys() == spread.keys() == set(range(1, 21))
+    assert list(spread.values()) == pytest.approx(list(alone.values()), rel=1e-5)
+
+
+def stop_at(step: int, number: signal.Signals, *, below: Path) -> threading.Thread:
+    """Send this process a signal once the journal of the run below a directory has a step."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for journal in below.glob("*/*/metrics.jsonl"):
+                if f'"step": {step},' in journal.read_text():
+                    os.kill(os.getpid(), number)
+                    return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
+    from orchestrator import run as orchestrator_run
+
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    result = orchestrator_run([*TO_BE_STOPPED, "tracking=none", f"output_dir={folder}"])
+    return {name: series(result.run_dir, name) for name in ("train/loss", "val/loss", "train/lr")}
+
+
+TO_BE_STOPPED = (
+    "strategy=ddp", "train.steps=100", "train.log_every=1", "train.eval_every=25",
+    "job._target_=faulty_jobs.Slow", "job.step_ms=15", "job.hidden=64", "name=stopped",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stop_and_resume_is_the_same_run(
+    run: Callable[..., Any],
+    uninterrupted: dict[str, dict[int, float]],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    uri = f"tracking.uri=sqlite:///{Path.cwd()}/mlflow.db"
+    stop_at(40, number, below=Path("outputs"))
+    stopped = run(*TO_BE_STOPPED, uri, tracking="default")
+    assert (stopped.status, stopped.exit_code) == ("KILLED", code)
+    (asked,) = events(stopped.run_dir, "stop_requested")
+    (ended,) = events(stopped.run_dir, "run_ended")
+    assert ended["time"] - asked["time"] < 2
+    at = stopped.summary["steps"]
+    assert 40 <= at < 100
+    assert (stopped.run_dir / "checkpoints" / f"step-{at:08d}").is_dir()
+
+    resumed = run(*TO_BE_STOPPED, uri, "resume=auto", tracking="default")
+    assert (resumed.status, resumed.run_dir) == ("FINISHED", stopped.run_dir)
+    assert {name: series(resumed.run_dir, name) for name in uninterrupted} == uninterrupted
+
+    run_id = resumed.summary["mlflow_run_id"]
+    assert run_id == json.loads((stopped.run_dir / "run.json").read_text())["mlflow_run_id"]
+    client = MlflowClient(f"sqlite:///{Path.cwd()}/mlflow.db")
+    assert client.get_run(run_id).info.status == "FINISHED"
+    points = [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")]
+    assert sorted(points) == sorted(uninterrupted["train/loss"].items())

@@ -1,0 +1,530 @@
+"""The upload to MLflow, with real stores, a real server, real followers and a network that fails."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator import rundir, sync
+from orchestrator.config.schema import TrackingConfig
+from orchestrator.events import MetricsLogged, RunEnded, RunStarted
+from orchestrator.tracking import mlflow_client
+from orchestrator.tracking.journal import Ending, Journal, read_metrics
+from orchestrator.tracking.transfer import Transfer, exclusive, read_cursor
+from orchestrator.tracking.uploader import Uploader, recover_orphans
+
+PASSWORD = "correct-horse"
+
+
+class Proxy:
+    """A TCP proxy on the way to a server that can refuse, answer late, or lose answers."""
+
+    def __init__(self, target_port):
+        self.mode = "pass"
+        self.delay_s = 0.0
+        self.requests = 0
+        self._target = ("127.0.0.1", target_port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self):
+        self._listener.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client):
+        with contextlib.suppress(OSError), client, socket.create_connection(self._target) as server:
+            threading.Thread(target=self._answers, args=(server, client), daemon=True).start()
+            while data := client.recv(65536):
+                self.requests += 1
+                if self.mode == "refuse":
+                    break
+                server.sendall(data)
+            for end in (server, client):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _answers(self, server, client):
+        with contextlib.suppress(OSError):
+            while data := server.recv(65536):
+                time.sleep(self.delay_s)
+                if self.mode == "lose answers":
+                    client.shutdown(socket.SHUT_RDWR)
+                else:
+                    client.sendall(data)
+
+
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory):
+    """Making MLflow's tables takes seconds: once, and every test copies them."""
+    path = tmp_path_factory.mktemp("database") / "mlflow.db"
+    mlflow_client.connect(f"sqlite:///{path}", request_timeout_s=10).search_experiments()
+    return path
+
+
+@pytest.fixture
+def uri(empty_database, tmp_path):
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture(scope="module")
+def server_port(empty_database, tmp_path_factory):
+    """A real MLflow server."""
+    folder = tmp_path_factory.mktemp("server")
+    shutil.copy(empty_database, folder / "mlflow.db")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), timeout_s=60)
+        yield port
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=20)
+
+
+@pytest.fixture
+def proxy(server_port):
+    proxy = Proxy(server_port)
+    yield proxy
+    proxy.close()
+
+
+def answers(url):
+    with contextlib.suppress(OSError):
+        return urllib.request.urlopen(url, timeout=1).status == 200
+
+
+def wait_until(condition, *, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return result
+
+
+def tracking(uri, *, flush_timeout_s=30.0, request_timeout_s=5.0):
+    return TrackingConfig(
+        uri=uri,
+        experiment="tests",
+        request_timeout_s=request_timeout_s,
+        flush_timeout_s=flush_timeout_s,
+        system_metrics_every_s=0,
+    )
+
+
+def new_run(tmp_path, uri, *, name="digits-ddp", sweep=None, **record):
+    run_dir = rundir.create(tmp_path / "outputs", name)
+    values = {
+        "uid": uuid.uuid4().hex,
+        "name": name,
+        "state": "running",
+        "driver": rundir.this_process(),
+        "params": {"train.steps": 10, "job.hidden": "x" * 600, "time": 1},
+        "tags": {"strategy": "ddp", "world_size": "2"},
+        "tracking": {"uri": uri, "experiment": "tests", "request_timeout_s": 5.0, "flush_timeout_s": 30.0},
+        "sweep": sweep,
+    }
+    run_dir.update_record(**{**values, **record})
+    return run_dir
+
+
+def start(journal, name="digits-ddp"):
+    journal.emit(RunStarted(name=name, run_dir="", strategy="ddp", job="digits", world_size=2, steps=10))
+
+
+def log(journal, steps):
+    for step in steps:
+        journal.emit(MetricsLogged(step=step, metrics={"train/loss": 1 / step, "perf/step_ms": 5.0}))
+
+
+def end(journal, run_dir, status="FINISHED", **summary):
+    run_dir.update_record(state=status.lower(), summary=summary)
+    journal.emit(RunEnded(status=status, exit_code=0, reason="", summary=summary))
+
+
+def ended_run(tmp_path, uri, status="FINISHED", **kwargs):
+    """A run that is over, of which MLflow has nothing."""
+    run_dir = new_run(tmp_path, uri, **kwargs)
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 11))
+    end(journal, run_dir, status, final_loss=0.1)
+    journal.close()
+    return run_dir
+
+
+def client_of(uri):
+    return mlflow_client.connect(uri, request_timeout_s=10)
+
+
+def run_of(uri, run_dir):
+    """The run of MLflow, which there must be exactly once."""
+    client = client_of(uri)
+    experiment = client.get_experiment_by_name("tests")
+    uid = run_dir.read_record()["uid"]
+    found = client.search_runs([experiment.experiment_id], f"tags.`orchestrator.run_uid` = '{uid}'")
+    assert len(found) == 1
+    return found[0]
+
+
+def history(uri, run_id, name="train/loss"):
+    return [(m.step, m.value) for m in client_of(uri).get_metric_history(run_id, name)]
+
+
+def expected(run_dir, name="train/loss"):
+    return [(step, metrics[name]) for step, _, metrics in read_metrics(run_dir) if name in metrics]
+
+
+def files_with(run_dir, text):
+    files = [p for p in run_dir.path.rglob("*") if p.is_file()]
+    assert len(files) >= 4
+    return [p for p in files if text in p.read_text()]
+
+
+def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    run_dir.config_file.write_text("seed: 0\n")
+    run_dir.log_file(0).write_text("hello\n")
+    began = time.monotonic()
+    uploader = Uploader.start(run_dir, tracking(uri))
+    assert time.monotonic() - began < 0.5, "the driver does not wait for MLflow"
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 6))
+    wait_until(lambda: read_cursor(run_dir).points == 10)
+    children = psutil.Process().children(recursive=True)
+    assert all(c.status() == "zombie" for c in children), "the follower is nobody's child"
+    assert run_of(uri, run_dir).info.status == "RUNNING"
+    log(journal, range(6, 11))
+    end(journal, run_dir, steps=10, final_loss=0.1, recovery_s=[1.0], backend="gloo", lost=math.nan)
+    upload = uploader.finish(30)
+    journal.close()
+    assert (upload.missing, upload.uploaded, upload.complete, upload.error) == (0, 20, True, None)
+
+    run = run_of(uri, run_dir)
+    assert run.info.run_id == upload.run_id
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "digits-ddp")
+    assert history(uri, upload.run_id) == expected(run_dir)
+    assert run.data.params == {"train.steps": "10", "job.hidden": "x" * 500, "time": "1"}
+    assert run.data.tags["strategy"] == "ddp"
+    bars = {k: v for k, v in run.data.metrics.items() if k.startswith("summary/")}
+    assert math.isnan(bars.pop("summary/lost"))
+    assert bars == {"summary/steps": 10.0, "summary/final_loss": 0.1}
+    files = {f.path for f in client_of(uri).list_artifacts(upload.run_id)}
+    assert files == {"config.yaml", "logs"}
+    assert run.info.artifact_uri.startswith(str(tmp_path / "mlartifacts"))
+    assert str(tmp_path) not in json.dumps([run.data.params, run.data.tags]), "no machine paths"
+
+    run_dir.update_record(state="running", params={"train.steps": 20, "seed": 0}, tags={"strategy": "single"})
+    uploader = Uploader.start(run_dir, tracking(uri))
+    journal = Journal(run_dir)
+    wait_until(lambda: run_of(uri, run_dir).info.status == "RUNNING")
+    start(journal)
+    log(journal, range(8, 16))
+    end(journal, run_dir, "FAILED", steps=15)
+    second = uploader.finish(30)
+    journal.close()
+    assert (second.run_id, second.complete) == (upload.run_id, True)
+    run = run_of(uri, run_dir)
+    assert run.info.status == "FAILED"
+    assert [step for step, _ in history(uri, upload.run_id)] == list(range(1, 16))
+    assert (run.data.params["train.steps"], run.data.params["seed"]) == ("10", "0")
+    assert run.data.tags["strategy"] == "single"
+    assert run.data.metrics["summary/steps"] == 15
+
+
+def test_no_point_is_lost_or_doubled_whatever_the_server_does(tmp_path, proxy, server_port):
+    uri = f"http://me:{PASSWORD}@127.0.0.1:{proxy.port}"
+    run_dir = new_run(tmp_path, f"http://***@127.0.0.1:{proxy.port}")
+    journal = Journal(run_dir)
+    start(journal)
+    proxy.mode = "refuse"
+    uploader = Uploader.start(run_dir, tracking(uri))
+    log(journal, range(1, 100))
+    assert "MlflowException" in wait_until(uploader.problem)
+    assert not files_with(run_dir, PASSWORD)
+    proxy.mode = "pass"
+    wait_until(lambda: read_cursor(run_dir).points == 2 * 99)
+    assert uploader.problem() is None
+
+    for mode, steps in (("refuse", range(100, 150)), ("lose answers", range(150, 200))):
+        proxy.mode = mode
+        log(journal, steps)
+        wait_until(uploader.problem)
+        assert read_cursor(run_dir).points == 2 * (steps.start - 1), "unconfirmed points do not count"
+        proxy.mode = "pass"
+        wait_until(lambda all_points=2 * (steps.stop - 1): read_cursor(run_dir).points == all_points)
+
+    log(journal, range(200, 300))
+    end(journal, run_dir, steps=299)
+    upload = uploader.finish(30)
+    assert (upload.missing, upload.complete) == (0, True)
+    direct = f"http://127.0.0.1:{server_port}"
+    assert run_of(direct, run_dir).info.status == "FINISHED"
+    for name in ("train/loss", "perf/step_ms"):
+        assert history(direct, upload.run_id, name) == expected(run_dir, name)
+    assert not files_with(run_dir, PASSWORD)
+
+
+def test_a_slow_server_delays_nothing_and_sync_uploads_the_rest(tmp_path, proxy, server_port, capsys):
+    uri = f"http://127.0.0.1:{proxy.port}"
+    run_dir = new_run(tmp_path, uri)
+    proxy.delay_s = 60.0
+    uploader = Uploader.start(run_dir, tracking(uri, request_timeout_s=60.0))
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 2))
+    wait_until(lambda: proxy.requests > 0)
+    began = time.monotonic()
+    log(journal, range(2, 501))
+    assert time.monotonic() - began < 0.5, "0.1 ms a point or so, with a wide margin"
+    end(journal, run_dir)
+    began = time.monotonic()
+    upload = uploader.finish(0.5)
+    assert time.monotonic() - began < 2
+    assert (upload.missing, upload.complete) == (1000, False)
+
+    proxy.mode = "refuse"
+    assert sync.main([str(run_dir.path)]) == 1
+    message = capsys.readouterr().err
+    assert "1000 points wait" in message
+    assert f"python -m orchestrator.sync {run_dir.path}" in message
+    proxy.mode, proxy.delay_s = "pass", 0.0
+    assert sync.main([str(run_dir.path)]) == 0
+    assert capsys.readouterr().out == f"uploaded 1000 points; all 1000 are on {uri}\n"
+    run = run_of(uri, run_dir)
+    assert run.info.status == "FINISHED"
+    assert run_dir.read_record()["mlflow_run_id"] == run.info.run_id
+    assert history(uri, run.info.run_id) == expected(run_dir)
+    assert sync.main([str(run_dir.path)]) == 0
+    assert capsys.readouterr().out.startswith("uploaded 0 points; all 1000")
+
+
+def follower_of(run_dir):
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(ProcessLookupError):  # the one that detached it ends meanwhile
+            ours = str(run_dir.path) in (process.info["cmdline"] or ())
+            if ours and os.sched_getscheduler(process.pid) == os.SCHED_IDLE:
+                return process
+    return None
+
+
+def test_a_follower_yields_the_cpu_waits_for_points_and_ends_in_time_when_left_alone(tmp_path):
+    run_dir = new_run(tmp_path, uri := "http://127.0.0.1:9")  # nothing listens there
+    uploader = Uploader.start(run_dir, tracking(uri, flush_timeout_s=3.0))
+    journal = Journal(run_dir)
+    start(journal)
+    follower = wait_until(lambda: follower_of(run_dir))
+    assert follower.nice() == 19
+    time.sleep(1.5)
+    assert sum(follower.cpu_times()[:2]) < 0.7, "MLflow's import must not compete with the start of a run"
+    log(journal, range(1, 4))
+    wait_until(uploader.problem)
+    end(journal, run_dir, "KILLED")
+    journal.close()
+    uploader.leave()
+    with exclusive(run_dir) as free:
+        assert not free, "it still works"
+    with exclusive(run_dir, timeout_s=6) as free:
+        assert free, "it has ended"
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from orchestrator.config.schema import TrackingConfig
+from orchestrator.events import MetricsLogged, RunStarted
+from orchestrator.rundir import RunDir, this_process
+from orchestrator.tracking.journal import Journal
+from orchestrator.tracking.uploader import Uploader
+
+run_dir = RunDir(Path(sys.argv[1]))
+run_dir.update_record(driver=this_process())
+journal = Journal(run_dir)
+tracking = TrackingConfig(
+    uri=sys.argv[2], experiment="tests", request_timeout_s=5, flush_timeout_s=30, system_metrics_every_s=0
+)
+uploader = Uploader.start(run_dir, tracking)
+journal.emit(RunStarted(name="n", run_dir="", strategy="ddp", job="digits", world_size=2, steps=9))
+for step in (1, 2, 3):
+    journal.emit(MetricsLogged(step=step, metrics={"train/loss": 1 / step}))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_kill_minus_nine_of_the_driver_ends_as_killed(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(run_dir.path), uri], stdout=subprocess.PIPE, start_new_session=True
+    )
+    driver.stdout.readline()
+    wait_until(lambda: read_cursor(run_dir).run_id)
+    os.killpg(driver.pid, signal.SIGKILL)  # with all that would die with it
+    wait_until(lambda: run_dir.read_record()["state"] == "killed", timeout_s=5)
+    with exclusive(run_dir, timeout_s=20) as ended:
+        assert ended
+    driver.wait(timeout=10)
+    driver.stdout.close()
+    run = run_of(uri, run_dir)
+    assert run.info.status == "KILLED"
+    assert history(uri, run.info.run_id) == expected(run_dir)
+    assert run_dir.read_record()["mlflow_run_id"] == run.info.run_id
+    last = json.loads(run_dir.events_file.read_text().splitlines()[-1])
+    assert (last["event"], last["status"]) == ("run_ended", "KILLED")
+
+
+def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_background(tmp_path, uri):
+    dead = {**rundir.this_process(), "pid": 2**22 - 1}
+    orphan = new_run(tmp_path, uri, driver=dead)
+    journal = Journal(orphan)
+    start(journal)
+    log(journal, range(1, 4))
+    journal.close()
+    alive = new_run(tmp_path, uri)
+    followed = new_run(tmp_path, uri, driver=dead)
+    ended_run(tmp_path, uri, driver=dead)
+    for _ in range(50):
+        new_run(tmp_path, uri, state="finished")
+    with exclusive(followed):
+        began = time.monotonic()
+        assert [r.path for r in recover_orphans(tmp_path / "outputs")] == [orphan.path]
+        assert time.monotonic() - began < 0.5
+    assert orphan.read_record()["state"] == "killed"
+    assert alive.read_record()["state"] == followed.read_record()["state"] == "running"
+    wait_until(lambda: read_cursor(orphan).closed_at)
+    with exclusive(orphan, timeout_s=20) as ended:
+        assert ended
+    run = run_of(uri, orphan)
+    assert (run.info.status, len(history(uri, run.info.run_id))) == ("KILLED", 3)
+
+
+def test_the_drivers_side_never_imports_mlflow():
+    script = "import orchestrator.tracking.uploader, orchestrator.sync, sys; assert 'mlflow' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+def test_without_a_uri_nothing_is_started(tmp_path):
+    run_dir = ended_run(tmp_path, None)
+    uploader = Uploader.start(run_dir, tracking(None))
+    upload = uploader.finish(10)
+    assert (upload.run_id, upload.missing, upload.complete) == (None, 0, True)
+    assert not (run_dir.path / "tracking.lock").exists()
+
+
+def test_runs_of_a_sweep_are_children_and_the_parent_ends_as_the_worst(tmp_path, uri):
+    sweep = {"id": uuid.uuid4().hex, "name": "single-or-ddp"}
+    runs = [ended_run(tmp_path, uri, status, sweep=sweep) for status in ("FINISHED", "FAILED", "FINISHED")]
+    for run_dir, parent_status in zip(runs, ("FINISHED", "FAILED", "FAILED"), strict=True):
+        assert sync.main([str(run_dir.path)]) == 0
+        parent_id = run_of(uri, run_dir).data.tags["mlflow.parentRunId"]
+        parent = client_of(uri).get_run(parent_id)
+        assert (parent.info.run_name, parent.info.status) == ("single-or-ddp", parent_status)
+    parents = {run_of(uri, r).data.tags["mlflow.parentRunId"] for r in runs}
+    assert len(parents) == 1
+
+
+def test_a_run_that_the_server_has_lost_is_uploaded_again(tmp_path, uri, empty_database):
+    run_dir = ended_run(tmp_path, uri)
+    assert sync.main([str(run_dir.path)]) == 0
+    first = run_of(uri, run_dir).info.run_id
+    shutil.copy(empty_database, tmp_path / "other.db")
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    assert sync.main([str(run_dir.path), "--uri", other]) == 0
+    assert history(other, run_of(other, run_dir).info.run_id) == expected(run_dir)
+    client_of(other).delete_run(run_of(other, run_dir).info.run_id)
+    assert sync.main([str(run_dir.path), "--uri", other]) == 0
+    assert history(other, run_of(other, run_dir).info.run_id) == expected(run_dir)
+    assert sync.main([str(run_dir.path)]) == 0
+    assert run_of(uri, run_dir).info.run_id == first
+    assert history(uri, first) == expected(run_dir)
+
+
+def test_the_same_batch_twice_leaves_each_point_once(uri):
+    """What the whole upload relies on: MLflow's store knows an equal point again."""
+    client = client_of(uri)
+    run_id = client.create_run(client.create_experiment("twice")).info.run_id
+    points = [("a", 0.5, 1000.0, 1), ("a", math.nan, 1001.0, 2), ("a", math.inf, 1002.0, 3)]
+    mlflow_client.log_points(client, run_id, points)
+    mlflow_client.log_points(client, run_id, [*points, ("a", 0.25, 1003.0, 4)])
+    assert [step for step, _ in history(uri, run_id, "a")] == [1, 2, 3, 4]
+
+
+def test_more_than_one_request_of_points(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    journal = Journal(run_dir)
+    journal.emit(MetricsLogged(step=1, metrics={f"m/{i}": float(i) for i in range(1500)}))
+    log(journal, range(2, 1002))
+    journal.close()
+    transfer = Transfer(run_dir, uri, request_timeout_s=5)
+    transfer.push(Ending(status="FINISHED", time=time.time(), summary={}))
+    assert transfer.cursor.points == 3500
+    assert history(uri, transfer.cursor.run_id) == expected(run_dir)
+    assert len(run_of(uri, run_dir).data.metrics) == 1502
+
+
+def test_sync_of_a_run_whose_driver_was_killed(tmp_path, uri, capsys):
+    run_dir = new_run(tmp_path, uri, driver={**rundir.this_process(), "pid": 2**22 - 1})
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 4))
+    journal.close()
+    assert sync.main([str(run_dir.path)]) == 0
+    assert "all 6 are on" in capsys.readouterr().out
+    assert run_of(uri, run_dir).info.status == "KILLED"
+
+
+def test_sync_of_a_run_that_goes_on_leaves_it_running(tmp_path, uri, capsys):
+    run_dir = new_run(tmp_path, uri)
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 4))
+    assert sync.main([str(run_dir.path)]) == 0
+    assert "still going" in capsys.readouterr().out
+    assert run_of(uri, run_dir).info.status == run_dir.read_record()["state"].upper() == "RUNNING"
+
+
+def test_sync_refuses_what_it_cannot_do(tmp_path, capsys):
+    assert sync.main([str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err
+    masked = ended_run(tmp_path, "postgresql://me:***@db/mlflow")
+    assert sync.main([str(masked.path)]) == 2
+    assert "--uri" in capsys.readouterr().err
+    untracked = ended_run(tmp_path, None)
+    assert sync.main([str(untracked.path)]) == 2
+    assert "--uri" in capsys.readouterr().err
+    assert sync.main([str(untracked.path), "--uri", "mlruns"]) == 2
+    assert "sqlite:///" in capsys.readouterr().err
+    with exclusive(untracked):
+        assert sync.main([str(untracked.path), "--uri", f"sqlite:///{tmp_path}/m.db"]) == 2
+    assert "still being uploaded" in capsys.readouterr().err
+    assert not Path(tmp_path / "m.db").exists()

@@ -1,0 +1,89 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, sqlite_path, uri_secrets, validate_uri
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite:///mlflow.db",
+        "sqlite:////tmp/some/new/mlflow.db",
+        "http://localhost:5000",
+        "https://me:secret@host/mlflow",
+        "postgresql://me:secret@host/db",
+        "postgresql+psycopg2:///db",
+        "mysql+pymysql://host/db",
+        "mssql+pyodbc://host/db?driver=x",
+        "databricks",
+        "databricks://profile",
+    ],
+)
+def test_valid(uri, tmp_path):
+    assert validate_uri(uri, base=tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("uri", "remedy"),
+    [
+        ("", "sqlite:///mlflow.db"),
+        ("mlruns", "sqlite:///mlflow.db"),
+        ("./mlruns", "sqlite:///mlflow.db"),
+        ("file:///tmp/mlruns", "sqlite:///mlflow.db"),
+        ("file:mlruns", "sqlite:///mlflow.db"),
+        ("sqllite:///mlflow.db", "did you mean sqlite?"),
+        ("sqlite://mlflow.db", "did you mean sqlite:///mlflow.db?"),
+        ("sqlite:mlflow.db", "sqlite"),
+        ("sqlite:///:memory:", "in memory"),
+        ("sqlite:///", "in memory"),
+        ("sqlite:///folder", "folder/mlflow.db"),
+        ("sqlite:///file/mlflow.db", "is not a directory"),
+        ("localhost:5000", "did you mean http://localhost:5000?"),
+        ("http://", "http://host:port"),
+        ("http:///mlflow", "http://host:port"),
+        ("http://host:port", "http://host:port"),
+        ("http://[::1", "http://host:port"),
+        ("http+x://host", "did you mean http?"),
+        ("postgresql+://host/db", "postgresql+driver://"),
+        ("ftp://host", "unknown scheme"),
+    ],
+)
+def test_faults_name_the_key_and_the_remedy(uri, remedy, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    fault = validate_uri(uri, base=tmp_path)
+    assert fault is not None
+    assert fault.startswith("tracking.uri=")
+    assert remedy in fault
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_database_where_nothing_can_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    assert "cannot be written" in str(validate_uri("sqlite:///mlflow.db", base=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("uri", "absolute"),
+    [
+        ("sqlite:///mlflow.db", "sqlite:////base/mlflow.db"),
+        ("sqlite:///a/b.db?timeout=5", "sqlite:////base/a/b.db?timeout=5"),
+        ("sqlite:////tmp/mlflow.db", "sqlite:////tmp/mlflow.db"),
+        ("sqlite:///:memory:", "sqlite:///:memory:"),
+        ("http://host:5000", "http://host:5000"),
+    ],
+)
+def test_relative_sqlite_paths_become_absolute(uri, absolute):
+    assert absolute_uri(uri, Path("/base")) == absolute
+
+
+def test_passwords_are_masked_and_known():
+    uri = "postgresql://me:hunter%402@host/db?sslpassword=open-sesame&x=1"
+    shown = redact_uri(uri)
+    assert is_redacted(shown)
+    assert shown.endswith("@host/db?sslpassword=***&x=1")
+    assert "hunter" not in shown
+    assert set(uri_secrets(uri)) == {"hunter%402", "hunter@2", "open-sesame"}
+    assert sqlite_path(uri) is None

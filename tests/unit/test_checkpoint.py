@@ -1,0 +1,415 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn, optim
+
+from orchestrator.worker.checkpoint import (
+    CheckpointError,
+    find_newest,
+    list_checkpoints,
+    load,
+    prune,
+    read_manifest,
+    resolve,
+    save,
+    verify,
+)
+from orchestrator.worker.checkpoint_writer import CheckpointWriter, WriteFailed, Written
+from orchestrator.worker.state import TrainState, capture
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
+
+
+def make_state(step: int, *, megabytes: float = 0.1) -> TrainState:
+    numbers = int(megabytes * 1e6 / 4)
+    return TrainState(
+        model={"w": torch.full((numbers,), float(step)), "b": torch.arange(3)},
+        optimizer={"w/step": torch.tensor(float(step))},
+        meta={"step": step, "samples_consumed": step * 10, "note": "x" * 10},
+    )
+
+
+def save_all(root: Path, *steps: int) -> list[Path]:
+    return [save(root, make_state(step), run_uid="run") for step in steps]
+
+
+def never(error: CheckpointError) -> None:
+    raise AssertionError(f"reported as damaged: {error}")
+
+
+def run_python(code: str, *args: object, timeout_s: float = 60) -> str:
+    command = [sys.executable, "-c", code, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_dtype_and_shape_comes_back_and_plain_safetensors_reads_it(tmp_path: Path) -> None:
+    model = {
+        str(dtype): torch.randint(0, 2, (3, 5)).to(dtype)
+        if not dtype.is_floating_point
+        else torch.randn(3, 5).to(dtype)
+        for dtype in DTYPES
+    }
+    model |= {"empty": torch.empty(0, 4), "scalar": torch.tensor(7.5), "ü/ \"'": torch.ones(1)}
+    state = TrainState(model=model, optimizer={}, meta={"step": 3, "samples_consumed": 9})
+    path = save(tmp_path, state, run_uid="abc")
+    assert path.name == "step-00000003"
+    for found in (load(path).model, load_file(path / "model.safetensors")):
+        assert found.keys() == model.keys()
+        for name, tensor in model.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert found[name].shape == tensor.shape, name
+            assert found[name].tolist() == tensor.tolist(), name
+    assert load(path).meta == state.meta
+    assert read_manifest(path)["run_uid"] == "abc"
+
+
+def test_the_model_file_goes_straight_into_a_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = optim.SGD(model.parameters())
+    state = capture(model, optimizer, None, step=1, samples_consumed=1)
+    path = save(tmp_path, state, run_uid="run")
+    other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    other.load_state_dict(load_file(path / "model.safetensors"))
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / "model.safetensors", 1000)
+
+
+def grow(path: Path) -> None:
+    with (path / "model.safetensors").open("ab") as f:
+        f.write(b"x")
+
+
+def flip_bit(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+def flip_in_data(path: Path) -> None:
+    file = path / "model.safetensors"
+    flip_bit(file, file.stat().st_size // 2)
+
+
+def flip_in_header(path: Path) -> None:
+    flip_bit(path / "model.safetensors", 20)
+
+
+def flip_in_optimizer(path: Path) -> None:
+    flip_bit(path / "optimizer.safetensors", -1)
+
+
+def remove_optimizer(path: Path) -> None:
+    (path / "optimizer.safetensors").unlink()
+
+
+def remove_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def cut_manifest(path: Path) -> None:
+    os.truncate(path / "manifest.json", 50)
+
+
+def binary_manifest(path: Path) -> None:
+    (path / "manifest.json").write_bytes(bytes(range(128, 256)))
+
+
+def edit_manifest(path: Path) -> None:
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace('"samples_consumed": 20', '"samples_consumed": 21'))
+
+
+def later_format(path: Path) -> None:
+    file = path / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (truncate, r"model\.safetensors is truncated: has 1000 of 100\d\d\d bytes"),
+    (grow, r"model\.safetensors has grown: has 100\d\d\d of 100\d\d\d bytes"),
+    (flip_in_data, r"model\.safetensors changed since it was written: its sha256 differs"),
+    (flip_in_header, r"model\.safetensors changed"),
+    (flip_in_optimizer, r"optimizer\.safetensors changed"),
+    (remove_optimizer, r"missing file optimizer\.safetensors"),
+    (remove_manifest, r"missing file manifest\.json"),
+    (cut_manifest, r"manifest\.json is unreadable"),
+    (binary_manifest, r"manifest\.json is unreadable"),
+    (edit_manifest, r"manifest\.json changed"),
+    (later_format, r"its format is 2, this version reads 1"),
+    (shutil.rmtree, r"no such directory"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=lambda v: getattr(v, "__name__", ""))
+def test_damage_is_named_and_the_checkpoint_before_it_taken(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    older, newer = save_all(tmp_path, 1, 2)
+    verify(newer)
+    damage(newer)
+    for read in (verify, load):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            read(newer)
+        assert caught.value.path == newer
+        assert str(newer) in str(caught.value)
+    reported: list[CheckpointError] = []
+    assert find_newest(tmp_path, reported.append) == older
+    assert [e.path for e in reported] == ([newer] if newer.exists() else [])
+    if newer.exists():
+        with pytest.raises(CheckpointError, match=message):
+            resolve(newer, never)
+
+
+def test_what_is_meant_by_a_path(tmp_path: Path) -> None:
+    assert find_newest(tmp_path / "checkpoints", never) is None
+    for nothing in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match="no complete checkpoint here"):
+            resolve(nothing, never)
+    older, newer = save_all(tmp_path / "checkpoints", 9, 10)
+    assert resolve(older, never) == older
+    assert resolve(tmp_path / "checkpoints", never) == newer
+    assert resolve(tmp_path, never) == newer
+    moved = tmp_path / "best"
+    newer.rename(moved)
+    assert resolve(moved, never) == moved
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    paths = save_all(tmp_path, 9, 10, 20_000_000, 100_000_000)
+    assert list_checkpoints(tmp_path) == paths
+    prune(tmp_path, 2)
+    assert sorted(tmp_path.iterdir()) == sorted(paths[2:])
+
+
+def test_a_checkpoint_is_whole_from_the_moment_it_is_seen(tmp_path: Path) -> None:
+    steps = range(1, 7)
+    states = [make_state(step, megabytes=20) for step in steps]
+    writer = threading.Thread(target=lambda: [save(tmp_path, s, run_uid="run") for s in states])
+    writer.start()
+    seen: set[Path] = set()
+    while writer.is_alive() or len(seen) < len(steps):
+        for path in set(list_checkpoints(tmp_path)) - seen:
+            for name, entry in read_manifest(path)["files"].items():
+                assert (path / name).stat().st_size == entry["bytes"]
+            seen.add(path)
+    writer.join(timeout=60)
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    save_all(tmp_path, 5)
+    state = make_state(5, megabytes=0.2)
+    path = save(tmp_path, state, run_uid="later")
+    assert read_manifest(path)["run_uid"] == "later"
+    assert torch.equal(load(path).model["w"], state.model["w"])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_the_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(timeout=30)
+    leftovers = {
+        f".step-00000001.{host}.{dead.pid}": False,
+        f".step-00000002.{host}.{os.getpid()}": True,
+        f".step-00000003.{host}.{os.getppid()}": False,  # older than that process: number reused
+        f".step-00000004.elsewhere.{dead.pid}": True,
+        ".step-00000005.elsewhere.1": False,
+    }
+    for name in leftovers:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    for name in list(leftovers)[2::2]:
+        for path in (tmp_path / name / "model.safetensors", tmp_path / name):
+            os.utime(path, (1e6, 1e6))
+    prune(tmp_path, 1)
+    assert {name: (tmp_path / name).exists() for name in leftovers} == leftovers
+
+
+SAVE_FOR_EVER = """
+import sys, torch
+from pathlib import Path
+from orchestrator.worker.checkpoint import save
+from orchestrator.worker.state import TrainState
+state = TrainState(model={"w": torch.ones(75_000_000)}, optimizer={},
+                   meta={"step": 2, "samples_consumed": 2})
+while True:
+    save(Path(sys.argv[1]), state, run_uid="killed")
+"""
+
+
+def test_a_writer_killed_in_the_middle_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    (first,) = save_all(tmp_path, 1)
+    writer = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)])
+    try:
+        half_written = f".step-00000002.*.{writer.pid}/model.safetensors"
+        deadline = time.monotonic() + 60
+        while not any(p.stat().st_size > 50e6 for p in tmp_path.glob(half_written)):
+            assert time.monotonic() < deadline
+            assert writer.poll() is None
+            time.sleep(0.002)
+        os.kill(writer.pid, signal.SIGKILL)
+    finally:
+        writer.kill()
+        writer.wait(timeout=30)
+    (leftover,) = tmp_path.glob(".step-*")
+    assert not (leftover / "manifest.json").exists(), "killed too late to show anything"
+    assert find_newest(tmp_path, never) == first
+    assert load(first).step == 1
+    prune(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == [first]
+
+
+FILL_UP = """
+import resource, sys, torch
+from pathlib import Path
+from orchestrator.worker.checkpoint_writer import CheckpointWriter
+from orchestrator.worker.state import TrainState
+root, limit = Path(sys.argv[1]), int(sys.argv[2])
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+writer = CheckpointWriter(root, keep=1, run_uid="run")
+for step, numbers in ((1, 1_000), (2, 8_000_000), (3, 2_000)):
+    writer.submit(TrainState(model={"w": torch.ones(numbers)}, optimizer={},
+                             meta={"step": step, "samples_consumed": step}))
+    assert writer.drain(30)
+    print(writer.results()[0])
+    print(sorted(p.name for p in root.iterdir()))
+assert writer.close(30)
+"""
+
+
+@pytest.mark.parametrize("how", ["disk", "limit"])
+def test_a_full_disk_costs_one_checkpoint_and_leaves_no_trace(tmp_path: Path, how: str) -> None:
+    if how == "disk":
+        # A small disk that vanishes with the process: a mount in a namespace of its own.
+        inside = f'mount -t tmpfs -o size=8m none "$0" && exec {sys.executable} -c "$1" "$0" 0'
+        command = ["unshare", "-rm", "sh", "-c", inside, str(tmp_path), FILL_UP]
+        if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+            pytest.skip("no right to a mount namespace: no real full disk to be had")
+        reason = "disk full: the checkpoint takes 32 MB"
+    else:
+        command = [sys.executable, "-c", FILL_UP, str(tmp_path), "8000000"]
+        reason = "file too large for this file system or its limit"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    first, listed, failed, listed_after, third, listed_last = done.stdout.splitlines()
+    assert first.startswith("Written(step=1,")
+    assert failed.startswith(f"WriteFailed(step=2, reason='{reason}")
+    assert third.startswith("Written(step=3,")
+    assert listed == listed_after == "['step-00000001']"
+    assert listed_last == "['step-00000003']"
+
+
+LOAD_WITHOUT_PICKLE = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn, optim
+from orchestrator.worker import checkpoint, state
+import _pickle, pickle
+
+model = nn.Linear(3, 4)
+optimizer = optim.Adam(model.parameters())
+scheduler = optim.lr_scheduler.StepLR(optimizer, 2)
+
+def refuse(*args, **kwargs):
+    raise AssertionError("unpickled")
+
+for module in (pickle, _pickle):
+    for name in ("load", "loads", "Unpickler"):
+        setattr(module, name, refuse)
+pickle._Unpickler = torch.load = refuse
+path = checkpoint.resolve(Path(sys.argv[1]), print)
+state.restore(checkpoint.load(path), model, optimizer, scheduler)
+print(model.weight.sum().item(), optimizer.state[model.weight]["step"].item())
+"""
+
+
+def test_nothing_is_unpickled_to_load(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = optim.Adam(model.parameters())
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 2)
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    path = save(tmp_path, capture(model, optimizer, scheduler, step=1, samples_consumed=2), run_uid="r")
+    assert sorted(p.suffix for p in path.iterdir()) == [".json", ".safetensors", ".safetensors"]
+    assert run_python(LOAD_WITHOUT_PICKLE, tmp_path).split() == [f"{model.weight.sum().item()}", "1.0"]
+
+
+def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=2, run_uid="run")
+    assert writer.buffers() is None
+    states = [make_state(step, megabytes=60) for step in (1, 2, 3)]
+    writer.submit(states[0])
+    assert not writer.drain(0), "submit() waited for the disk"
+    assert writer.buffers() is None, "it is still being written"
+    writer.submit(states[1])
+    (first,) = writer.results()
+    assert isinstance(first, Written)
+    assert first == Written(
+        step=1,
+        path=tmp_path / "step-00000001",
+        seconds=first.seconds,
+        size_bytes=states[0].size_bytes,
+    )
+    assert 0 < first.seconds < 60
+    assert writer.buffers() is states[0]
+    assert writer.buffers() is None
+    writer.submit(states[2])
+    assert writer.drain(60)
+    assert [r.step for r in writer.results()] == [2, 3]
+    assert writer.results() == []
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert writer.close(60)
+    assert torch.equal(load(tmp_path / "step-00000003").model["w"], states[2].model["w"])
+
+
+def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=2, run_uid="run")
+    writer.submit(make_state(1, megabytes=60))
+    late = make_state(2)
+    writer.submit(late, timeout_s=0)
+    assert writer.results() == [WriteFailed(step=2, reason="step 1 is still being written after 0 s")]
+    assert writer.buffers() is late
+    assert writer.close(60), "close() waits for what was submitted"
+    assert [r.step for r in writer.results()] == [1]
+    assert find_newest(tmp_path, never) == tmp_path / "step-00000001"
+
+
+def test_the_writer_goes_on_after_an_error(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.write_text("in the way")
+    writer = CheckpointWriter(root, keep=1, run_uid="run")
+    writer.submit(make_state(1))
+    assert writer.drain(30)
+    assert writer.results() == [WriteFailed(step=1, reason=f"File exists: {root}")]
+    root.unlink()
+    writer.submit(make_state(2))
+    assert writer.close(30)
+    (written,) = writer.results()
+    assert isinstance(written, Written)

@@ -1,0 +1,210 @@
+"""`python -m orchestrator.compare` on real run directories."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import rundir
+from orchestrator.compare import labels, main, read_curve, read_run, table
+from orchestrator.events import MetricsLogged
+from orchestrator.rundir import RunDir
+from orchestrator.tracking.journal import Journal
+
+SUMMARY: dict[str, Any] = {
+    "samples_per_s": 4000.0,
+    "step_ms_p50": 14.94,
+    "step_ms_p95": 16.31,
+    "final_loss": 0.0423,
+    "val_accuracy": 0.978,
+    "startup_s": 4.21,
+    "restarts": 0,
+}
+
+
+def make_run(
+    output_dir: Path, name: str, *, strategy: str, workers: int = 2, points: int = 20, **summary: Any
+) -> RunDir:
+    path = output_dir / "2026-05-01" / name
+    (path / "logs").mkdir(parents=True)
+    run = RunDir(path)
+    run.update_record(
+        state="finished",
+        name=f"digits-{strategy}",
+        strategy=strategy,
+        job="digits",
+        plan={"mesh": {"data_parallel_size": workers, "pipeline_parallel_size": 1}},
+        summary=summary,
+    )
+    journal = Journal(run, secrets=(), warn=lambda message: pytest.fail(message))
+    for step in range(1, points + 1):
+        metrics = {"train/loss": 2.0 / step, "train/samples_seen": step * 64.0}
+        journal.emit(MetricsLogged(time=1e9 + step * 0.5, step=step, metrics=metrics))
+    journal.close()
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    make_run(tmp_path, "12-30-01-digits-ddp", strategy="ddp", **{**SUMMARY, "samples_per_s": 7000.0})
+    make_run(tmp_path, "12-31-01-digits-single", strategy="single", workers=1, **SUMMARY)
+    make_run(tmp_path, "12-32-01-digits-ddp", strategy="ddp", workers=4)
+    return tmp_path
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The rows of a table by the name of the run."""
+    cells = [line.split() for line in text.splitlines()]
+    return {c[0]: c[1:] for c in cells if c and c[0][:2].isdigit()}
+
+
+def test_table_has_every_figure_and_guesses_none(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output-dir", str(output_dir), "--no-picture"]) == 0
+    text = capsys.readouterr().out
+    found = rows(text)
+    assert list(found) == ["12-30-01-digits-ddp", "12-31-01-digits-single", "12-32-01-digits-ddp"]
+    assert found["12-31-01-digits-single"] == [
+        *("finished", "single", "1", "4,000", "█████▊", "1.00x", "14.9", "16.3", "0.0423", "0.9780", "4.2", "0")
+    ]
+    assert found["12-30-01-digits-ddp"][3:6] == ["7,000", "█" * 10, "1.75x"]
+    assert found["12-32-01-digits-ddp"] == ["finished", "ddp", "4", *["-"] * 8]
+    assert "speed: relative to single x1" in text
+    assert not (output_dir / "compare.png").exists()
+
+
+def test_last_takes_the_newest_in_their_order(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output-dir", str(output_dir), "--last", "2", "--no-picture"]) == 0
+    assert list(rows(capsys.readouterr().out)) == ["12-31-01-digits-single", "12-32-01-digits-ddp"]
+
+
+def test_named_runs_alone_in_the_order_given(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [str(run.path) for run in rundir.all_runs(output_dir)][::2]
+    assert main([*chosen, "--no-picture"]) == 0
+    assert list(rows(capsys.readouterr().out)) == ["12-32-01-digits-ddp", "12-30-01-digits-ddp"]
+
+
+def test_without_a_single_run_the_first_measured_one_is_the_base(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path, "12-30-01-a", strategy="ddp"),
+        make_run(tmp_path, "12-31-01-b", strategy="ddp", **SUMMARY),
+        make_run(tmp_path, "12-32-01-c", strategy="pipeline", **{**SUMMARY, "samples_per_s": 2000.0}),
+    ]
+    text = table([read_run(run.path) for run in runs])
+    assert "relative to ddp x2, 12:31:01" in text
+    assert "0.50x" in rows(text)["12-32-01-c"]
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_a_narrow_table_names_what_it_leaves_out(
+    columns: int, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = table([read_run(run.path) for run in rundir.all_runs(output_dir)])
+    assert max(len(line) for line in text.splitlines()) <= columns
+    assert "no room for: restarts" in text
+    assert "4,000" in text
+
+
+def test_labels_tell_runs_apart(output_dir: Path) -> None:
+    runs = [read_run(run.path) for run in rundir.all_runs(output_dir)]
+    assert labels(runs) == ["ddp x4", "single x1", "ddp x2"]
+    assert labels([runs[0], runs[0]]) == ["ddp x4, 12:32:01"] * 2
+
+
+def test_curve_is_loss_against_samples_and_seconds(output_dir: Path) -> None:
+    curve = read_curve(next(rundir.all_runs(output_dir)))
+    assert curve.losses[:2] == [2.0, 1.0]
+    assert curve.samples[:2] == [64.0, 128.0]
+    assert curve.seconds[:2] == [0.0, 0.5]
+    assert len(curve.losses) == 20
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_picture(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for n in range(count):
+        # The last one has logged nothing, and a long one is smoothed.
+        points = 200 if n == 0 else 0 if n == 5 else 20
+        make_run(tmp_path, f"12-3{n}-01-run", strategy="ddp", points=points, **(SUMMARY if n % 2 == 0 else {}))
+    assert main(["--output-dir", str(tmp_path), "--last", "6"]) == 0
+    picture = tmp_path / "compare.png"
+    assert f"picture: {picture}" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output-dir", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert str(tmp_path) in message
+    assert "--output-dir" in message
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\xff\xfe"])
+def test_unreadable_record(content: str, output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = next(rundir.all_runs(output_dir)).record_file
+    record.write_bytes(content.encode("latin-1"))
+    assert main(["--output-dir", str(output_dir)]) == 2
+    captured = capsys.readouterr()
+    assert f"{record}: not readable" in captured.err
+    assert captured.out == ""
+
+
+def test_a_record_with_unexpected_values_is_shown_without_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "12-30-01-a", strategy="ddp", samples_per_s=None, final_loss="much", step_ms_p50=1.5)
+    run.update_record(plan=None, state=None)
+    found = rows(table([read_run(run.path)]))["12-30-01-a"]
+    assert found == ["-", "ddp", "-", "-", "-", "1.5", *["-"] * 5]
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "no run.json" in capsys.readouterr().err
+
+
+def test_an_unwritable_picture_is_said_after_the_table(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output-dir", str(output_dir), "--picture", str(output_dir / "missing" / "a.png")]) == 1
+    captured = capsys.readouterr()
+    assert len(rows(captured.out)) == 3
+    assert "--picture" in captured.err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_last_must_be_a_positive_number(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([f"--last={number}"])
+    assert stopped.value.code == 2
+    assert "whole number" in capsys.readouterr().err
+
+
+def test_imports_neither_torch_nor_ray_nor_mlflow(output_dir: Path) -> None:
+    code = (
+        "import json, sys; from orchestrator.compare import main; "
+        f"code = main(['--output-dir', {str(output_dir)!r}, '--no-picture']); "
+        "print(json.dumps([code, sorted({'torch', 'ray', 'mlflow', 'hydra', 'matplotlib'} & set(sys.modules))]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
+
+
+def test_ascii_stdout(output_dir: Path) -> None:
+    make_run(output_dir, "12-33-01-größe", strategy="ddp")
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.compare", "--output-dir", str(output_dir), "--no-picture"],
+        capture_output=True,
+        timeout=60,
+        check=True,
+        env={"PYTHONIOENCODING": "ascii", "PATH": "", "COLUMNS": "160"},
+    )
+    text = done.stdout.decode("ascii")
+    assert "7,000 |##########" in text
+    assert "12-33-01-gr??e" in text

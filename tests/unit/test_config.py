@@ -1,0 +1,505 @@
+"""From words to a frozen configuration: composed, typed, and refused with every fault at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import pickle
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+
+from orchestrator.config.build import ConfigError, build
+from orchestrator.config.compose import compose, to_dict, to_yaml
+from orchestrator.config.overrides import GROUPS, choices, conf_dir, expand_sweep
+from orchestrator.config.schema import (
+    LARGEST_SEED,
+    STRATEGIES,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    DDPConfig,
+    JobSpec,
+    SingleConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+
+SECTIONS = {"train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
+
+
+def composed(*words: str) -> Config:
+    faults: list[str] = []
+    config, _ = compose(words, faults)
+    assert not faults, faults
+    assert config is not None
+    return config
+
+
+def faults_of(*words: str) -> list[str]:
+    faults: list[str] = []
+    config, _ = compose(words, faults)
+    assert (config is None) == bool(faults)
+    return list(dict.fromkeys(faults))
+
+
+def only_fault(*words: str) -> str:
+    (fault,) = faults_of(*words)
+    return fault
+
+
+def read(path: str) -> dict[str, Any]:
+    data = yaml.safe_load((conf_dir() / path).read_text()) or {}
+    assert isinstance(data, dict)
+    return data
+
+
+def keys(cls: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}
+
+
+# The files and the schema -------------------------------------------------------------------------
+
+
+def test_the_root_file_has_exactly_the_keys_of_the_schema() -> None:
+    root = read("config.yaml")
+    defaults = root.pop("defaults")
+    groups = {name for entry in defaults if isinstance(entry, dict) for name in entry}
+    assert groups == set(GROUPS)
+    assert root.keys() == keys(Config) - set(GROUPS)
+    for section, cls in SECTIONS.items():
+        assert root[section].keys() == keys(cls), section
+
+
+@pytest.mark.parametrize("word", sorted(STRATEGIES))
+def test_every_strategy_has_a_file_with_exactly_its_keys(word: str) -> None:
+    file = read(f"strategy/{word}.yaml")
+    assert file["name"] == word
+    assert file.keys() == keys(STRATEGIES[word])
+
+
+def test_every_strategy_file_has_a_strategy() -> None:
+    assert set(choices("strategy")) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize(("group", "cls"), [("cluster", ClusterConfig), ("tracking", TrackingConfig)])
+def test_group_defaults_are_complete_and_the_others_build_on_them(group: str, cls: type) -> None:
+    assert read(f"{group}/default.yaml").keys() == keys(cls)
+    for word in choices(group):
+        if word != "default":
+            file = read(f"{group}/{word}.yaml")
+            assert file.pop("defaults") == ["default"]
+            assert file.keys() < keys(cls), word
+
+
+def test_job_files_only_name_the_class() -> None:
+    for word in choices("job"):
+        assert read(f"job/{word}.yaml").keys() == {"_target_"}, word
+
+
+@pytest.mark.parametrize(("group", "word"), [(g, w) for g in GROUPS for w in choices(g)])
+def test_every_word_of_every_group_composes(group: str, word: str) -> None:
+    composed(f"{group}={word}")
+
+
+def test_schema_fields_have_no_defaults_so_that_values_stand_in_one_place() -> None:
+    for cls in (Config, *SECTIONS.values(), ClusterConfig, TrackingConfig, *STRATEGIES.values()):
+        for field in dataclasses.fields(cls):
+            assert field.default is dataclasses.MISSING, f"{cls.__name__}.{field.name}"
+            assert field.default_factory is dataclasses.MISSING, f"{cls.__name__}.{field.name}"
+
+
+# Composition --------------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    config = composed()
+    assert isinstance(config.strategy, DDPConfig)
+    assert config.strategy.num_workers == "auto"
+    assert config.job == JobSpec(target="jobs.digits.Digits", fields={})
+    assert config.run_name == "digits-ddp"
+
+
+def test_words_choose_groups_and_set_keys() -> None:
+    config = composed("strategy=single", "job=gpt", "job.layers=2", "train.steps=7", "tracking=none", "name=mine")
+    assert isinstance(config.strategy, SingleConfig)
+    assert config.job == JobSpec(target="jobs.gpt.GPT", fields={"layers": 2})
+    assert (config.train.steps, config.tracking.uri, config.run_name) == (7, None, "mine")
+
+
+def test_an_experiment_beats_the_defaults_and_the_command_line_beats_the_experiment() -> None:
+    preset = read("experiment/quick.yaml")["train"]
+    assert composed("experiment=quick").train.steps == preset["steps"] != composed().train.steps
+    config = composed("train.steps=9", "experiment=quick")
+    assert (config.train.steps, config.train.log_every) == (9, preset["log_every"])
+    assert composed("experiment=null") == composed()
+
+
+def test_a_section_can_be_given_at_once() -> None:
+    config = composed("train={steps: 3, log_every: 2}")
+    assert (config.train.steps, config.train.log_every) == (3, 2)
+    assert config.train.eval_every == composed().train.eval_every
+
+
+def test_plus_signs_change_nothing() -> None:
+    assert composed("+train.steps=3", "++seed=4", "+strategy=single") == composed(
+        "train.steps=3", "seed=4", "strategy=single"
+    )
+
+
+def test_interpolations_are_resolved_on_the_spot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_NAME", "from-outside")
+    config = composed("name=${oc.env:A_NAME}", "train.log_every=${train.steps}", "job.width=${train.steps}")
+    assert config.name == "from-outside"
+    assert config.train.log_every == config.train.steps
+    assert config.job.fields == {"width": config.train.steps}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("name=${oc.env:NOWHERE_SET}", "name: Environment variable 'NOWHERE_SET' not found"),
+        ("train.clip_norm=${train.nothing}", "train.clip_norm: Interpolation key 'train.nothing' not found"),
+        ("train.steps=???", "train.steps=???: missing; give it a value"),
+    ],
+)
+def test_an_interpolation_that_fails_names_its_key_and_hides_no_other_fault(word: str, said: str) -> None:
+    assert faults_of(word, "seed=x") == [said, "seed=x: expected a whole number of at least 0"]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("output_dir=~/runs", "~/runs"),
+        ("output_dir=/a/b(1)", "/a/b(1)"),
+        ("output_dir=Größe", "Größe"),
+        ("output_dir=with space", "with space"),
+        ("output_dir='with, comma'", "with, comma"),
+        ("output_dir=2026", "2026"),
+    ],
+)
+def test_text_is_taken_as_it_was_typed(word: str, value: str) -> None:
+    assert composed(word).output_dir == value
+
+
+def test_an_address_with_a_query_is_text() -> None:
+    assert composed("tracking.uri=postgresql://u@h/db?a=b").tracking.uri == "postgresql://u@h/db?a=b"
+
+
+def test_yaml_and_dict_come_back_as_the_files_have_them() -> None:
+    data = to_dict(composed("job.hidden=3"))
+    assert data["job"] == {"_target_": "jobs.digits.Digits", "hidden": 3}
+    assert yaml.safe_load(to_yaml(data)) == data
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+EXPECTED_WORKERS = "expected a whole number of at least 1 or auto"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("strategy.num_workers=2.5", EXPECTED_WORKERS),
+        ("strategy.num_workers=many", EXPECTED_WORKERS),
+        ("strategy.num_workers=true", EXPECTED_WORKERS),
+        ("strategy.num_workers=null", EXPECTED_WORKERS),
+        ("strategy.num_workers=[1,2]", EXPECTED_WORKERS),
+        ("strategy.num_workers={a:1}", EXPECTED_WORKERS),
+        ("strategy.num_workers=", EXPECTED_WORKERS),
+        ("strategy.num_workers=0", "must be at least 1"),
+        ("strategy.num_workers=-1", "must be at least 1"),
+        ("train.steps=1e3", "expected a whole number of at least 1"),
+        ("train.steps=null", "expected a whole number of at least 1"),
+        ("train.clip_norm=0", "must be greater than 0"),
+        ("train.clip_norm=nan", "expected a number or null"),
+        ("train.clip_norm=inf", "expected a number or null"),
+        ("train.clip_norm=true", "expected a number or null"),
+        ("train.precision=fp64", "expected fp32 or bf16"),
+        ("train.deterministic=1", "expected true or false"),
+        ("plan=yes", "expected true or false"),
+        ("resume=true", "expected text"),
+        ("tracking.uri=[]", "expected text or null"),
+        ("cluster.device=gpu", "expected auto or cpu or cuda"),
+        (f"seed={LARGEST_SEED + 1}", f"must be at most {LARGEST_SEED}"),
+        ("seed=-1", "must be at least 0"),
+        ("name=a/b", "expected 1 to 100 characters, none of them a slash"),
+        ("name=", "expected 1 to 100 characters, none of them a slash"),
+    ],
+)
+def test_values_are_typed_and_limited(word: str, said: str) -> None:
+    fault = only_fault(word)
+    key, _, value = word.partition("=")
+    value = {"1e3": "1000.0"}.get(value, value)
+    assert fault == f"{key}={value}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train.step=3", "train.step: unknown key; did you mean train.steps?"),
+        ("+train.step=3", "train.step: unknown key; did you mean train.steps?"),
+        ("++train.step=3", "train.step: unknown key; did you mean train.steps?"),
+        ("train={step: 3}", "train.step: unknown key; did you mean train.steps?"),
+        ("trian.steps=3", "trian: unknown key; did you mean train?"),
+        ("strategy.comm_hok=bf16", "strategy.comm_hok: unknown key; did you mean strategy.comm_hook?"),
+        ("steps=3", "steps: unknown key; did you mean train.steps?"),
+        ("num_workers=3", "num_workers: unknown key; did you mean data.num_workers or strategy.num_workers?"),
+        ("comm_hook=bf16", "comm_hook: unknown key; did you mean strategy.comm_hook?"),
+        ("_target_=x.Y", "_target_: unknown key; valid: "),
+        ("train._target_=os.system", "train._target_: unknown key; valid: train."),
+        ("defaults=3", "defaults: unknown key; valid: "),
+        ("hydra.run.dir=x", "hydra.run.dir=x: unknown key; "),
+        ("hydra/launcher=ray", "hydra/launcher=ray: unknown key; "),
+        ("strategy@train=ddp", "strategy@train=ddp: unknown key; "),
+        ("=3", "=3: unknown key; "),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest_name(word: str, said: str) -> None:
+    assert only_fault(word).startswith(said)
+
+
+def test_the_key_of_another_strategy_names_its_owner() -> None:
+    fault = only_fault("strategy=single", "strategy.comm_hook=bf16")
+    assert fault == "strategy.comm_hook: strategy=single has no such key, strategy=ddp has"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("strategy=dpp", "strategy=dpp: unknown; did you mean ddp? (valid: ddp, single)"),
+        ("strategy=zzz", "strategy=zzz: unknown; valid: ddp, single"),
+        ("strategy=null", "strategy=null: unknown; valid: ddp, single"),
+        ("strategy=[ddp,single]", "strategy=[ddp,single]: unknown; valid: ddp, single"),
+        ("job=gptt", "job=gptt: unknown; did you mean gpt? (valid: digits, gpt)"),
+        ("experiment=qick", "experiment=qick: unknown; did you mean quick? (valid: quick)"),
+    ],
+)
+def test_unknown_words_of_a_group(word: str, said: str) -> None:
+    assert only_fault(word) == said
+
+
+def test_keys_below_an_unknown_word_are_not_judged() -> None:
+    assert len(faults_of("strategy=piipeline", "strategy.schedule=1f1b")) == 1
+    faults: list[str] = []
+    assert compose(["job=gptt", "job.layers=2"], faults)[1] is None
+    assert len(faults) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.steps=1", "train.steps=2"], "train.steps: given twice: train.steps=1 and train.steps=2; keep one"),
+        (["train.steps=1", "+train.steps=1"], "train.steps: given twice: train.steps=1 and +train.steps=1; keep one"),
+        (["strategy=ddp", "strategy=single"], "strategy: given twice: strategy=ddp and strategy=single; keep one"),
+        (["job=gpt", "job._target_=x.Y"], "job and job._target_: both name the job; keep one"),
+        (["strategy.name=ddp"], "strategy.name=ddp: choose with strategy=<word>"),
+        (["~train.steps"], "~train.steps: keys cannot be removed; give another value"),
+        (["~strategy"], "~strategy: keys cannot be removed; give another value"),
+        (["train.steps"], "train.steps: expected key=value"),
+        (["job._target_=null"], "job._target_=null: expected package.module.Class; or choose with job=<word>"),
+        (
+            ["strategy=single", "strategy.num_workers=2"],
+            "strategy.num_workers=2: strategy=single has one worker; use strategy=ddp for more",
+        ),
+    ],
+)
+def test_contradictions(words: list[str], said: str) -> None:
+    assert only_fault(*words) == said
+
+
+def test_several_values_need_the_option() -> None:
+    assert "-m" in only_fault("train.steps=1,2")
+
+
+def test_a_combination_that_does_not_work_names_both_keys() -> None:
+    fault = only_fault("strategy.comm_hook=powersgd", "strategy.find_unused_parameters=true")
+    assert fault.startswith("strategy.comm_hook=powersgd: ")
+    assert "strategy.find_unused_parameters" in fault
+
+
+def test_all_faults_come_at_once() -> None:
+    words = ["strategy=dpp", "train.step=1", "train.steps=x", "cluster.device=tpu", "foo=1", "bar", "seed=1", "seed=2"]
+    found = "\n".join(faults_of(*words, "checkpoint.keep=0", "job=gptt", "~data", "name=${nothing}"))
+    for key in ("strategy=dpp", "train.step:", "train.steps=x", "cluster.device=tpu", "foo:", "bar:", "seed: given"):
+        assert key in found
+    for key in ("checkpoint.keep=0", "job=gptt", "~data", "name: "):
+        assert key in found
+    assert len(found.splitlines()) == 11
+
+
+def test_a_job_is_returned_beside_faults_elsewhere_so_that_it_is_checked_too() -> None:
+    faults: list[str] = []
+    config, job = compose(["train.steps=x", "job.hidden=3"], faults)
+    assert config is None
+    assert job == JobSpec(target="jobs.digits.Digits", fields={"hidden": 3})
+
+
+def test_a_config_error_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError(["one", "two", "one"])))
+    assert error.faults == ("one", "two")
+    assert str(error) == "one\ntwo"
+
+
+# Sweeps -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        ([], [[]]),
+        (["seed=1"], [["seed=1"]]),
+        (["seed=1,2"], [["seed=1"], ["seed=2"]]),
+        (
+            ["strategy=single,ddp", "name=x", "seed=1,2"],
+            [[f"strategy={s}", "name=x", f"seed={i}"] for s in ("single", "ddp") for i in (1, 2)],
+        ),
+        (["name='a,b'"], [["name='a,b'"]]),
+        (["name='a,b',c"], [["name='a,b'"], ["name=c"]]),
+        (["job.x=[1,2]"], [["job.x=[1,2]"]]),
+        (["job.x=[1,2],[3]"], [["job.x=[1,2]"], ["job.x=[3]"]]),
+        (["job.x={a:1,b:2}"], [["job.x={a:1,b:2}"]]),
+        (["seed=range(0,3)"], [["seed=0"], ["seed=1"], ["seed=2"]]),
+        (["output_dir=~/x"], [["output_dir='~/x'"]]),
+    ],
+)
+def test_a_sweep_is_every_combination_in_order(words: list[str], runs: list[list[str]]) -> None:
+    assert expand_sweep(words) == runs
+
+
+def test_what_is_no_list_of_values_cannot_be_swept() -> None:
+    with pytest.raises(ConfigError) as error:
+        expand_sweep(["seed=interval(0,1)", "strategy=glob(*)", "bar"])
+    assert sorted(f.partition(":")[0] for f in error.value.faults) == ["bar", "seed=interval(0,1)", "strategy=glob(*)"]
+
+
+# Types of fields, as a person's job may have them -------------------------------------------------
+
+
+class Colour(enum.Enum):
+    red = 1
+    blue = "azure"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    a: int
+    b: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.a == 13:
+            raise ValueError("a=13 brings bad luck")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer:
+    whole: int = 1
+    maybe: int | None = None
+    either: int | str = 0
+    choice: Literal["a", "b", 3] = "a"
+    many: tuple[int, ...] = ()
+    pair: tuple[int, str] = (0, "")
+    listed: list[float] = dataclasses.field(default_factory=list)
+    table: dict[str, int] = dataclasses.field(default_factory=dict)
+    inner: Inner = Inner(a=0)
+    maybe_inner: Inner | None = None
+    inners: tuple[Inner, ...] = ()
+    colour: Colour = Colour.red
+    where: Path = Path()
+    maybe_where: Path | None = None
+    anything: Any = None
+    flag: bool = False
+    computed: int = dataclasses.field(init=False, default=7)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Derived(Outer):
+    extra: str = ""
+
+
+def built(**values: Any) -> Outer | list[str]:
+    faults: list[str] = []
+    made = build(Derived, values, "job", faults)
+    return faults if made is None else made
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("maybe", None, None),
+        ("maybe", 3, 3),
+        ("either", 3, 3),
+        ("either", "3", "3"),
+        ("choice", 3, 3),
+        ("choice", "b", "b"),
+        ("many", [1, 2], (1, 2)),
+        ("pair", [1, "x"], (1, "x")),
+        ("listed", [1, 2.5], [1.0, 2.5]),
+        ("table", {"a": 1}, {"a": 1}),
+        ("inner", {"a": 2}, Inner(a=2)),
+        ("maybe_inner", {"a": 2, "b": 1}, Inner(a=2, b=1.0)),
+        ("maybe_inner", None, None),
+        ("inners", [{"a": 1}, {"a": 2}], (Inner(a=1), Inner(a=2))),
+        ("colour", "blue", Colour.blue),
+        ("colour", "azure", Colour.blue),
+        ("colour", 1, Colour.red),
+        ("where", "a/b", Path("a/b")),
+        ("maybe_where", "a/b", Path("a/b")),
+        ("maybe_where", None, None),
+        ("anything", {"x": [1]}, {"x": [1]}),
+        ("extra", 5, "5"),
+        ("flag", True, True),
+    ],
+)
+def test_values_become_the_type_of_their_field(name: str, given: Any, expected: Any) -> None:
+    made = built(**{name: given})
+    assert not isinstance(made, list), made
+    value = getattr(made, name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("maybe", "x", "job.maybe=x: expected a whole number or null"),
+        ("maybe", True, "job.maybe=true: expected a whole number or null"),
+        ("either", [1], "job.either=[1]: expected a whole number or text"),
+        ("choice", "c", "job.choice=c: expected a or b or 3"),
+        ("choice", True, "job.choice=true: expected a or b or 3"),
+        ("many", [1, "x"], "job.many=[1,x]: expected a list, each a whole number"),
+        ("many", 3, "job.many=3: expected a list, each a whole number"),
+        ("pair", [1], "job.pair=[1]: expected [a whole number, text]"),
+        ("pair", [1, "x", 2], "job.pair=[1,x,2]: expected [a whole number, text]"),
+        ("table", {"a": "x"}, "job.table={a:x}: expected a mapping"),
+        ("inner", 3, "job.inner=3: expected a section with the keys a, b"),
+        ("inner", {"a": 1, "c": 2}, "job.inner.c: unknown key; valid: job.inner.a, job.inner.b"),
+        ("inner", {}, "job.inner.a: missing; give it a value"),
+        ("inner", {"a": "x"}, "job.inner.a=x: expected a whole number"),
+        ("inner", {"a": 13}, "job.inner: a=13 brings bad luck"),
+        ("maybe_inner", {"a": "x"}, "job.maybe_inner.a=x: expected a whole number"),
+        ("inners", [{"a": 1}, {"a": "x"}], "job.inners[1].a=x: expected a whole number"),
+        ("colour", "green", "job.colour=green: expected red or blue"),
+        ("where", True, "job.where=true: expected a path"),
+        ("flag", "maybe", "job.flag=maybe: expected true or false"),
+        ("computed", 3, "job.computed: unknown key; "),
+    ],
+)
+def test_values_of_another_type_are_refused_in_plain_words(name: str, given: Any, said: str) -> None:
+    faults = built(**{name: given})
+    assert isinstance(faults, list), faults
+    (fault,) = faults
+    assert fault.startswith(said)
+
+
+def test_several_faults_of_one_value_are_all_told() -> None:
+    assert built(inner={"a": "x", "c": 1, "b": None}, whole=2.5, oter=1) == [
+        "job.oter: unknown key; did you mean job.either?",
+        "job.whole=2.5: expected a whole number",
+        "job.inner.c: unknown key; valid: job.inner.a, job.inner.b",
+        "job.inner.a=x: expected a whole number",
+        "job.inner.b=null: expected a number",
+    ]

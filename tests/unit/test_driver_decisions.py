@@ -1,0 +1,127 @@
+"""What the driver decides without Ray: figures of the run, the culprit, the order of the ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from orchestrator.driver.aggregate import Aggregator, percentile
+from orchestrator.driver.failure import death, first_failure
+from orchestrator.driver.gang import GangError, check_devices, rank_order
+from orchestrator.messages import EvalPoint, Failure, Outcome, TrainPoint, Whereabouts
+
+
+def point(**changes: Any) -> TrainPoint:
+    values: dict[str, Any] = {
+        "step": 10, "time": 100.0, "samples_seen": 640, "epoch": 0.5, "loss_sum": 64.0, "weight": 32.0,
+        "lr": 0.1, "grad_norm": 2.0, "step_ms": (10.0, 10.0), "data_wait_ms": 1.0, "comm_ms": 4.0,
+    }  # fmt: skip
+    return TrainPoint(**{**values, **changes})
+
+
+def aggregator(world_size: int = 2) -> Aggregator:
+    return Aggregator(world_size=world_size, global_batch_size=64, tokens_per_sample=None)
+
+
+def test_loss_is_global_sum_over_global_weight() -> None:
+    parts = aggregator()
+    assert parts.add(0, point(loss_sum=33.0, weight=33.0)) is None
+    logged = parts.add(1, point(loss_sum=64.0, weight=32.0))
+    assert logged is not None
+    assert (logged.step, logged.time) == (10, 100.0)
+    assert logged.metrics["train/loss"] == pytest.approx(97 / 65)
+
+
+def test_points_wait_for_every_rank_and_do_not_mix() -> None:
+    parts = aggregator()
+    assert parts.add(0, point(step=10)) is None
+    assert parts.add(0, point(step=20)) is None
+    logged = parts.add(1, point(step=10))
+    assert logged is not None
+    assert logged.step == 10
+
+
+def test_perf_figures() -> None:
+    parts = aggregator()
+    parts.add(0, point())
+    logged = parts.add(1, point(comm_ms=2.0, data_wait_ms=2.0))
+    assert logged is not None
+    assert logged.metrics["perf/step_ms"] == 10
+    assert logged.metrics["perf/samples_per_s"] == 6400
+    assert logged.metrics["perf/samples_per_s_per_worker"] == 3200
+    assert logged.metrics["perf/comm_pct"] == pytest.approx(30)
+    assert logged.metrics["perf/data_wait_pct"] == pytest.approx(15)
+
+
+def test_unknown_figures_are_left_out() -> None:
+    logged = aggregator(1).add(0, point(step_ms=(), comm_ms=None, grad_norm=None, weight=0.0))
+    assert logged is not None
+    assert logged.metrics.keys() == {"train/samples_seen", "train/epoch", "train/lr"}
+    assert "samples_per_s" not in aggregator().summary()
+
+
+def test_evaluation_counts_each_sample_once() -> None:
+    parts = aggregator()
+    parts.add(0, EvalPoint(step=5, time=1.0, loss_sum=30.0, weight=10.0, sums={"accuracy": 9.0}))
+    logged = parts.add(1, EvalPoint(step=5, time=1.0, loss_sum=2.0, weight=1.0, sums={"accuracy": 1.0}))
+    assert logged is not None
+    assert logged.metrics == {"val/loss": pytest.approx(32 / 11), "val/accuracy": pytest.approx(10 / 11)}
+
+
+def test_summary_is_over_warm_steps() -> None:
+    parts = aggregator(1)
+    parts.add(0, point(step=10, step_ms=(10.0,) * 9))
+    parts.add(0, point(step=20, step_ms=(30.0,), loss_sum=8.0, weight=4.0))
+    summary = parts.summary()
+    assert summary["samples_per_s"] == pytest.approx(64 * 10 / 0.12)
+    assert (summary["step_ms_p50"], summary["step_ms_p95"]) == (10.0, 30.0)
+    assert summary["final_loss"] == 2.0
+
+
+def test_percentile_is_nearest_rank() -> None:
+    assert percentile([3.0, 1.0, 2.0, 4.0], 0.95) == 4.0
+    assert percentile([1.0], 0.95) == 1.0
+    assert math.isclose(percentile([float(i) for i in range(1, 101)], 0.95), 95.0)
+
+
+def failed(time: float, *, collateral: bool) -> Outcome:
+    failure = Failure(message="x", traceback="", time=time, collateral=collateral, log_tail="")
+    return Outcome(status="failed", step=3, failure=failure)
+
+
+def test_culprit_is_the_first_that_is_not_collateral() -> None:
+    outcomes = {
+        0: failed(1.0, collateral=True),
+        1: failed(3.0, collateral=False),
+        2: failed(2.0, collateral=False),
+        3: Outcome(status="done", step=9),
+    }
+    assert first_failure(outcomes) == 2
+    assert first_failure({0: outcomes[0]}) == 0
+    assert first_failure({3: outcomes[3]}) is None
+
+
+def test_death_says_what_ray_knows() -> None:
+    out_of_memory = death(ray.exceptions.OutOfMemoryError("x"), pid=7, hostname="a", time=0.0)
+    assert "7 on a" in out_of_memory.message
+    assert "out of memory" in out_of_memory.message
+    assert not out_of_memory.collateral
+
+
+def place(ip: str, gpu: int | None = None, uuid: str | None = None) -> Whereabouts:
+    return Whereabouts(node_id=ip, node_ip=ip, hostname=ip, pid=1, gpu_index=gpu, gpu_uuid=uuid)
+
+
+def test_ranks_follow_nodes_and_gpu_numbers() -> None:
+    """As numbers: GPU 10 after 2, node .10 after .9."""
+    places = [place("10.0.0.10", 0), place("10.0.0.9", 10), place("10.0.0.9", 2)]
+    assert rank_order(places) == [2, 1, 0]
+
+
+def test_two_workers_on_one_gpu_are_refused() -> None:
+    check_devices([place("10.0.0.1", 0, "a"), place("10.0.0.1", 1, "b"), place("10.0.0.1")])
+    with pytest.raises(GangError, match="workers 0 and 1 share one GPU"):
+        check_devices([place("10.0.0.1", 0, "a"), place("10.0.0.1", 1, "a")])

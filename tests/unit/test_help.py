@@ -1,0 +1,149 @@
+"""``--help`` and tab completion: quick, complete, and readable on a small terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.compose import compose
+from orchestrator.config.help import help_text
+from orchestrator.config.overrides import GROUPS, choices
+from orchestrator.launch import main
+
+WIDTH = 100
+LIMIT_S = 10  # 0.5 on a quiet machine; 2 are promised
+
+
+def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The console script that stands beside this Python."""
+    script = Path(sys.executable).with_name("orchestrator")
+    if not script.exists():
+        pytest.skip("orchestrator is not installed in this environment")
+    return subprocess.run(
+        [script, *words], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_help_names_every_group_word_and_key() -> None:
+    text = help_text([])
+    faults: list[str] = []
+    config, _ = compose([], faults)
+    assert config is not None
+    for group in GROUPS:
+        assert all(word in text for word in choices(group)), group
+    for section in fields(config):
+        value = getattr(config, section.name)
+        if section.name != "job" and is_dataclass(value):
+            for field in fields(value):
+                if "meaning" in field.metadata:
+                    assert f"\n  {section.name}.{field.name}=" in text
+        elif section.name != "job":
+            assert f"\n  {section.name}=" in text
+
+
+def test_help_shows_the_fields_of_the_chosen_job_and_strategy() -> None:
+    text = help_text(["job=gpt", "strategy=single", "job.layers=7", "train.steps=3"])
+    assert "job.layers=7" in text
+    assert "job.context=64" in text
+    assert "job.path=null" in text
+    assert "train.steps=3 " in text
+    assert "comm_hook" not in text
+    assert "job.hidden=512" in help_text([])
+
+
+def test_help_for_a_job_that_cannot_be_found_is_still_help() -> None:
+    assert "job.<field>" in help_text(["job._target_=nowhere.Mine"])
+
+
+def test_help_lists_the_words_of_a_choice() -> None:
+    assert "(none, bf16, fp16, powersgd)" in " ".join(help_text([]).split())
+
+
+def test_help_fits_a_terminal_and_has_the_used_keys_before_the_rare_ones() -> None:
+    text = help_text(["job=gpt"])
+    assert max(map(len, text.splitlines())) <= WIDTH
+    order = [text.index(f"\n  {key}") for key in ("seed=", "train.steps=", "strategy.num", "job.<", "cluster.heart")]
+    assert order == sorted(order)
+
+
+def test_help_with_a_mistake_beside_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "strategy=dpp"]) == 2
+    assert "strategy=dpp: unknown; did you mean ddp?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "near"), [("--hepl", "--help"), ("--multi-run", "--multirun"), ("-x", "valid: ")])
+def test_an_unknown_option_is_refused_with_the_nearest(
+    option: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([option, "strategy=ddp"]) == 2
+    output = capsys.readouterr()
+    assert f"{option}: unknown option; " in output.err
+    assert near in output.err
+    assert not output.out
+
+
+def test_help_is_quick_because_it_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
+    code = """
+import sys
+from orchestrator.launch import main
+code = main(["--help"])
+heavy = {"torch", "ray", "mlflow", "numpy", "sklearn"} & sys.modules.keys()
+assert not heavy, heavy
+sys.exit(code)
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "strategy=ddp" in done.stdout
+    assert time.monotonic() - began < LIMIT_S
+
+
+def complete(line: str, cwd: Path) -> list[str]:
+    done = command("-sc", "query=bash", cwd=cwd, COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("strategy=", ["strategy=ddp", "strategy=single"]),
+        ("-m strategy=s", ["strategy=single"]),
+        ("strategy=single train.st", ["train.steps="]),
+        ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),
+        ("cluster.add", ["cluster.address="]),
+    ],
+)
+def test_tab_completes_groups_and_keys(typed: str, offered: list[str], tmp_path: Path) -> None:
+    assert complete(f"orchestrator {typed}", tmp_path) == offered
+
+
+def test_bash_completes_after_what_the_help_says_to_type(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash here")
+    script = f"""
+export PATH={Path(sys.executable).parent}:$PATH
+eval "$(orchestrator --shell-completion install=bash)"
+complete -p orchestrator
+COMP_WORDS=(orchestrator train.st); COMP_CWORD=1; COMP_LINE="orchestrator train.st"; COMP_POINT=21
+hydra_bash_completion
+echo "offered: ${{COMPREPLY[*]}}"
+"""
+    assert command("--help", cwd=tmp_path).returncode == 0
+    done = subprocess.run([bash, "--norc", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "offered: train.steps=" in done.stdout, done.stderr
+
+
+def test_python_itself_is_not_given_our_completion(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "orchestrator.launch", "--shell-completion", "install=bash"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "`orchestrator` command" in done.stderr

@@ -1,0 +1,186 @@
+"""Finding a person's job: from anywhere, typed by its own fields, refused in plain words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.schema import JobSpec
+from orchestrator.job import Job, load_job
+
+METHODS = """
+    def model(self): ...
+    def dataset(self, split): ...
+    def loss(self, output, target): ...
+    def optimizer(self, parameters): ...
+"""
+
+MODULES = {
+    "plain": """
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(Job):
+            width: int = 8
+            mode: Literal["a", "b"] = "a"
+            path: Path | None = None
+            METHODS
+            def check(self):
+                if self.width > 100:
+                    raise ValueError(f"job.width={self.width}: must be at most 100")
+                if self.width == 50:
+                    raise OSError("no such disk")
+
+        @dataclass(frozen=True, kw_only=True)
+        class Wider(Mine):
+            extra: float
+        """,
+    "no_fields": """
+        class Mine(Job):
+            METHODS
+        """,
+    "undecorated": """
+        class Mine(Job):
+            width: int = 8
+            METHODS
+        """,
+    "post_init": """
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(Job):
+            a: int = 1
+            METHODS
+            def __post_init__(self):
+                raise ValueError("a and b do not go together")
+        """,
+    "incomplete": """
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(Job):
+            def model(self): ...
+            def dataset(self, split): ...
+        """,
+    "lazy_types": """
+        if TYPE_CHECKING:
+            from somewhere import Thing
+
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(Job):
+            a: Thing = None
+            METHODS
+        """,
+    "broken": "this is no python",
+    "raising": "raise KeyError('surprise')",
+    "leaving": "import sys; sys.exit(3)",
+    "needy": "import not_installed_anywhere",
+}
+
+HEAD = """
+from __future__ import annotations
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from orchestrator import Job
+"""
+
+Load = Callable[..., "Job | list[str]"]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads a class of ``MODULES``, whose files lie in a directory of their own on the path."""
+    package = f"jobs_of_{tmp_path.name}"
+    (tmp_path / package).mkdir()
+    for name, source in MODULES.items():
+        body = textwrap.dedent(source).replace("    METHODS", METHODS.strip("\n"))
+        (tmp_path / package / f"{name}.py").write_text(HEAD + body)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load(target: str, **fields: Any) -> Job | list[str]:
+        faults: list[str] = []
+        job = load_job(JobSpec(target=f"{package}.{target}", fields=fields), faults)
+        assert (job is None) == bool(faults)
+        return [f.replace(f"{package}.", "") for f in faults] if job is None else job
+
+    return load
+
+
+def test_fields_are_typed_by_the_class(load: Load) -> None:
+    job: Any = load("plain.Mine", width=3, mode="b", path="a/b")
+    assert (job.width, job.mode, job.path) == (3, "b", Path("a/b"))
+
+
+def test_fields_are_inherited(load: Load) -> None:
+    job: Any = load("plain.Wider", width=3, extra=1)
+    assert (job.width, job.extra) == (3, 1.0)
+    assert load("plain.Wider") == ["job.extra: missing; give it a value"]
+
+
+def test_a_job_without_fields_needs_no_decorator(load: Load) -> None:
+    assert isinstance(load("no_fields.Mine"), Job)
+
+
+@pytest.mark.parametrize(
+    ("target", "fields", "said"),
+    [
+        ("plain.Mine", {"widht": 3}, "job.widht: unknown key; did you mean job.width?"),
+        ("plain.Mine", {"width": 2.5}, "job.width=2.5: expected a whole number"),
+        ("plain.Mine", {"mode": "c"}, "job.mode=c: expected a or b"),
+        ("plain.Mine", {"width": 101}, "job.width=101: must be at most 100"),
+        ("plain.Mine", {"width": 50}, "job: no such disk"),
+        ("no_fields.Mine", {"width": 1}, "job.width: unknown key; valid: none"),
+        ("post_init.Mine", {}, "job: a and b do not go together"),
+        ("plain.Minne", {}, "job._target_=plain.Minne: plain has no class Minne; did you mean Mine?"),
+        ("plain", {}, "job._target_=plain: "),
+        ("plain.Path", {}, "job._target_=plain.Path: is not a subclass of orchestrator.Job"),
+        ("plain.dataclass", {}, "job._target_=plain.dataclass: plain has no class dataclass; valid: Mine, Wider"),
+        ("plain.Job", {}, "job._target_=plain.Job: lacks dataset(), loss(), model(), optimizer()"),
+        ("incomplete.Mine", {}, "job._target_=incomplete.Mine: lacks loss(), optimizer()"),
+        ("undecorated.Mine", {}, "job._target_=undecorated.Mine: its fields are not declared as a dataclass's; "),
+        ("lazy_types.Mine", {}, "job: Mine: the type of a field: name 'Thing' is not defined; "),
+        ("nowhere.Mine", {}, "job._target_=nowhere.Mine: no module nowhere; "),
+        ("broken.Mine", {}, "job._target_=broken.Mine: importing broken failed: SyntaxError: "),
+        ("raising.Mine", {}, "job._target_=raising.Mine: importing raising failed: KeyError: 'surprise'"),
+        ("leaving.Mine", {}, "job._target_=leaving.Mine: importing leaving failed: SystemExit: 3"),
+        ("needy.Mine", {}, "job._target_=needy.Mine: importing needy failed: No module named 'not_installed_anywhere'"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_in_plain_words(
+    load: Load, target: str, fields: dict[str, Any], said: str
+) -> None:
+    faults = load(target, **fields)
+    assert isinstance(faults, list), faults
+    (fault,) = faults
+    assert fault.startswith(said), fault
+
+
+@pytest.mark.parametrize("target", ["Mine", "", ".x.Mine", "a..Mine", "a.b.", "a b.Mine", "os.system()"])
+def test_what_is_no_import_path(target: str) -> None:
+    faults: list[str] = []
+    assert load_job(JobSpec(target=target, fields={}), faults) is None
+    assert faults == [f"job._target_={target}: expected package.module.Class"]
+
+
+def test_a_class_that_is_no_job_is_not_even_made() -> None:
+    """``_target_`` must not become a way to run anything."""
+    faults: list[str] = []
+    spec = JobSpec(target="subprocess.Popen", fields={"args": "touch should-not-exist"})
+    assert load_job(spec, faults) is None
+    assert faults == ["job._target_=subprocess.Popen: is not a subclass of orchestrator.Job"]
+
+
+def test_the_working_directory_is_searched_as_python_m_would(tmp_path: Path) -> None:
+    """A console script does not put it on the path."""
+    (tmp_path / "my_own_job.py").write_text(HEAD + "class Mine(Job):\n" + METHODS)
+    code = """
+import sys
+sys.path = [p for p in sys.path if p]
+from orchestrator.config.schema import JobSpec
+from orchestrator.job import load_job
+faults = []
+assert load_job(JobSpec(target="my_own_job.Mine", fields={}), faults), faults
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

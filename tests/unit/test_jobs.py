@@ -1,0 +1,247 @@
+"""The jobs that ship: they learn, by the rules that every strategy relies on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from jobs.digits import Digits, load_digits
+from jobs.gpt import GPT
+from orchestrator.config.schema import JobSpec
+from orchestrator.job import Job, load_job
+from orchestrator.worker.data import eval_batches, train_batches
+
+TINY = {"layers": 2, "width": 32, "heads": 2, "context": 16}
+
+
+def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
+    """The model after ``steps`` steps, and the loss of each."""
+    torch.manual_seed(seed)
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    scheduler = job.scheduler(optimizer, steps)
+    losses = []
+    for [(inputs, target)] in train_batches(
+        job.dataset("train"),
+        collate=job.collate,
+        seed=seed,
+        samples_consumed=0,
+        steps=steps,
+        global_batch_size=batch,
+        data_parallel_size=1,
+        dp_rank=0,
+        grad_accumulation=1,
+        num_workers=0,
+        pin_memory=False,
+        timeout_s=30,
+    ):
+        loss = job.loss(model(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def accuracy(job: Job, model: nn.Module) -> float:
+    right, total = 0.0, 0
+    for (inputs, target), valid in eval_batches(
+        job.dataset("val"),
+        collate=job.collate,
+        batch_size=64,
+        data_parallel_size=1,
+        dp_rank=0,
+        num_workers=0,
+        pin_memory=False,
+        timeout_s=30,
+    ):
+        with torch.no_grad():
+            right += float(job.metrics(model(inputs[:valid]), target[:valid])["accuracy"])
+        total += valid
+    return right / total
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_digits_reaches_97_percent_at_the_defaults(seed: int) -> None:
+    model, _ = trained(Digits(), steps=500, batch=64, seed=seed)
+    assert accuracy(Digits(), model) >= 0.97
+
+
+def test_digits_split_is_whole_and_fixed() -> None:
+    def images(seed: int) -> list[list[tuple[float, ...]]]:
+        torch.manual_seed(seed)
+        parts = [Digits().dataset("train"), Digits().dataset("val")]
+        return [[tuple(part[i][0].tolist()) for i in range(len(part))] for part in parts]  # type: ignore[arg-type]
+
+    train, val = images(0)
+    assert images(1) == [train, val]
+    assert (len(train), len(val)) == (1438, 359)
+    assert sorted(train + val) == sorted(tuple(row) for row in load_digits()[0].tolist())
+
+
+def test_digits_are_those_of_scikit_learn_without_importing_it() -> None:
+    check = (
+        "import sys; from jobs.digits import Digits; Digits().dataset('train'); "
+        "assert 'sklearn' not in sys.modules, 'costs seconds'"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60, cwd=Path(__file__).parents[2])
+    from sklearn import datasets
+
+    images, labels = load_digits()
+    expected_images, expected_labels = datasets.load_digits(return_X_y=True)
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    assert (images.numpy() * 16 == expected_images).all()
+    assert (labels.numpy() == expected_labels).all()
+
+
+def test_gpt_learns() -> None:
+    _, losses = trained(GPT(**TINY), steps=30, batch=32)
+    assert losses[0] == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
+    assert losses[-1] < losses[0] - 1.5
+
+
+def test_gpt_sees_no_later_byte() -> None:
+    job = GPT(**TINY)
+    torch.manual_seed(0)
+    model = job.model().eval()
+    text = torch.randint(256, (2, job.context))
+    changed = text.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(text), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-4)
+
+
+def test_gpt_can_be_cut_between_any_two_blocks() -> None:
+    model = GPT(**TINY).model()
+    assert isinstance(model, nn.Sequential)
+    assert [name for name, _ in model.named_children()] == ["embed", "block0", "block1", "norm", "head"]
+    text = torch.randint(256, (2, 16))
+    for cut in range(1, len(model)):
+        assert model[cut:](model[:cut](text)).equal(model(text))
+
+
+def test_gpt_windows_cover_the_text_one_byte_ahead(tmp_path: Path) -> None:
+    text = bytes(range(250)) * 8
+    (tmp_path / "text").write_bytes(text)
+    job = GPT(**TINY, path=str(tmp_path / "text"))
+    train: Any = job.dataset("train")
+    inputs = [i for k in range(len(train)) for i in train[k][0].tolist()]
+    targets = [i for k in range(len(train)) for i in train[k][1].tolist()]
+    assert inputs == list(text[: len(inputs)])
+    assert targets == list(text[1 : len(inputs) + 1])
+    assert 1800 - len(inputs) <= job.context
+    assert job.dataset("val")[0][0].tolist() == list(text[1800:1816])
+
+
+def test_gpt_reads_the_help_texts_of_python() -> None:
+    from pydoc_data.topics import topics
+
+    assert GPT().text().startswith(topics[min(topics)][:50].encode())
+    assert len(GPT().text()) > 300_000
+
+
+def test_gpt_counts_accuracy_per_sample() -> None:
+    job = GPT(**TINY)
+    target = torch.randint(256, (3, job.context))
+    output = nn.functional.one_hot(target, 256).float()
+    output[0, : job.context // 2] = output[0, : job.context // 2].roll(1, dims=-1)
+    assert float(job.metrics(output, target)["accuracy"]) == pytest.approx(2.5)
+
+
+def test_gpt_schedule_warms_up_decays_and_survives_json() -> None:
+    job = GPT(**TINY, warmup_steps=4)
+    optimizer = job.optimizer(job.model().parameters())
+    scheduler = job.scheduler(optimizer, 50)
+    rates = []
+    for _ in range(50):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates.index(max(rates)) == 4
+    assert max(rates) == pytest.approx(job.lr)
+    assert rates[:4] == sorted(rates[:4])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(job.lr / 10)
+
+    other = job.scheduler(job.optimizer(job.model().parameters()), 50)
+    other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    assert other.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_gpt_writes_text_and_leaves_the_model_as_it_was() -> None:
+    job = GPT(**TINY, dropout=0.5, sample_bytes=40)
+    torch.manual_seed(0)
+    model = job.model().train()
+    texts = [job.sample(model, torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(len(t.encode(errors="replace")) >= 40 for t in texts)
+    assert model.training
+
+
+def test_gpt_writes_without_gradients_from_its_last_context_bytes() -> None:
+    job = GPT(**TINY, sample_bytes=20)
+    model = job.model()
+    lengths = []
+
+    def look(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        assert not output.requires_grad
+        lengths.append(inputs[0].shape[1])
+
+    model.register_forward_hook(look)
+    job.sample(model, torch.Generator().manual_seed(0))
+    assert lengths == [*range(1, 17), 16, 16, 16, 16]
+
+
+def faults(target: str, **fields: Any) -> list[str]:
+    found: list[str] = []
+    load_job(JobSpec(target=target, fields=fields), found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"path": "no/such/file"},
+        {"path": "/"},
+        {"layers": 0},
+        {"context": 0},
+        {"sample_bytes": -1},
+        {"lr": 0.0},
+        {"temperature": 0.0},
+        {"dropout": 1.0},
+        {"width": 66, "heads": 4},
+        {"context": 100_000},
+    ],
+    ids=str,
+)
+def test_gpt_names_the_faulty_field(fields: dict[str, Any]) -> None:
+    [fault] = faults("jobs.gpt.GPT", **fields)
+    assert f"job.{next(iter(fields))}=" in fault
+
+
+def test_gpt_refuses_a_text_that_is_too_short(tmp_path: Path) -> None:
+    job = {"context": 16, "path": str(tmp_path / "text")}
+    (tmp_path / "text").write_bytes(b"x" * 169)
+    [fault] = faults("jobs.gpt.GPT", **job)
+    assert "job.path=" in fault
+    assert "170" in fault
+    (tmp_path / "text").write_bytes(b"x" * 170)
+    assert faults("jobs.gpt.GPT", **job) == []
+    assert len(GPT(**job).dataset("val")) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{"hidden": 0}, {"depth": 0}, {"lr": -0.1}, {"momentum": 1.0}], ids=str)
+def test_digits_names_the_faulty_field(fields: dict[str, Any]) -> None:
+    [fault] = faults("jobs.digits.Digits", **fields)
+    assert f"job.{next(iter(fields))}=" in fault

@@ -1,0 +1,213 @@
+"""The plan is a pure function of the configuration and the nodes: no Ray, no torch, no waiting."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+import pytest
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import Config
+from orchestrator.mesh import Mesh, even_shares
+from orchestrator.plan import Node, Plan, make_plan
+
+LAPTOP = (Node(node_id="local", name="laptop", cpus=2, gpus=0),)
+GPU_BOX = (Node(node_id="a", name="box", cpus=16, gpus=4),)
+UNEVEN = (
+    Node(node_id="a", name="big", cpus=8, gpus=4),
+    Node(node_id="b", name="small", cpus=2, gpus=1),
+    Node(node_id="c", name="none", cpus=32, gpus=0),
+)
+
+
+@functools.cache
+def config_of(*words: str) -> Config:
+    faults: list[str] = []
+    config, _ = compose(words, faults)
+    assert config is not None, faults
+    return config
+
+
+def plan_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> Plan:
+    return make_plan(config_of(*words), nodes, oversubscribe_cpus=embedded)
+
+
+def faults_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        plan_of(nodes, *words, embedded=embedded)
+    return error.value.faults
+
+
+def shares(plan: Plan) -> list[int]:
+    return [w.samples_per_step for w in plan.workers]
+
+
+# How many workers, on what ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "workers", "device"),
+    [
+        (LAPTOP, [], 2, "cpu"),
+        (GPU_BOX, [], 4, "cuda"),
+        (UNEVEN, [], 5, "cuda"),
+        (GPU_BOX, ["cluster.device=cpu"], 2, "cpu"),
+        (GPU_BOX, ["strategy=single"], 1, "cuda"),
+        (GPU_BOX, ["strategy=single", "strategy.num_workers=auto"], 1, "cuda"),
+        (LAPTOP, ["strategy=single", "strategy.num_workers=auto"], 1, "cpu"),
+        (GPU_BOX, ["strategy.num_workers=3"], 3, "cuda"),
+        (UNEVEN, ["cluster.device=cpu", "strategy.num_workers=42"], 42, "cpu"),
+    ],
+)
+def test_auto_takes_every_gpu_or_two_workers_on_cpus(
+    nodes: tuple[Node, ...], words: list[str], workers: int, device: str
+) -> None:
+    plan = plan_of(nodes, *words)
+    assert (plan.world_size, plan.device, len(plan.workers)) == (workers, device, workers)
+    assert plan.gpus_per_worker == (1 if device == "cuda" else 0)
+
+
+def test_ranks_count_up_in_data_parallel_order() -> None:
+    plan = plan_of(UNEVEN)
+    assert [w.global_rank for w in plan.workers] == [w.dp_rank for w in plan.workers] == [0, 1, 2, 3, 4]
+    assert {w.pp_rank for w in plan.workers} == {0}
+
+
+def test_the_plan_says_what_was_asked() -> None:
+    plan = plan_of(LAPTOP, "job=gpt", "strategy=single", "train.steps=7", "name=mine", "train.grad_accumulation=2")
+    assert (plan.run_name, plan.strategy, plan.job, plan.steps) == ("mine", "single", "gpt", 7)
+    assert (plan.global_batch_size, plan.grad_accumulation) == (64, 2)
+
+
+def test_a_plan_travels() -> None:
+    plan = plan_of(UNEVEN)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+# The batch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "workers", "expected"),
+    [(64, 2, [32, 32]), (65, 2, [33, 32]), (7, 3, [3, 2, 2]), (3, 3, [1, 1, 1]), (1, 1, [1])],
+)
+def test_the_batch_is_shared_out_to_the_last_sample(batch: int, workers: int, expected: list[int]) -> None:
+    plan = plan_of(LAPTOP, f"train.global_batch_size={batch}", f"strategy.num_workers={workers}", embedded=True)
+    assert shares(plan) == expected
+    assert any("shares of the batch differ" in n for n in plan.notes) == (len(set(expected)) > 1)
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 64, 65, 997])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 64])
+def test_even_shares(total: int, parts: int) -> None:
+    sizes = even_shares(total, parts)
+    assert (sum(sizes), len(sizes)) == (total, parts)
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [
+        (["train.global_batch_size=3", "strategy.num_workers=4"], 4),
+        (["train.global_batch_size=7", "strategy.num_workers=4", "train.grad_accumulation=2"], 8),
+        (["train.global_batch_size=1"], 2),
+    ],
+)
+def test_every_slice_of_every_worker_needs_a_sample(words: list[str], least: int) -> None:
+    (fault,) = faults_of(LAPTOP, *words, embedded=True)
+    assert fault.startswith(words[0] + ": smaller than ")
+    assert f"at least {least}," in fault
+    assert "strategy.num_workers" in fault
+    plan_of(LAPTOP, f"train.global_batch_size={least}", *words[1:], embedded=True)
+
+
+# Capacity -----------------------------------------------------------------------------------------
+
+
+def test_more_gpus_than_the_cluster_has_says_what_each_node_has() -> None:
+    (fault,) = faults_of(UNEVEN, "strategy.num_workers=6")
+    assert fault.startswith("strategy.num_workers=6: needs 6 GPUs, the cluster has 5 ")
+    for node in ("big: 8 CPUs and 4 GPUs", "small: 2 CPUs and 1 GPUs", "none: 32 CPUs and 0 GPUs"):
+        assert node in fault
+    assert "cluster.device=cpu" in fault
+
+
+def test_a_long_list_of_nodes_is_cut() -> None:
+    nodes = tuple(Node(node_id=str(i), name=f"n{i}", cpus=1, gpus=0) for i in range(200))
+    (fault,) = faults_of(nodes, "strategy.num_workers=201", "train.global_batch_size=201")
+    assert "n7: 1 CPUs" in fault
+    assert "and 192 more nodes" in fault
+    assert "n8:" not in fault
+
+
+def test_cpus_of_different_nodes_do_not_add_up_to_one_worker() -> None:
+    nodes = tuple(Node(node_id=n, name=n, cpus=3, gpus=0) for n in "ab")
+    plan_of(nodes, "cluster.cpus_per_worker=2", "strategy.num_workers=2")
+    (fault,) = faults_of(nodes, "cluster.cpus_per_worker=2", "strategy.num_workers=3")
+    assert fault.startswith("strategy.num_workers=3: needs 3 x 2 CPUs, there is room for 2 ")
+    assert "cluster.cpus_per_worker" in fault
+
+
+def test_a_gpu_without_enough_cpus_beside_it_is_no_room() -> None:
+    nodes = (Node(node_id="a", name="a", cpus=2, gpus=8),)
+    (fault,) = faults_of(nodes)
+    assert fault.startswith("strategy.num_workers=8: needs 8 x 1 CPUs, there is room for 2 ")
+    assert plan_of(nodes, "cluster.cpus_per_worker=0.25").world_size == 8
+
+
+@pytest.mark.parametrize(("share", "workers"), [(0.1, 10), (0.3, 3), (0.5, 2), (0.2, 5), (0.0001, 10_000)])
+def test_fractions_of_a_cpu_fill_it_exactly(share: float, workers: int) -> None:
+    nodes = (Node(node_id="a", name="a", cpus=1, gpus=0),)
+    words = [f"cluster.cpus_per_worker={share}", f"train.global_batch_size={workers + 1}"]
+    assert plan_of(nodes, *words, f"strategy.num_workers={workers}").world_size == workers
+    assert "there is room for" in faults_of(nodes, *words, f"strategy.num_workers={workers + 1}")[0]
+
+
+def test_gpus_asked_for_by_name_and_missing_is_one_fault() -> None:
+    (fault,) = faults_of(LAPTOP, "cluster.device=cuda")
+    assert fault.startswith("cluster.device=cuda: no node has a GPU (laptop: 2 CPUs and 0 GPUs)")
+
+
+def test_a_cluster_that_grows_is_asked_for_more_than_it_has() -> None:
+    grows = "cluster.autoscaling=true"
+    assert plan_of(LAPTOP, grows, "strategy.num_workers=60").world_size == 60
+    plan = plan_of((), grows, "cluster.device=cuda", "strategy.num_workers=8")
+    assert (plan.world_size, plan.device, plan.gpus_per_worker) == (8, "cuda", 1)
+
+
+def test_no_nodes_at_all() -> None:
+    (fault,) = faults_of(())
+    assert "no nodes" in fault
+
+
+def test_all_faults_come_at_once() -> None:
+    found = faults_of(UNEVEN, "strategy.num_workers=6", "train.global_batch_size=5")
+    assert [f.partition(":")[0] for f in found] == ["strategy.num_workers=6", "train.global_batch_size=5"]
+
+
+# The machine at hand ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(1, 2), (2, 1), (5, 1)])
+def test_an_embedded_ray_shares_the_cores_out_and_never_runs_short(workers: int, threads: int) -> None:
+    plan = plan_of(LAPTOP, f"strategy.num_workers={workers}", embedded=True)
+    assert plan.threads_per_worker == threads
+    assert any("share 2 cores" in n for n in plan.notes) == (workers > 2)
+
+
+@pytest.mark.parametrize(("share", "threads"), [("1", 1), ("4", 4), ("2.5", 2), ("0.5", 1)])
+def test_on_a_cluster_a_worker_uses_the_cpus_it_asked_for(share: str, threads: int) -> None:
+    assert plan_of(UNEVEN, f"cluster.cpus_per_worker={share}", "strategy.num_workers=2").threads_per_worker == threads
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "ranks"),
+    [(1, 1, [(0, 0)]), (3, 1, [(0, 0), (1, 0), (2, 0)]), (2, 2, [(0, 0), (0, 1), (1, 0), (1, 1)])],
+)
+def test_the_mesh_keeps_the_ranks_of_a_pipeline_together(dp: int, pp: int, ranks: list[Any]) -> None:
+    mesh = Mesh(data_parallel_size=dp, pipeline_parallel_size=pp)
+    assert [(mesh.dp_rank(r), mesh.pp_rank(r)) for r in range(mesh.world_size)] == ranks

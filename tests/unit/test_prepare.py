@@ -1,0 +1,345 @@
+"""What is settled before Ray starts: places, the run to resume, the records of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from jobs.digits import Digits
+from orchestrator import rundir
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import compose
+from orchestrator.config.redact import MASK
+from orchestrator.config.schema import Config, JobSpec
+from orchestrator.driver import prepare
+from orchestrator.job import Job
+from orchestrator.plan import Node, Plan, make_plan
+from orchestrator.rundir import RunDir
+from orchestrator.worker.checkpoint import save
+from orchestrator.worker.state import capture
+
+JOB = Digits(hidden=4)
+NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
+NOBODY = {**rundir.this_process(), "created": 0.0}
+"""A driver that is dead: another process has its number."""
+
+
+def config_of(output_dir: Path, *words: str) -> Config:
+    faults: list[str] = []
+    config, _ = compose([f"output_dir='{output_dir}'", *words], faults)
+    assert config is not None, faults
+    return prepare.absolute_paths(config)
+
+
+def plan_of(config: Config) -> Plan:
+    return make_plan(config, NODES, oversubscribe_cpus=True)
+
+
+def an_earlier_run(
+    output_dir: Path,
+    *,
+    job: Job = JOB,
+    steps: Iterable[int] = (3,),
+    state: str = "failed",
+    name: str = "digits-ddp",
+    driver: dict[str, Any] = NOBODY,
+) -> RunDir:
+    run = rundir.create(output_dir, name)
+    run.update_record(name=name, uid="first", state=state, driver=driver)
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    for step in steps:
+        save(run.checkpoints, capture(model, optimizer, None, step=step, samples_consumed=step), run_uid="first")
+    return run
+
+
+def resume(config: Config, job: Job = JOB) -> tuple[prepare.Resume | None, list[str]]:
+    warnings: list[str] = []
+    return prepare.find_resume(config, job, warnings=warnings), warnings
+
+
+def refused(config: Config, job: Job = JOB) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        resume(config, job)
+    return list(error.value.faults)
+
+
+# Places -------------------------------------------------------------------------------------------
+
+
+def test_paths_are_made_absolute_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_of(Path("runs"))
+    assert config.output_dir == str(tmp_path / "runs")
+    assert config.tracking.uri == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert config_of(Path("/a/b")).output_dir == "/a/b"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert config_of(Path("~/runs")).output_dir == str(tmp_path / "home" / "runs")
+
+
+def test_nothing_is_kept_in_the_directory_that_ray_unpacks_for_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    throw_away = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_abc"
+    throw_away.mkdir(parents=True)
+    monkeypatch.chdir(throw_away)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = config_of(Path("outputs"))
+    assert config.output_dir == str(tmp_path / "home" / "orchestrator" / "outputs")
+    assert config.tracking.uri == f"sqlite:///{tmp_path}/home/orchestrator/mlflow.db"
+
+
+def test_looking_at_a_place_leaves_nothing_there(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "a" / "b")
+    assert prepare.environment_faults(config) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["{tmp}/file", "{tmp}/file/below/it", "/proc/nowhere/at/all"])
+def test_a_place_that_cannot_be_written_is_a_fault(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = place.format(tmp=tmp_path)
+    (fault,) = prepare.environment_faults(config_of(Path(path)))
+    assert fault.startswith(f"output_dir={path}: cannot be written (")
+
+
+def test_a_read_only_place_is_a_fault(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o500)
+    (fault,) = prepare.environment_faults(config_of(tmp_path / "a"))
+    assert "Permission denied" in fault
+
+
+def test_all_faults_of_the_surroundings_come_at_once(tmp_path: Path) -> None:
+    config = config_of(Path("/proc/nowhere"), "tracking.uri=htp://me:hunter2@host")
+    faults = prepare.environment_faults(config)
+    assert [f.partition("=")[0] for f in faults] == ["tracking.uri", "output_dir"]
+    assert "hunter2" not in "".join(faults)
+
+
+# Resuming -----------------------------------------------------------------------------------------
+
+
+def test_a_new_run_unless_asked(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path)
+    assert resume(config_of(tmp_path)) == (None, [])
+
+
+def test_auto_takes_the_newest_unfinished_run_of_this_name(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path, steps=[1])
+    wanted = an_earlier_run(tmp_path, steps=[2, 5], state="killed")
+    an_earlier_run(tmp_path, state="finished")
+    an_earlier_run(tmp_path, name="other")
+    found, warnings = resume(config_of(tmp_path, "resume=auto"))
+    assert found is not None
+    assert (found.run_dir.path, found.step, found.checkpoint.name) == (wanted.path, 5, "step-00000005")
+    assert warnings == []
+
+
+def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "resume=auto")
+    assert resume(config) == (None, [])
+    an_earlier_run(tmp_path, state="finished")
+    assert resume(config) == (None, [])
+    an_earlier_run(tmp_path, steps=[])
+    assert resume(config) == (None, [])
+
+
+def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:
+    wanted = an_earlier_run(tmp_path, state="running", driver=NOBODY)
+    found, _ = resume(config_of(tmp_path, "resume=auto"))
+    assert found is not None
+    assert found.run_dir == wanted
+
+
+@pytest.mark.parametrize("how", ["auto", "{run}"])
+def test_a_run_that_is_still_alive_is_left_alone(how: str, tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path, state="running", driver=rundir.this_process())
+    (fault,) = refused(config_of(tmp_path, f"resume='{how.format(run=run.path)}'"))
+    assert f"{run.path} is still running (pid {os.getpid()} on " in fault
+
+
+def test_a_run_is_named_by_its_path_or_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = an_earlier_run(tmp_path / "outputs")
+    monkeypatch.chdir(tmp_path)
+    below = run.path.relative_to(tmp_path / "outputs")
+    for text in (str(run.path), f"outputs/{below}", str(below), run.path.name):
+        found, _ = resume(config_of(tmp_path / "outputs", f"resume={text}"))
+        assert found is not None
+        assert found.run_dir == run
+
+
+def test_no_such_run_lists_those_that_are(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path)
+    (fault,) = refused(config_of(tmp_path, "resume=yesterday"))
+    assert fault.startswith("resume=yesterday: no run directory there; ")
+    assert run.path.name in fault
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path, steps=[1, 2])
+    file = run.checkpoints / "step-00000002" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    found, warnings = resume(config_of(tmp_path, "resume=auto"))
+    assert found is not None
+    assert found.step == 1
+    (warning,) = warnings
+    assert "step-00000002" in warning
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_silently_begun_again(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path)
+    (run.checkpoints / "step-00000003" / "manifest.json").write_text("{")
+    (fault,) = refused(config_of(tmp_path, "resume=auto"))
+    assert "step-00000003" in fault
+    assert "resume=never" in fault
+
+
+def test_a_damaged_record_is_skipped_by_auto_and_refused_by_name(tmp_path: Path) -> None:
+    wanted = an_earlier_run(tmp_path)
+    broken = an_earlier_run(tmp_path)
+    broken.record_file.write_text("{")
+    found, warnings = resume(config_of(tmp_path, "resume=auto"))
+    assert found is not None
+    assert found.run_dir == wanted
+    assert str(broken.record_file) in warnings[0]
+    (fault,) = refused(config_of(tmp_path, f"resume={broken.path}"))
+    assert f"{broken.record_file} is damaged" in fault
+
+
+def test_a_run_that_is_done_needs_more_steps(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path, steps=[20])
+    (fault,) = refused(config_of(tmp_path, "resume=auto", "train.steps=20"))
+    assert fault.startswith("train.steps=20: ")
+    assert "raise it" in fault
+    found, _ = resume(config_of(tmp_path, "resume=auto", "train.steps=21"))
+    assert found is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Digits):
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing(Digits):
+    """Computes with real numbers while it builds its model."""
+
+    def model(self) -> nn.Module:
+        assert torch.linspace(0, 1, 3).sum().item() == 1.5
+        return super().model()
+
+
+def test_another_model_names_the_parameters(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path)
+    text = "\n".join(refused(config_of(tmp_path, "resume=auto"), Digits(hidden=5, depth=1)))
+    for name in ("hidden0.weight", "hidden1.weight"):
+        assert name in text
+    assert text.startswith("resume=auto: of another model: ")
+
+
+def test_another_optimizer_is_named(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path)
+    (fault,) = refused(config_of(tmp_path, "resume=auto"), Adam(hidden=4))
+    assert "SGD" in fault
+    assert "Adam" in fault
+
+
+def test_a_model_that_computes_while_it_is_built_can_be_compared_too(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path)
+    found, _ = resume(config_of(tmp_path, "resume=auto"), Computing(hidden=4))
+    assert found is not None
+
+
+# Records ------------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Digits):
+    """A job with fields of every kind, a secret among them."""
+
+    api_key: str = "hunter2"
+    tokenizer: str = "bytes"
+    colour: Colour = Colour.RED
+    where: Path = Path("/data/x")
+    activation: type[nn.Module] = nn.ReLU
+    sizes: tuple[int, ...] = (1, 2)
+
+
+def test_the_records_of_a_new_run(tmp_path: Path) -> None:
+    words = ["job.hidden=4", "tracking.uri=http://me:hunter2@host:5000", "train.clip_norm=1"]
+    config = config_of(tmp_path / "outputs", *words)
+    run, uid = prepare.open_run(config, JOB, plan_of(config), None, sweep={"id": "s", "name": "sweep"})
+    record = run.read_record()
+    assert (record["state"], record["uid"], record["name"]) == ("running", uid, "digits-ddp")
+    assert rundir.is_alive(record["driver"])
+    assert record["plan"]["world_size"] == 2
+    assert record["sweep"] == {"id": "s", "name": "sweep"}
+    assert record["tags"].items() >= {"strategy": "ddp", "world_size": "2", "backend": "gloo"}.items()
+    assert record["tracking"]["uri"] == f"http://{MASK}@host:5000"
+    params = record["params"]
+    assert params["job.hidden"] == 4
+    assert params["job.momentum"] == 0.9
+    assert params["train.clip_norm"] == 1.0
+    assert not any(str(tmp_path) in str(v) for v in params.values())
+    assert not {"output_dir", "tracking.uri", "resume"} & params.keys()
+    stored = yaml.safe_load(run.config_file.read_text())
+    assert stored["job"] == {"_target_": "jobs.digits.Digits", **dataclasses.asdict(JOB)}
+    assert stored["strategy"]["name"] == "ddp"
+
+
+def test_no_secret_is_written_and_every_field_can_be(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "tracking.uri=postgresql://me:hunter2@h/db?password=hunter2")
+    config = replace(config, job=JobSpec(target=f"{__name__}.Odd", fields={}))
+    run, _ = prepare.open_run(config, Odd(), plan_of(config), None, sweep=None)
+    written = run.config_file.read_text() + run.record_file.read_text()
+    assert "hunter2" not in written
+    stored = yaml.safe_load(run.config_file.read_text())["job"]
+    assert stored["api_key"] == MASK
+    assert (stored["tokenizer"], stored["colour"], stored["sizes"]) == ("bytes", "RED", [1, 2])
+    assert "ReLU" in stored["activation"]
+    params = json.loads(run.record_file.read_text())["params"]
+    assert params["job.api_key"] == MASK
+    assert "job.where" not in params
+
+
+def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
+    earlier = an_earlier_run(tmp_path, state="killed")
+    config = config_of(tmp_path, "resume=auto")
+    found, _ = resume(config)
+    run, uid = prepare.open_run(config, JOB, plan_of(config), found, sweep=None)
+    assert (run, uid) == (earlier, "first")
+    assert run.read_record()["state"] == "running"
+
+
+def test_two_runs_are_told_apart(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (one, uid), (other, other_uid) = (
+        prepare.open_run(config, JOB, plan_of(config), None, sweep=None) for _ in range(2)
+    )
+    assert one != other
+    assert uid != other_uid
+
+
+def test_a_place_that_breaks_after_the_check_is_a_fault_too(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = config_of(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"output_dir=.*: cannot be written"):
+        prepare.open_run(config, JOB, plan_of(config), None, sweep=None)
