@@ -55,8 +55,8 @@ class TrainPoint:
 
     ``time`` is wall-clock seconds. ``loss_sum`` and ``weight`` are this rank's share: the loss of
     the run is the sum of the one over the sum of the other. ``step_ms`` has the steps after warm-up
-    only, without evaluation and checkpoints; ``comm_ms`` is the mean time per step spent waiting
-    for gradients of other ranks.
+    only, without evaluation and checkpoints; ``comm_share`` is the part of step ``step``'s own time,
+    0 to 1, that it waited for other ranks.
     """
 
     step: int
@@ -69,7 +69,7 @@ class TrainPoint:
     grad_norm: float | None
     step_ms: tuple[float, ...]
     data_wait_ms: float
-    comm_ms: float | None
+    comm_share: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,9 +77,9 @@ class Aggregator:
                 metrics["perf/tokens_per_s"] = rate * self._tokens_per_sample
             data_wait_ms = statistics.fmean(p.data_wait_ms for p in parts.values())
             metrics["perf/data_wait_pct"] = 100 * data_wait_ms / step_ms
-            comm = [p.comm_ms for p in parts.values() if p.comm_ms is not None]
+            comm = [p.comm_share for p in parts.values() if p.comm_share is not None]
             if comm:
-                metrics["perf/comm_pct"] = 100 * statistics.fmean(comm) / step_ms
+                metrics["perf/comm_pct"] = 100 * statistics.fmean(comm)
         return metrics
 
 

@@ -96,5 +96,8 @@ class Strategy(abc.ABC):
         """Give up what must not outlive the process group, whatever happened. The model stays usable."""
 
     def comm_ms(self) -> float | None:
-        """Time the last sampled step waited for other ranks' gradients; None: nothing to wait for."""
+        """How long the step that has just been done waited for other ranks; asked in steps that are logged.
+
+        None: there is nothing to wait for, or it is not known.
+        """
         return None

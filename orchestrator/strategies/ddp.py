@@ -18,10 +18,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.config.schema import DDPConfig
+from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.comm_hooks import PowerSGD, average_in
 from orchestrator.strategies.single import Single
 from orchestrator.worker.state import TrainState
 from orchestrator.worker.transfer import broadcast_state
+
+NEVER = 2**30
+"""As a sampling rate of DDP's clocks."""
 
 
 class DDP(Single):
@@ -40,7 +44,8 @@ class DDP(Single):
             forward_sync_buffers=False,  # before the next forward pass is too late for evaluation
         )
         self.forward_model = self.replica
-        self.replica._set_ddp_runtime_logging_sample_rate(self.context.train.log_every)
+        self._step = 0
+        self._timed = False
         self._may_be_unused = options.find_unused_parameters
         self._has_buffers = any(True for _ in self.model.buffers())
         self._powersgd: PowerSGD | None = None
@@ -51,6 +56,14 @@ class DDP(Single):
         elif options.comm_hook == "powersgd":
             self._powersgd = PowerSGD(self.model, approximation_rank=options.powersgd_rank)
             self.replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+        train = self.context.train
+        self._step += 1
+        self._timed = self._step % train.log_every == 0 or self._step in (1, train.steps)
+        # Reading its clocks, DDP waits for the device: in steps that are logged alone.
+        self.replica._set_ddp_runtime_logging_sample_rate(1 if self._timed else NEVER)
+        return super().train_step(microbatches, want_grad_norm=want_grad_norm)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         powersgd = self._powersgd.state() if self._powersgd is not None else {}
@@ -65,7 +78,9 @@ class DDP(Single):
         state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
         if self._powersgd is not None:
             self._powersgd.load_state(state.optimizer, steps=state.step)
-        return super().restore(state, source=context.global_rank)
+        meta = super().restore(state, source=context.global_rank)
+        self._step = meta["step"]
+        return meta
 
     def close(self) -> None:
         """Give up the reducer, which must not outlive the process group: as its last owner it would
@@ -75,6 +90,10 @@ class DDP(Single):
                 vars(self.replica).pop(owner, None)
 
     def comm_ms(self) -> float | None:
+        if not self._timed:
+            return None
+        assert self.replica.logger is not None
+        self.replica.logger.set_runtime_stats_and_log()  # by itself DDP would do so in the next step
         times = self.replica._get_ddp_logging_data()
         total = times.get("backward_comm_time", 0)
         if not total:

@@ -71,7 +71,7 @@ class Outbox:
             self._points.append(point)
             if isinstance(point, TrainPoint) and point.step_ms:
                 mean = sum(point.step_ms) / len(point.step_ms)
-                self._busy_ms = mean - (point.comm_ms or 0.0)
+                self._busy_ms = mean * (1 - (point.comm_share or 0.0))
 
     def put_event(self, event: Event) -> None:
         with self._lock:

@@ -98,7 +98,7 @@ class Window:
         grad_norm: Tensor | None,
         comm_ms: float | None,
     ) -> TrainPoint:
-        """The window as a point; the next window starts.
+        """The window as a point; the next window starts. ``comm_ms`` is the last step's.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
@@ -109,6 +109,7 @@ class Window:
         if norm is not None and not math.isfinite(norm) and self._losses:
             raise NonFiniteError(_nonfinite(f"the gradient norm became {norm}", step))
         times = self.timer.drain()
+        comm_share = None if comm_ms is None else min(1.0, comm_ms / times[-1])  # two clocks may differ a little
         warm = [t for s, t in zip(self._steps[-len(times) :], times, strict=False) if self._warm(s)]
         point = TrainPoint(
             step=step,
@@ -121,7 +122,7 @@ class Window:
             grad_norm=norm,
             step_ms=tuple(warm),
             data_wait_ms=self.data_wait_s * 1e3 / steps,
-            comm_ms=comm_ms,
+            comm_share=comm_share,
         )
         self._losses, self._weights, self._steps, self._updated = [], [], [], []
         self.data_wait_s = 0.0

@@ -16,7 +16,7 @@ from orchestrator.messages import EvalPoint, TrainPoint
 from orchestrator.worker.control import Outbox, StepGate
 
 
-def train_point(step: int, *, step_ms: tuple[float, ...] = (), comm_ms: float | None = None) -> TrainPoint:
+def train_point(step: int, *, step_ms: tuple[float, ...] = (), comm_share: float | None = None) -> TrainPoint:
     return TrainPoint(
         step=step,
         time=0.0,
@@ -28,7 +28,7 @@ def train_point(step: int, *, step_ms: tuple[float, ...] = (), comm_ms: float | 
         grad_norm=None,
         step_ms=step_ms,
         data_wait_ms=0.0,
-        comm_ms=comm_ms,
+        comm_share=comm_share,
     )
 
 
@@ -131,6 +131,6 @@ def test_busy_time_is_that_without_waiting_for_others():
     outbox = Outbox()
     outbox.put_point(train_point(1))
     assert outbox.collect({}).busy_ms is None
-    outbox.put_point(train_point(2, step_ms=(10.0, 14.0), comm_ms=3.0))
+    outbox.put_point(train_point(2, step_ms=(10.0, 14.0), comm_share=0.25))
     outbox.put_point(EvalPoint(step=2, time=0.0, loss_sum=0.0, weight=1.0, sums={}))
     assert outbox.collect({}).busy_ms == 9.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from toys import (
     Normed,
     Poisoned,
     Tokens,
+    Toy,
     TwoHeads,
     assert_same,
     assert_same_state,
@@ -57,6 +59,30 @@ def test_weights_cost_one_more_and_only_where_the_job_has_them(gang):
     case = Case(job=Tokens(), options=replace(DDP, bucket_mb=25))
     (found, _) = gang.run(collectives, case, world_size=2)
     assert found == {"gloo:all_reduce": 2}
+
+
+def waited_ms(rank: int, case: Case) -> dict[int, float | None]:
+    """After a resume at step 3: how long each step waited. Rank 1 comes late to those that are logged."""
+    strategy = make(case, rank)
+    for _ in steps(strategy, last=3):
+        pass
+    state = strategy.capture(step=3, samples_consumed=3 * case.train.global_batch_size, into=None)
+    strategy = make(case, rank)
+    strategy.restore(state, source=0)
+    results, waited = steps(strategy, first=4), {}
+    for step in range(4, case.train.steps + 1):
+        if rank == 1 and step % case.train.log_every == 0:
+            time.sleep(0.3)
+        next(results)
+        waited[step] = strategy.comm_ms()
+    return waited
+
+
+def test_waiting_is_that_of_the_very_step_which_is_logged(gang):
+    case = Case(job=Toy(), train=having(steps=24, log_every=4))
+    (waited, _) = gang.run(waited_ms, case, world_size=2)
+    assert {step for step, ms in waited.items() if ms is not None} == {4, 8, 12, 16, 20, 24}
+    assert min(ms for ms in waited.values() if ms is not None) > 100
 
 
 def buffers_and_evaluation(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], float]:

@@ -24,9 +24,9 @@ def add(into: Window, step: int, loss: float = 1.0, *, weight: float = 1.0, skip
     into.add(step, torch.tensor(loss), torch.tensor(weight), skipped=skipped)
 
 
-def close(window: Window, *, grad_norm: float | None = None) -> TrainPoint:
+def close(window: Window, *, grad_norm: float | None = None, comm_ms: float | None = 0.0) -> TrainPoint:
     norm = None if grad_norm is None else torch.tensor(grad_norm)
-    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=1.5)
+    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=comm_ms)
 
 
 def test_times_are_those_between_marks_without_what_restart_leaves_out():
@@ -67,7 +67,7 @@ def test_a_point_sums_its_window_and_the_next_starts_empty():
     w.data_wait_s = 0.010
     point = close(w, grad_norm=0.5)
     assert (point.step, point.loss_sum, point.weight, point.grad_norm) == (2, 8.0, 6.0, 0.5)
-    assert (point.samples_seen, point.epoch, point.lr, point.comm_ms) == (8, 0.5, 0.1, 1.5)
+    assert (point.samples_seen, point.epoch, point.lr, point.comm_share) == (8, 0.5, 0.1, 0.0)
     assert point.data_wait_ms == pytest.approx(5.0)
     add(w, 3, 7.0, weight=1.0)
     point = close(w)
@@ -92,6 +92,19 @@ def test_warm_up_within_a_window():
     for step in range(1, 8):
         add(w, step)
     assert len(close(w).step_ms) == 3
+
+
+def test_waiting_is_a_part_of_the_last_steps_own_time():
+    w = window()
+    for step in range(1, 5):
+        add(w, step)
+    time.sleep(0.1)
+    add(w, 5)
+    share = close(w, comm_ms=50.0).comm_share
+    assert share is not None
+    assert 0 < share <= 0.5
+    add(w, 6)
+    assert close(w, comm_ms=None).comm_share is None
 
 
 def test_skipped_steps_count_in_time_alone():

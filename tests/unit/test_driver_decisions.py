@@ -17,7 +17,7 @@ from orchestrator.messages import EvalPoint, Failure, Outcome, TrainPoint, Where
 def point(**changes: Any) -> TrainPoint:
     values: dict[str, Any] = {
         "step": 10, "time": 100.0, "samples_seen": 640, "epoch": 0.5, "loss_sum": 64.0, "weight": 32.0,
-        "lr": 0.1, "grad_norm": 2.0, "step_ms": (10.0, 10.0), "data_wait_ms": 1.0, "comm_ms": 4.0,
+        "lr": 0.1, "grad_norm": 2.0, "step_ms": (10.0, 10.0), "data_wait_ms": 1.0, "comm_share": 0.4,
     }  # fmt: skip
     return TrainPoint(**{**values, **changes})
 
@@ -47,7 +47,7 @@ def test_points_wait_for_every_rank_and_do_not_mix() -> None:
 def test_perf_figures() -> None:
     parts = aggregator()
     parts.add(0, point())
-    logged = parts.add(1, point(comm_ms=2.0, data_wait_ms=2.0))
+    logged = parts.add(1, point(comm_share=0.2, data_wait_ms=2.0))
     assert logged is not None
     assert logged.metrics["perf/step_ms"] == 10
     assert logged.metrics["perf/samples_per_s"] == 6400
@@ -57,7 +57,7 @@ def test_perf_figures() -> None:
 
 
 def test_unknown_figures_are_left_out() -> None:
-    logged = aggregator(1).add(0, point(step_ms=(), comm_ms=None, grad_norm=None, weight=0.0))
+    logged = aggregator(1).add(0, point(step_ms=(), comm_share=None, grad_norm=None, weight=0.0))
     assert logged is not None
     assert logged.metrics.keys() == {"train/samples_seen", "train/epoch", "train/lr"}
     assert "samples_per_s" not in aggregator().summary()
