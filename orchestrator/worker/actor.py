@@ -23,7 +23,7 @@ from orchestrator.strategies.base import Context
 from orchestrator.worker import deferred_dynamo, rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.metrics import system_metrics
+from orchestrator.worker.metrics import CpuMeter, system_metrics
 
 
 class Worker:
@@ -38,6 +38,7 @@ class Worker:
         self.outbox = Outbox()
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
+        self.cpu = CpuMeter()
 
     def __repr__(self) -> str:
         return self.label
@@ -65,7 +66,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
-        return self.outbox.collect(system_metrics(self.device) if with_system_metrics else {})
+        return self.outbox.collect(system_metrics(self.device, self.cpu) if with_system_metrics else {})
 
     @ray.method(concurrency_group="control")
     def hold(self) -> int:

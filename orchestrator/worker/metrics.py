@@ -139,14 +139,40 @@ def _nonfinite(what: str, step: int) -> str:
     )
 
 
-def system_metrics(device: torch.device) -> dict[str, float]:
+class CpuMeter:
+    """How busy the node's CPUs were since the last reading.
+
+    ``psutil.cpu_percent`` remembers its last reading for each thread apart, and Ray answers from several.
+    """
+
+    def __init__(self) -> None:
+        self._busy_s, self._total_s = _cpu_seconds()
+
+    def percent(self) -> float | None:
+        """0 to 100 over all CPUs; None where the kernel's clock has not moved on."""
+        busy_s, total_s = self._busy_s, self._total_s
+        self._busy_s, self._total_s = _cpu_seconds()
+        if self._total_s <= total_s:
+            return None
+        return min(100.0, max(0.0, 100 * (self._busy_s - busy_s) / (self._total_s - total_s)))
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Busy and all CPU time since boot; Linux counts the time of guests among the user's as well."""
+    times = psutil.cpu_times()._asdict()
+    total_s = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)
+    return total_s - times["idle"] - times.get("iowait", 0.0), total_s
+
+
+def system_metrics(device: torch.device, cpu: CpuMeter) -> dict[str, float]:
     """Readings of this node, under MLflow's names without the ``system/<node>/`` in front."""
     memory = psutil.virtual_memory()
     readings = {
-        "cpu_utilization_percentage": psutil.cpu_percent(),
         "system_memory_usage_megabytes": memory.used / 1e6,
         "system_memory_usage_percentage": memory.percent,
     }
+    if (percent := cpu.percent()) is not None:
+        readings["cpu_utilization_percentage"] = percent
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         readings["gpu_0_memory_usage_megabytes"] = (total - free) / 1e6

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+import psutil
 import pytest
 import torch
 from toys import CPU
 
 from orchestrator.messages import TrainPoint
-from orchestrator.worker.metrics import NonFiniteError, StepTimer, Window, system_metrics
+from orchestrator.worker.metrics import CpuMeter, NonFiniteError, StepTimer, Window, system_metrics
 
 NAN = float("nan")
 
@@ -144,6 +146,18 @@ def test_large_finite_losses_are_no_fault():
 
 
 def test_readings_of_the_node():
-    readings = system_metrics(CPU)
+    readings = system_metrics(CPU, CpuMeter())
     assert readings["system_memory_usage_megabytes"] > 0
     assert 0 <= readings["system_memory_usage_percentage"] <= 100
+
+
+def test_the_cpu_is_read_from_any_thread():
+    meter, readings = CpuMeter(), []
+    for _ in range(2):
+        used = psutil.Process().cpu_times().user
+        while psutil.Process().cpu_times().user < used + 0.2:
+            pass
+        thread = threading.Thread(target=lambda: readings.append(meter.percent()))
+        thread.start()
+        thread.join()
+    assert all(reading is not None and 0 < reading <= 100 for reading in readings), readings
