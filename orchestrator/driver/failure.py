@@ -10,11 +10,10 @@ from orchestrator.messages import Failure, Outcome
 
 
 def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
-    """The rank whose fault it was: broken connections are what the others suffered from it."""
-    failed = {r: o.failure for r, o in outcomes.items() if o.failure is not None}
-    if not failed:
-        return None
-    return min(failed, key=lambda rank: (failed[rank].collateral, failed[rank].time, rank))
+    """The rank whose fault it was: broken connections are what the others suffered from it, and so is
+    what they found wrong at a later step."""
+    failed = {r: (o.failure.collateral, o.step, o.failure.time, r) for r, o in outcomes.items() if o.failure}
+    return min(failed, key=failed.__getitem__, default=None)
 
 
 def death(error: Exception, *, pid: int, hostname: str, time: float) -> Failure:

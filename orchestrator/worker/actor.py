@@ -23,7 +23,7 @@ from orchestrator.strategies.base import Context
 from orchestrator.worker import deferred_dynamo, rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.metrics import CpuMeter, system_metrics
+from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 
 
 class Worker:
@@ -87,7 +87,7 @@ class Worker:
             return loop.run(startup)
         except BaseException as e:
             traceback.print_exc()
-            return Outcome(status="failed", step=_step(loop), failure=_failure(e, log))
+            return Outcome(status="failed", step=_step(loop, e), failure=_failure(e, log))
         finally:
             if loop is not None:
                 loop.close()
@@ -159,7 +159,10 @@ def _redirect_output(path: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _step(loop: Loop | None) -> int:
+def _step(loop: Loop | None, error: BaseException) -> int:
+    """The last step before the error."""
+    if isinstance(error, NonFiniteError):
+        return error.step - 1
     return loop.position.step if loop is not None else 0
 
 

@@ -21,7 +21,18 @@ WARM_UP_STEPS = 10
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient became NaN or infinite."""
+    """``what`` became NaN or infinite at ``step``, which may be some steps ago."""
+
+    def __init__(self, what: str, step: int):
+        super().__init__(what, step)
+        self.what = what
+        self.step = step
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} at step {self.step}; lower the learning rate, clip with train.clip_norm=1.0, "
+            "or leave such steps out with train.on_nonfinite=skip"
+        )
 
 
 class StepTimer:
@@ -87,7 +98,7 @@ class Window:
         if self._losses and not bool(torch.isfinite(torch.stack(self._losses)).all()):
             losses = zip(self._updated, torch.stack(self._losses).tolist(), strict=True)
             step, loss = next((s, v) for s, v in losses if not math.isfinite(v))
-            raise NonFiniteError(_nonfinite(f"the loss became {loss}", step))
+            raise NonFiniteError(f"the loss became {loss}", step)
 
     def close(
         self,
@@ -107,7 +118,7 @@ class Window:
         step, steps = self._steps[-1], len(self._steps)
         norm = None if grad_norm is None else float(grad_norm)
         if norm is not None and not math.isfinite(norm) and self._losses:
-            raise NonFiniteError(_nonfinite(f"the gradient norm became {norm}", step))
+            raise NonFiniteError(f"the gradient norm became {norm}", step)
         times = self.timer.drain()
         comm_share = None if comm_ms is None else min(1.0, comm_ms / times[-1])  # two clocks may differ a little
         warm = [t for s, t in zip(self._steps[-len(times) :], times, strict=False) if self._warm(s)]
@@ -130,13 +141,6 @@ class Window:
 
     def _warm(self, step: int) -> bool:
         return step > self._warm_at
-
-
-def _nonfinite(what: str, step: int) -> str:
-    return (
-        f"{what} at step {step}; lower the learning rate, clip with train.clip_norm=1.0, "
-        "or leave such steps out with train.on_nonfinite=skip"
-    )
 
 
 class CpuMeter:

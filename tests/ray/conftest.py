@@ -1,4 +1,4 @@
-"""One Ray for the whole folder; every run in a directory of its own."""
+"""One Ray for each file; every run in a directory of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ray
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
     os.environ.pop("RAY_ADDRESS", None)
     sys.path.insert(0, str(HERE))  # the jobs of `faulty_jobs.py`, for the workers too
@@ -30,6 +30,7 @@ def one_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+    sys.path.remove(str(HERE))
 
 
 @pytest.fixture

@@ -87,9 +87,9 @@ def test_percentile_is_nearest_rank() -> None:
     assert math.isclose(percentile([float(i) for i in range(1, 101)], 0.95), 95.0)
 
 
-def failed(time: float, *, collateral: bool) -> Outcome:
+def failed(time: float, *, collateral: bool, step: int = 3) -> Outcome:
     failure = Failure(message="x", traceback="", time=time, collateral=collateral, log_tail="")
-    return Outcome(status="failed", step=3, failure=failure)
+    return Outcome(status="failed", step=step, failure=failure)
 
 
 def test_culprit_is_the_first_that_is_not_collateral() -> None:
@@ -102,6 +102,11 @@ def test_culprit_is_the_first_that_is_not_collateral() -> None:
     assert first_failure(outcomes) == 2
     assert first_failure({0: outcomes[0]}) == 0
     assert first_failure({3: outcomes[3]}) is None
+
+
+def test_a_fault_at_an_earlier_step_comes_first_whenever_it_was_noticed() -> None:
+    spread = {0: failed(1.0, collateral=False, step=5), 1: failed(2.0, collateral=False, step=4)}
+    assert first_failure(spread) == 1
 
 
 def test_death_says_what_ray_knows() -> None:
