@@ -10,64 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from job_trials import accuracy, faults, trained
 from torch import nn
 
 from jobs.digits import Digits, load_digits
 from jobs.gpt import GPT
-from orchestrator.config.schema import JobSpec
-from orchestrator.job import Job, load_job
-from orchestrator.worker.data import eval_batches, train_batches
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 16}
-
-
-def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
-    """The model after ``steps`` steps, and the loss of each."""
-    torch.manual_seed(seed)
-    model = job.model()
-    optimizer = job.optimizer(model.parameters())
-    scheduler = job.scheduler(optimizer, steps)
-    losses = []
-    for [(inputs, target)] in train_batches(
-        job.dataset("train"),
-        collate=job.collate,
-        seed=seed,
-        samples_consumed=0,
-        steps=steps,
-        global_batch_size=batch,
-        data_parallel_size=1,
-        dp_rank=0,
-        grad_accumulation=1,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=30,
-    ):
-        loss = job.loss(model(inputs), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(loss.item())
-    return model, losses
-
-
-def accuracy(job: Job, model: nn.Module) -> float:
-    right, total = 0.0, 0
-    for (inputs, target), valid in eval_batches(
-        job.dataset("val"),
-        collate=job.collate,
-        batch_size=64,
-        data_parallel_size=1,
-        dp_rank=0,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=30,
-    ):
-        with torch.no_grad():
-            right += float(job.metrics(model(inputs[:valid]), target[:valid])["accuracy"])
-        total += valid
-    return right / total
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -201,12 +150,6 @@ def test_gpt_writes_without_gradients_from_its_last_context_bytes() -> None:
     model.register_forward_hook(look)
     job.sample(model, torch.Generator().manual_seed(0))
     assert lengths == [*range(1, 17), 16, 16, 16, 16]
-
-
-def faults(target: str, **fields: Any) -> list[str]:
-    found: list[str] = []
-    load_job(JobSpec(target=target, fields=fields), found)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""A job tried out by itself: checked, trained and evaluated in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from orchestrator.config.schema import JobSpec
+from orchestrator.job import Job, load_job
+from orchestrator.strategies.single import first_rows
+from orchestrator.worker.data import eval_batches, train_batches
+
+
+def faults(target: str, **fields: Any) -> list[str]:
+    found: list[str] = []
+    load_job(JobSpec(target=target, fields=fields), found)
+    return found
+
+
+def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
+    """The model after ``steps`` steps, and the loss of each."""
+    torch.manual_seed(seed)
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    scheduler = job.scheduler(optimizer, steps)
+    losses = []
+    for [(inputs, target)] in train_batches(
+        job.dataset("train"),
+        collate=job.collate,
+        seed=seed,
+        samples_consumed=0,
+        steps=steps,
+        global_batch_size=batch,
+        data_parallel_size=1,
+        dp_rank=0,
+        grad_accumulation=1,
+        num_workers=0,
+        pin_memory=False,
+        timeout_s=30,
+    ):
+        loss = job.loss(model(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def accuracy(job: Job, model: nn.Module) -> float:
+    """The part of the validation set's units that ``model`` has right."""
+    right, total = 0.0, 0.0
+    for (inputs, target), valid in eval_batches(
+        job.dataset("val"),
+        collate=job.collate,
+        batch_size=64,
+        data_parallel_size=1,
+        dp_rank=0,
+        num_workers=0,
+        pin_memory=False,
+        timeout_s=30,
+    ):
+        inputs, target = first_rows(inputs, valid), first_rows(target, valid)
+        with torch.no_grad():
+            right += float(job.metrics(model(inputs), target)["accuracy"])
+        weight = job.weight(target)
+        total += valid if weight is None else float(weight)
+    return right / total
