@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from test_equal_loss import SGD
+from test_equal_loss import SGD, assert_equal_losses
 from toys import Case, having, losses, train
 
 from jobs.resnet50 import ResNet50
+from jobs.toy import Toy
 
 
 def test_resnet50_on_two_workers_is_one_worker_with_two_micro_batches(gang):
@@ -22,3 +24,9 @@ def test_resnet50_on_two_workers_is_one_worker_with_two_micro_batches(gang):
             torch.testing.assert_close(rank.model[name], alone.model[name], rtol=1e-3, atol=1e-4)
     (undivided,) = gang.run(train, Case(job=job, train=whole), world_size=1)
     assert (losses([undivided]) - losses([alone])).abs().max() > 1e-3, "the statistics make no difference"
+
+
+@pytest.mark.parametrize("grad_accumulation", [1, 2])
+def test_toy(gang, grad_accumulation):
+    case = Case(job=Toy(), train=having(global_batch_size=30, grad_accumulation=grad_accumulation))
+    assert_equal_losses(gang, case, (2, 4), rtol=SGD)

@@ -15,6 +15,7 @@ from torch import nn
 
 from jobs.digits import Digits, load_digits
 from jobs.gpt import GPT
+from jobs.toy import Toy
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 16}
 
@@ -188,3 +189,30 @@ def test_gpt_refuses_a_text_that_is_too_short(tmp_path: Path) -> None:
 def test_digits_names_the_faulty_field(fields: dict[str, Any]) -> None:
     [fault] = faults("jobs.digits.Digits", **fields)
     assert f"job.{next(iter(fields))}=" in fault
+
+
+TUTORIAL_NETS = [
+    (Toy(), {"fc.weight": (2, 5), "fc.bias": (2,)}),
+    (
+        Toy(input_size=10, hidden=10, output_size=5),
+        {"net1.weight": (10, 10), "net1.bias": (10,), "net2.weight": (5, 10), "net2.bias": (5,)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "shapes"), TUTORIAL_NETS, ids=["one layer", "two layers"])
+def test_toy_is_the_tutorials_net_and_learns(job: Toy, shapes: dict[str, tuple[int, ...]]) -> None:
+    assert {name: tuple(p.shape) for name, p in job.model().named_parameters()} == shapes
+    train, val = job.dataset("train"), job.dataset("val")
+    assert (len(train), len(val)) == (100, 100)  # type: ignore[arg-type]
+    assert not torch.equal(train[0][0], val[0][0])
+    _, losses = trained(job, steps=200, batch=30)
+    assert losses[-1] < losses[0] / 20
+
+
+@pytest.mark.parametrize(
+    "fields", [{"input_size": 0}, {"output_size": 0}, {"hidden": -1}, {"samples": 0}, {"lr": 0.0}], ids=str
+)
+def test_toy_names_the_faulty_field(fields: dict[str, Any]) -> None:
+    [fault] = faults("jobs.toy.Toy", **fields)
+    assert fault.startswith(f"job.{next(iter(fields))}=")
