@@ -1,54 +1,48 @@
-"""What logging costs: a point at every step against (almost) none, without tracking and with MLflow on SQLite.
+"""What logging costs: a point at every step against none, without tracking and with MLflow on SQLite.
 
 python benchmarks/logging_cost.py
 """
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict
+from dataclasses import replace
 
-from common import Claim, Work, ceiling, interleave, median_of, ours, ratios, report, running_ray, table
+from arms import Work, ours, running_ray
+from ceiling import ceiling
+from rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
-NEVER = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=400, log_every=100_000)
-EVERY = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=400, log_every=1)
-SQLITE = "tracking.uri=sqlite:///mlflow.db"
+ROUNDS = 9
+NEVER = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=100_000)
+EVERY = replace(NEVER, log_every=1)
+SQLITE = ("tracking.uri=sqlite:///mlflow.db",)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    arguments = argument_parser(__doc__).parse_args()
     c = ceiling()
     with running_ray() as address:
-        here = f"cluster.address='{address}'"
         arms = {
-            "never": ours(NEVER, here),
-            "every step": ours(EVERY, here),
-            "never, sqlite": ours(NEVER, here, SQLITE),
-            "every step, sqlite": ours(EVERY, here, SQLITE),
+            "never": ours(NEVER, address=address),
+            "every step": ours(EVERY, address=address),
+            "never, MLflow": ours(NEVER, address=address, tracking=SQLITE),
+            "every step, MLflow": ours(EVERY, address=address, tracking=SQLITE),
         }
-        results = interleave(arms, rounds=rounds)
-    claims = [
-        Claim(
-            name=f"{what}: every step / never{tracking}",
-            values=ratios(results, *order, field),
-            goal=goal,
-            at_least=at_least,
-        )
-        for tracking in ("", ", sqlite")
-        for what, field, order, goal, at_least in (
-            ("samples/s", "samples_per_s", (f"every step{tracking}", f"never{tracking}"), 0.99, True),
-            ("median step time", "step_ms_p50", (f"every step{tracking}", f"never{tracking}"), 1.01, False),
-        )
-    ]
-    rows = [
-        [arm, f"{median_of(results, arm, 'samples_per_s'):,.0f}", f"{median_of(results, arm, 'step_ms_p50'):.2f}"]
-        for arm in arms
-    ]
-    notes = table(["arm", "samples/s", "median step, ms"], rows)
-    details = [{arm: asdict(t) for arm, t in r.items()} for r in results]
-    report("logging-cost", claims=claims, ceiling=c, notes=notes, details=details)
+        results = interleave(arms, rounds=1 if arguments.quick else ROUNDS)
+    report(
+        "logging-cost",
+        [
+            Claim(
+                name=f"samples/s, every step / never{tracking}",
+                ratios=ratios(results, f"every step{tracking}", f"never{tracking}", "samples_per_s"),
+                at_least=0.99,
+            )
+            for tracking in ("", ", MLflow")
+        ],
+        ceiling=c,
+        rounds={"digits": results},
+        notes=rates_table(results),
+        keep=not arguments.quick,
+    )
 
 
 if __name__ == "__main__":

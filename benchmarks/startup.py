@@ -5,36 +5,21 @@ python benchmarks/startup.py
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
-from common import (
-    Claim,
-    Timing,
-    Work,
-    ceiling,
-    interleave,
-    median_of,
-    ours,
-    ratios,
-    ray_train,
-    report,
-    running_ray,
-    table,
-    torchrun,
-)
+from arms import Work, ours, ray_train, running_ray, torchrun
+from ceiling import ceiling
+from rounds import Claim, Rounds, argument_parser, interleave, median, ratios, report, table
 
-WORK = Work(job="jobs.digits.Digits", steps=20, global_batch_size=64, fields={}, log_every=1000)
+ROUNDS = 5
+WORK = Work(job="jobs.digits.Digits", fields={}, steps=20, global_batch_size=64, log_every=1000)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    arguments = argument_parser(__doc__).parse_args()
+    rounds = 1 if arguments.quick else ROUNDS
     c = ceiling()
-    print("a new local Ray")
+    print("a new Ray")
     new = interleave(
         {
             "ours": ours(WORK),
@@ -44,58 +29,54 @@ def main() -> None:
         },
         rounds=rounds,
     )
-    print("a Ray that runs already")
+    print("a Ray that runs")
     with running_ray() as address:
         running = interleave(
-            {
-                "ours": ours(WORK, f"cluster.address='{address}'"),
-                "Ray Train": ray_train(WORK, environment={"RAY_ADDRESS": address}),
-            },
-            rounds=rounds,
+            {"ours": ours(WORK, address=address), "Ray Train": ray_train(WORK, address=address)}, rounds=rounds
         )
-    claims = [
-        Claim(
-            name="ours / Ray Train, new local Ray",
-            values=ratios(new, "ours", "Ray Train", "startup_s"),
-            goal=0.40,
-            at_least=False,
-        ),
-        Claim(
-            name="ours / Ray Train without dashboard, new local Ray",
-            values=ratios(new, "ours", "Ray Train, no dashboard", "startup_s"),
-            goal=0.40,
-            at_least=False,
-        ),
-        Claim(
-            name="ours / Ray Train, Ray that runs already",
-            values=ratios(running, "ours", "Ray Train", "startup_s"),
-            goal=0.25,
-            at_least=False,
-        ),
-    ]
-    rows = [[f"{name}, new local Ray", f"{median_of(new, name, 'startup_s'):.2f} s"] for name in new[0]]
-    rows += [[f"{name}, Ray that runs", f"{median_of(running, name, 'startup_s'):.2f} s"] for name in running[0]]
-    notes = "\n\n".join(
+    results: dict[str, Rounds] = {"a new Ray": new, "a Ray that runs": running}
+    report(
+        "startup",
         [
-            table(["process start to the end of the first step", "median"], rows),
-            "Parts of ours (medians; the rest is imports, checks and Ray's own start):",
-            table(["part", "new local Ray", "Ray that runs"], _parts(new, running)),
-        ]
+            Claim(
+                name="ours / Ray Train, a new Ray",
+                ratios=ratios(new, "ours", "Ray Train", "startup_s"),
+                at_most=0.40,
+            ),
+            Claim(
+                name="ours / Ray Train without its dashboard, a new Ray",
+                ratios=ratios(new, "ours", "Ray Train, no dashboard", "startup_s"),
+                at_most=0.40,
+            ),
+            Claim(
+                name="ours / Ray Train, a Ray that runs",
+                ratios=ratios(running, "ours", "Ray Train", "startup_s"),
+                at_most=0.25,
+            ),
+        ],
+        ceiling=c,
+        rounds=results,
+        notes=f"{_medians(results)}\n\nParts of ours, in seconds:\n\n{_parts(results)}",
+        keep=not arguments.quick,
     )
-    details = {"new": _plain(new), "running": _plain(running)}
-    report("startup", claims=claims, ceiling=c, notes=notes, details=details)
 
 
-def _parts(new: Sequence[Mapping[str, Timing]], running: Sequence[Mapping[str, Timing]]) -> list[list[str]]:
-    names = new[0]["ours"].parts
-    return [
-        [name, *(f"{statistics.median(r['ours'].parts[name] for r in rounds):.3f}" for rounds in (new, running))]
+def _medians(results: dict[str, Rounds]) -> str:
+    rows = [
+        [arm, where, f"{median(rounds, arm, 'startup_s'):.2f} s"]
+        for where, rounds in results.items()
+        for arm in rounds[0]
+    ]
+    return table(["arm", "on", "start to the end of the first step"], rows)
+
+
+def _parts(results: dict[str, Rounds]) -> str:
+    names = results["a new Ray"][0]["ours"].startup
+    rows = [
+        [name, *(f"{statistics.median(r['ours'].startup[name] for r in rounds):.2f}" for rounds in results.values())]
         for name in names
     ]
-
-
-def _plain(rounds: Sequence[Mapping[str, Timing]]) -> list[dict[str, object]]:
-    return [{arm: asdict(t) for arm, t in r.items()} for r in rounds]
+    return table(["part", *results], rows)
 
 
 if __name__ == "__main__":

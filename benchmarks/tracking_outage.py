@@ -1,11 +1,10 @@
-"""Training speed while the MLflow server is well, dead, or takes requests and never answers.
+"""Training speed while the MLflow server is well, down, dies at a quarter of the run, or never answers.
 
 python benchmarks/tracking_outage.py
 """
 
 from __future__ import annotations
 
-import argparse
 import socket
 import subprocess
 import sys
@@ -15,60 +14,75 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from common import (
-    Claim,
-    Work,
-    ceiling,
-    child_environment,
-    end_tree,
-    free_port,
-    interleave,
-    median_of,
-    ours,
-    ratios,
-    report,
-    running_ray,
-    table,
-)
+from arms import Arm, Timing, Work, end_tree, environment, free_port, ours, running_ray
+from ceiling import ceiling
+from rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
-WORK = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=400, log_every=1)
-GIVE_UP = ("tracking.flush_timeout_s=2", "tracking.request_timeout_s=2")
+ROUNDS = 5
+WORK = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=1)
+SERVER_START_TIMEOUT_S = 90
+Server = tuple[subprocess.Popen[bytes], str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    arguments = argument_parser(__doc__).parse_args()
     c = ceiling()
-    with running_ray() as address, healthy_server() as healthy, stalling_server() as stalling:
-        here = f"cluster.address='{address}'"
-        dead = f"http://127.0.0.1:{free_port()}"
+    with running_ray() as address, silent_server() as silent:
         arms = {
-            "healthy": ours(WORK, here, f"tracking.uri='{healthy}'", *GIVE_UP),
-            "dead": ours(WORK, here, f"tracking.uri='{dead}'", *GIVE_UP),
-            "stalling": ours(WORK, here, f"tracking.uri='{stalling}'", *GIVE_UP),
-            "no tracking": ours(WORK, here),
+            "no tracking": ours(WORK, address=address),
+            "well": with_server(address, dies_at=None),
+            "down": tracked(address, f"http://127.0.0.1:{free_port()}"),
+            "dies": with_server(address, dies_at=WORK.steps // 4),
+            "never answers": tracked(address, silent),
         }
-        results = interleave(arms, rounds=rounds)
-    claims = [
-        Claim(name=f"samples/s, {arm} / healthy", values=ratios(results, arm, "healthy", "samples_per_s"), goal=0.98)
-        for arm in ("dead", "stalling")
-    ]
-    rows = [
-        [arm, f"{median_of(results, arm, 'samples_per_s'):,.0f}", f"{median_of(results, arm, 'step_ms_p50'):.2f}"]
-        for arm in arms
-    ]
-    notes = table(["server", "samples/s", "median step, ms"], rows)
-    details = [{arm: asdict(t) for arm, t in r.items()} for r in results]
-    report("tracking-outage", claims=claims, ceiling=c, notes=notes, details=details)
+        results = interleave(arms, rounds=1 if arguments.quick else ROUNDS)
+    report(
+        "tracking-outage",
+        [
+            Claim(
+                name=f"samples/s, server {how} / well",
+                ratios=ratios(results, how, "well", "samples_per_s"),
+                at_least=0.98,
+            )
+            for how in ("down", "dies", "never answers")
+        ],
+        ceiling=c,
+        rounds={"digits": results},
+        notes=rates_table(results),
+        keep=not arguments.quick,
+    )
+
+
+def tracked(address: str, uri: str) -> Arm:
+    return ours(WORK, address=address, tracking=(f"tracking.uri={uri}", "tracking.flush_timeout_s=2"))
+
+
+def with_server(address: str, *, dies_at: int | None) -> Arm:
+    """Training beside a new server, which is killed once the run has logged step ``dies_at``."""
+
+    def run(folder: Path) -> Timing:
+        with mlflow_server() as (server, uri):
+            if dies_at is not None:
+                threading.Thread(target=_kill_at, args=(server, folder, dies_at), daemon=True).start()
+            return tracked(address, uri)(folder)
+
+    return run
+
+
+def _kill_at(server: subprocess.Popen[bytes], folder: Path, step: int) -> None:
+    while server.poll() is None:
+        files = list(folder.glob("outputs/*/*/metrics.jsonl"))
+        if files and len(files[0].read_bytes().splitlines()) >= step:
+            end_tree(server)
+        time.sleep(0.1)
 
 
 @contextmanager
-def healthy_server() -> Iterator[str]:
-    """An MLflow server on SQLite; yields its address."""
+def mlflow_server() -> Iterator[Server]:
+    """An MLflow server on SQLite, and its address."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="bench-mlflow-", ignore_cleanup_errors=True) as folder:
@@ -77,20 +91,19 @@ def healthy_server() -> Iterator[str]:
         server = subprocess.Popen(
             [sys.executable, "-m", "mlflow", "server", *flags],
             cwd=folder,
+            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=child_environment(),
         )
         try:
             _wait_until_well(address)
-            yield address
+            yield server, address
         finally:
-            end_tree(server.pid)
-            server.wait(timeout=10)
+            end_tree(server)
 
 
 def _wait_until_well(address: str) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + SERVER_START_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2) as answer:
             if answer.status == 200:
@@ -100,20 +113,18 @@ def _wait_until_well(address: str) -> None:
 
 
 @contextmanager
-def stalling_server() -> Iterator[str]:
+def silent_server() -> Iterator[str]:
     """Accepts every connection and never says a word; yields its address."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        held: list[socket.socket] = []
+        held: list[Any] = []
 
         def accept() -> None:
             with suppress(OSError):
                 while True:
-                    held.append(listener.accept()[0])
+                    held.append(listener.accept())
 
         threading.Thread(target=accept, daemon=True).start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        for connection in held:
-            connection.close()
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ def train_function(config: dict[str, Any]) -> None:
 
 def main() -> None:
     settings = parse()
-    if not settings.dashboard:
+    if settings.address != "local":
+        ray.init(address=settings.address)
+    elif not settings.dashboard:
         ray.init(include_dashboard=False)
     trainer = TorchTrainer(
         train_function,

@@ -22,8 +22,9 @@ class Settings:
     global_batch_size: int
     log_every: int
     result: str
-    workers: int = 2
-    dashboard: bool = True
+    workers: int
+    address: str
+    dashboard: bool
 
     def make_job(self) -> Job:
         module, _, name = self.job.rpartition(".")
@@ -35,12 +36,13 @@ class Settings:
 def parse() -> Settings:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", required=True)
-    parser.add_argument("--fields", type=json.loads, default={})
+    parser.add_argument("--fields", type=json.loads, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--global-batch-size", type=int, required=True)
     parser.add_argument("--log-every", type=int, required=True)
     parser.add_argument("--result", required=True)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0, help="Ray Train's; torchrun has its own")
+    parser.add_argument("--address", default="local", help="of the Ray to use; local: a new one")
     parser.add_argument("--no-dashboard", dest="dashboard", action="store_false")
     return Settings(**vars(parser.parse_args()))
 
