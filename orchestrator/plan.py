@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, DDPPipelineConfig, PipelineConfig, StagedConfig, StrategyConfig
 from orchestrator.mesh import Mesh, even_shares
+from orchestrator.schedules import SCHEDULES, PipelineLayout, Schedule
 
 MOST_NODES_LISTED = 8
 
@@ -24,10 +25,13 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
+    """``stages``: those on this worker; none where the model is not cut."""
+
     global_rank: int
     dp_rank: int
     pp_rank: int
     samples_per_step: int
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,7 @@ class Plan:
     gpus_per_worker: int
     threads_per_worker: int
     workers: tuple[WorkerPlan, ...]
+    pipeline: PipelineLayout | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -71,17 +76,19 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
 
     num_workers = strategy.num_workers
     if num_workers == "auto":
-        num_workers = total_gpus if device == "cuda" and total_gpus else 2
+        num_workers = total_gpus if device == "cuda" and total_gpus else _workers_on_cpus(strategy)
         if strategy.name == "single":
             num_workers = 1
-    mesh = Mesh(data_parallel_size=num_workers)
+    mesh = _mesh(strategy, num_workers, faults)
+    pipeline = None if faults else _pipeline(config, mesh, faults)
 
     gpus_per_worker = 1 if device == "cuda" else 0
     if device == "cuda" and total_gpus == 0 and not cluster.autoscaling:
         faults.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); use cpu or auto")
     elif not cluster.autoscaling:
         faults += _capacity_faults(config, nodes, num_workers, gpus_per_worker, oversubscribe_cpus)
-    faults += _batch_faults(config, mesh)
+    if pipeline is None:
+        faults += _batch_faults(config, mesh)
     cores = sum(n.cpus for n in nodes)
     threads = int(cores // num_workers if oversubscribe_cpus else cluster.cpus_per_worker)
     if device == "cpu" and oversubscribe_cpus and num_workers > cores:
@@ -90,6 +97,8 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         raise ConfigError(faults)
 
     samples = even_shares(train.global_batch_size, mesh.data_parallel_size)
+    if isinstance(strategy, DDPPipelineConfig):
+        notes.append(_placement(strategy))
     if len(set(samples)) > 1:
         notes.append(f"shares of the batch differ ({samples[0]} and {samples[-1]} samples); weighted exactly")
     return Plan(
@@ -110,11 +119,108 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
                 dp_rank=mesh.dp_rank(rank),
                 pp_rank=mesh.pp_rank(rank),
                 samples_per_step=samples[mesh.dp_rank(rank)],
+                stages=pipeline.stages_of(mesh.pp_rank(rank)) if pipeline else (),
             )
             for rank in range(mesh.world_size)
         ),
+        pipeline=pipeline,
         notes=tuple(notes),
     )
+
+
+def _workers_on_cpus(strategy: StrategyConfig) -> int:
+    return 2 * strategy.pipeline_parallel_size if isinstance(strategy, DDPPipelineConfig) else 2
+
+
+def _mesh(strategy: StrategyConfig, num_workers: int, faults: list[str]) -> Mesh:
+    if not isinstance(strategy, StagedConfig):
+        return Mesh(data_parallel_size=num_workers)
+    if not isinstance(strategy, DDPPipelineConfig):
+        if num_workers < 2:
+            faults.append(
+                f"strategy.num_workers={num_workers}: strategy={strategy.name} needs at least 2, one per stage; "
+                "use strategy=single for one"
+            )
+        return Mesh(pipeline_parallel_size=num_workers)
+    p = strategy.pipeline_parallel_size
+    if num_workers % p:
+        near = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
+        faults.append(
+            f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
+            f"set it to {near}"
+        )
+    return Mesh(
+        data_parallel_size=max(1, num_workers // p),
+        pipeline_parallel_size=p,
+        replicas_close=strategy.close == "replicas",
+    )
+
+
+def _pipeline(config: Config, mesh: Mesh, faults: list[str]) -> PipelineLayout | None:
+    """How the strategy's pipeline works; None where the model is not cut, or after appending to ``faults``."""
+    strategy, p = config.strategy, mesh.pipeline_parallel_size
+    if not isinstance(strategy, StagedConfig):
+        return None
+    asked: int | Literal["auto"] = 1
+    schedule, per_rank = SCHEDULES["GPipe"], 1
+    if isinstance(strategy, PipelineConfig):
+        asked, schedule = strategy.num_microbatches, SCHEDULES[strategy.schedule]
+        per_rank = _stages_per_rank(strategy, schedule, faults)
+    num_stages = p * per_rank
+    if asked != "auto" and (fault := schedule.microbatches_fault(asked, num_stages, p)):
+        faults.append(f"strategy.num_microbatches={asked}: {fault}")
+    train = config.train
+    shares = set(even_shares(train.global_batch_size, mesh.data_parallel_size))
+    slices = {share // train.grad_accumulation for share in shares}
+    chosen = asked
+    if any(share % train.grad_accumulation for share in shares) or 0 in slices:
+        chosen = "auto"
+    elif asked == "auto":
+        chosen = schedule.choose_microbatches(slices, num_stages, p) or "auto"
+    elif any(n % asked for n in slices):
+        chosen = "auto"
+    if chosen == "auto":
+        faults.append(_uneven(config, mesh, 1 if asked == "auto" else asked))
+    if faults or chosen == "auto":
+        return None
+    return PipelineLayout(
+        schedule=schedule.name,
+        num_stages=num_stages,
+        num_microbatches=chosen,
+        stage_ranks=schedule.stage_ranks(num_stages, p),
+    )
+
+
+def _stages_per_rank(strategy: PipelineConfig, schedule: Schedule, faults: list[str]) -> int:
+    asked, needed = strategy.stages_per_rank, schedule.stages_per_rank
+    if asked == "auto":
+        return needed
+    if asked < needed or (asked > needed and not schedule.more_stages):
+        least = "at least" if schedule.more_stages else "exactly"
+        faults.append(f"strategy.stages_per_rank={asked}: {schedule.name} needs {least} {needed}; set it to {needed}")
+    return asked
+
+
+def _uneven(config: Config, mesh: Mesh, num_microbatches: int) -> str:
+    """Why the batch cannot be cut into micro-batches of one size, which the stages' buffers have."""
+    train = config.train
+    unit = mesh.data_parallel_size * train.grad_accumulation * num_microbatches
+    below = train.global_batch_size // unit * unit
+    near = " or ".join(str(n) for n in (below, below + unit) if n)
+    factors = [(mesh.data_parallel_size, "replicas"), (train.grad_accumulation, "slices")]
+    factors.append((num_microbatches, "micro-batches"))
+    product = " x ".join(f"{n} {noun}" for n, noun in factors if n > 1) or "micro-batches that the schedule can use"
+    change = "strategy.num_microbatches" if num_microbatches > 1 else "strategy.schedule"
+    return (
+        f"train.global_batch_size={train.global_batch_size}: cannot be cut evenly into {product}; "
+        f"set it to {near}, or change {change}"
+    )
+
+
+def _placement(strategy: DDPPipelineConfig) -> str:
+    if strategy.close == "replicas":
+        return "placement: the replicas of a stage share a node where not everything does: gradients stay inside it"
+    return "placement: the stages of a pipeline share a node where not everything does: activations stay inside it"
 
 
 def _capacity_faults(

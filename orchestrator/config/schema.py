@@ -111,7 +111,54 @@ class DDPConfig(StrategyConfig):
             )
 
 
-STRATEGIES: dict[str, type[StrategyConfig]] = {"single": SingleConfig, "ddp": DDPConfig}
+@dataclass(frozen=True, kw_only=True)
+class StagedConfig(StrategyConfig):
+    """What every strategy has that cuts the model into stages."""
+
+    split: Literal["auto"] | tuple[str, ...] = option(
+        "auto: stages of equal measured time; or the names of the layers where the stages after the first begin"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParallelConfig(StagedConfig):
+    meaning = "the model cut into a stage per worker, one of which works at a time"
+
+    name: Literal["model_parallel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(StagedConfig):
+    meaning = "stages that work at the same time, on micro-batches"
+
+    name: Literal["pipeline"]
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = option("order of forward and backward passes")
+    num_microbatches: int | Literal["auto"] = option(
+        "slices of the batch that flow through the stages; auto: about two per stage", minimum=1
+    )
+    stages_per_rank: int | Literal["auto"] = option("stages on each worker; auto: what the schedule needs", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPPipelineConfig(PipelineConfig):
+    meaning = "replicas of a pipeline, gradients of each stage averaged over them"
+
+    name: Literal["ddp_pipeline"]  # type: ignore[assignment]
+    pipeline_parallel_size: int = option("workers of each pipeline", minimum=2)
+    close: Literal["stages", "replicas"] = option(
+        "what shares a node where not everything does: the stages of a pipeline, or the replicas of a stage"
+    )
+
+
+STRATEGIES: dict[str, type[StrategyConfig]] = {
+    "single": SingleConfig,
+    "ddp": DDPConfig,
+    "model_parallel": ModelParallelConfig,
+    "pipeline": PipelineConfig,
+    "ddp_pipeline": DDPPipelineConfig,
+}
 """Every strategy by its word; ``orchestrator.strategies`` has the implementation of the same name."""
 
 

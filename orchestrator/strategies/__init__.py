@@ -10,6 +10,9 @@ from orchestrator.strategies.base import Context, Strategy
 _CLASSES = {
     "single": "orchestrator.strategies.single.Single",
     "ddp": "orchestrator.strategies.ddp.DDP",
+    "model_parallel": "orchestrator.strategies.pipeline.Pipeline",
+    "pipeline": "orchestrator.strategies.pipeline.Pipeline",
+    "ddp_pipeline": "orchestrator.strategies.pipeline.Pipeline",
 }
 
 

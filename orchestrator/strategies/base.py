@@ -5,14 +5,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.job import Job
-from orchestrator.mesh import Mesh
+from orchestrator.mesh import Mesh, even_shares
+from orchestrator.schedules import PipelineLayout
 from orchestrator.worker.state import TrainState
 
 
@@ -26,10 +28,15 @@ class Context:
     seed: int
     train: TrainConfig
     options: StrategyConfig
+    pipeline: PipelineLayout | None = None
 
     @property
     def dp_rank(self) -> int:
         return self.mesh.dp_rank(self.global_rank)
+
+    @property
+    def pp_rank(self) -> int:
+        return self.mesh.pp_rank(self.global_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +59,32 @@ class EvalSums:
     metrics: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Work of a stage on a micro-batch, in wall-clock seconds.
+
+    ``kind``: F forward, B backward, or its two halves, I for the inputs and W for the weights.
+    """
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+
 class Strategy(abc.ABC):
     """One rank's part of the model and its update."""
+
+    reads_data = True
+    """Whether this rank looks at batches; the others are given None."""
 
     def __init__(self, context: Context, job: Job):
         self.context = context
         self.job = job
 
     @abc.abstractmethod
-    def setup(self) -> None:
+    def setup(self, train_set: Dataset[Any]) -> None:
         """Build this rank's part of model, optimizer and scheduler; seeded, so equal everywhere."""
 
     @abc.abstractmethod
@@ -83,6 +107,11 @@ class Strategy(abc.ABC):
         """Continue from the state that rank ``source`` holds; returns its ``meta`` on every rank."""
 
     @property
+    def eval_batch_size(self) -> int:
+        """Rows of the batches that :meth:`evaluate` takes."""
+        return even_shares(self.context.train.global_batch_size, self.context.mesh.data_parallel_size)[0]
+
+    @property
     @abc.abstractmethod
     def lr(self) -> float:
         """The learning rate of the next step."""
@@ -94,6 +123,10 @@ class Strategy(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - a strategy that owns nothing of the process group has nothing to give up
         """Give up what must not outlive the process group, whatever happened. The model stays usable."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """What the stages of this rank did in the last step; empty where the model is not cut."""
+        return ()
 
     def comm_ms(self) -> float | None:
         """How long the step that has just been done waited for other ranks; asked in steps that are logged.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
 from orchestrator.config.schema import DDPConfig
 from orchestrator.strategies.base import StepResult
@@ -29,8 +30,8 @@ NEVER = 2**30
 
 
 class DDP(Single):
-    def setup(self) -> None:
-        super().setup()
+    def setup(self, train_set: Dataset[Any]) -> None:
+        super().setup(train_set)
         options = self.context.options
         assert isinstance(options, DDPConfig)
         # With it, DDP's own errors name parameters instead of counting them.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from orchestrator.job import Job
 from orchestrator.mesh import even_shares
@@ -28,7 +29,7 @@ class Single(Strategy):
         share = even_shares(train.global_batch_size, mesh.data_parallel_size)[context.dp_rank]
         self._sizes = even_shares(share, train.grad_accumulation)
 
-    def setup(self) -> None:
+    def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
         self.model = self.job.model().to(self.context.device)
         self.forward_model: nn.Module = self.model

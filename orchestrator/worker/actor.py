@@ -129,6 +129,7 @@ class Worker:
             seed=config.seed,
             train=config.train,
             options=config.strategy,
+            pipeline=assignment.plan.pipeline,
         )
         loop = Loop(
             assignment=assignment,

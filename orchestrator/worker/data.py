@@ -112,8 +112,9 @@ def train_batches(
     num_workers: int,
     pin_memory: bool,
     timeout_s: float,
+    read: bool = True,
 ) -> Generator[list[Any], None, None]:
-    """For each of ``steps`` steps, this rank's micro-batches, as ``collate`` returns them.
+    """For each of ``steps`` steps, this rank's micro-batches, as ``collate`` returns them; Nones if not to ``read``.
 
     A rank takes a contiguous share of the global batch and cuts it into ``grad_accumulation``
     contiguous slices; sizes differ by at most one sample. Loader processes start with the first
@@ -139,6 +140,9 @@ def train_batches(
                 yield order.indices(start + offset, size)
 
     def by_step() -> Generator[list[Any], None, None]:
+        if not read:
+            yield from itertools.repeat([None] * grad_accumulation, steps)
+            return
         batches = _load(
             _BatchReader(dataset, collate or default_collate, "train"),
             micro_batches(),
@@ -166,8 +170,10 @@ def eval_batches(
     num_workers: int,
     pin_memory: bool,
     timeout_s: float,
+    read: bool = True,
 ) -> Generator[tuple[Any, int], None, None]:
-    """This rank's share of the validation set, in order: ``(batch, number of valid leading rows)``.
+    """This rank's share of the validation set, in order: ``(batch, number of valid leading rows)``; a batch is None
+    if not to ``read``.
 
     Every rank yields the same number of batches, each of ``batch_size`` rows; rows that are not
     valid repeat some sample. Over all ranks each sample is valid exactly once. Raises as
@@ -180,6 +186,10 @@ def eval_batches(
     starts = [first + k * batch_size for k in range(math.ceil(shares[0] / batch_size))]
 
     def with_counts() -> Generator[tuple[Any, int], None, None]:
+        counts = [max(0, min(end - start, batch_size)) for start in starts]
+        if not read:
+            yield from ((None, count) for count in counts)
+            return
         batches = _load(
             _BatchReader(dataset, collate or default_collate, "val"),
             ([min(i, n - 1) for i in range(start, start + batch_size)] for start in starts),
@@ -189,8 +199,7 @@ def eval_batches(
             timeout_s=timeout_s,
         )
         try:
-            for start, batch in zip(starts, batches, strict=True):
-                yield batch, max(0, min(end - start, batch_size))
+            yield from zip(batches, counts, strict=True)
         finally:
             batches.close()
 

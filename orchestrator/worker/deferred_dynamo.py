@@ -38,13 +38,18 @@ def install() -> None:
 
 
 class _StandIn(types.ModuleType):
-    """A module with a few names of its own; any other is looked up in the real one."""
+    """A module with a few names of its own; any other is looked up in the real one.
+
+    But for ``__file__``: ``inspect`` asks every module for it, which is no reason to load one.
+    """
 
     def __init__(self, name: str, **known: Any):
         super().__init__(name)
         self.__dict__.update(known)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__file__":
+            raise AttributeError(name)
         return getattr(_real(self.__name__), name)
 
 

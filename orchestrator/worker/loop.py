@@ -76,7 +76,7 @@ class Loop:
         train_set = self.job.dataset("train")
         val_set = self.job.dataset("val")
         startup["dataset_s"] = -began + (began := time.perf_counter())
-        self.strategy.setup()
+        self.strategy.setup(train_set)
         self._resume()
         startup["model_s"] = -began + (began := time.perf_counter())
         first_step_at: float | None = None
@@ -100,6 +100,7 @@ class Loop:
             num_workers=self.config.data.num_workers,
             pin_memory=self.device.type == "cuda",
             timeout_s=self.config.cluster.collective_timeout_s,
+            read=self.strategy.reads_data,
         )
         with contextlib.closing(batches), self._profiler() as profiled:
             steps = iter(batches)
@@ -184,18 +185,18 @@ class Loop:
     def _evaluate(self, dataset: Any) -> None:
         """Every rank evaluates its part; the driver adds the parts up."""
         self.outbox.at(self.position.step, "eval")
-        plan = self.assignment.plan
         loss_sum, weight = torch.zeros((), device=self.device), torch.zeros(())
         sums: dict[str, torch.Tensor] = {}
         for batch, valid in eval_batches(
             dataset,
             collate=self.job.collate,
-            batch_size=max(w.samples_per_step for w in plan.workers),
+            batch_size=self.strategy.eval_batch_size,
             data_parallel_size=self.mesh.data_parallel_size,
             dp_rank=self.mesh.dp_rank(self.rank),
             num_workers=self.config.data.num_workers,
             pin_memory=self.device.type == "cuda",
             timeout_s=self.config.cluster.collective_timeout_s,
+            read=self.strategy.reads_data,
         ):
             if valid == 0:
                 continue

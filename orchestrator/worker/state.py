@@ -189,6 +189,29 @@ def merge(states: Sequence[TrainState]) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, meta={**states[0].meta, **united})
 
 
+def without_shared(state: TrainState, first_names: Mapping[str, str]) -> TrainState:
+    """``state`` of a stage without the optimizer's part of parameters that another stage saves.
+
+    ``first_names``: the further names of parameters that several stages share, each with the first name.
+    """
+    groups = [
+        {**group, "params": [name for name in group["params"] if name not in first_names]}
+        for group in state.meta["param_groups"]
+    ]
+    scalars = {n: v for n, v in state.meta["optimizer_scalars"].items() if n not in first_names}
+    tied = {name: first for name, first in first_names.items() if name in state.model}
+    return TrainState(
+        model=state.model,
+        optimizer={p: t for p, t in state.optimizer.items() if p.rpartition("/")[0] not in first_names},
+        meta={
+            **state.meta,
+            "param_groups": groups,
+            "optimizer_scalars": scalars,
+            "tied": {**state.meta["tied"], **tied},
+        },
+    )
+
+
 def mismatches(
     model_shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     state: TrainState,

@@ -1,8 +1,9 @@
-"""The training state from one rank to all, through the process group and without pickle."""
+"""Training state between ranks, through the process group and without pickle."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,40 +13,106 @@ from torch import Tensor
 from orchestrator.worker.state import TrainState
 
 
-def broadcast_state(state: TrainState | None, *, source: int, rank: int, device: torch.device) -> TrainState:
-    """Every rank returns what ``source`` passes; the others pass None. Uses the default group."""
+def broadcast_state(
+    state: TrainState | None,
+    *,
+    source: int,
+    rank: int,
+    device: torch.device,
+    keep: Callable[[str], bool] = lambda name: True,
+) -> TrainState:
+    """Every rank returns what ``source`` passes; the others pass None. Uses the default group.
+
+    ``keep``: whether this rank wants what belongs to a parameter or buffer; the rest is dropped tensor by tensor.
+    """
     header: dict[str, Any] = {}
     if rank == source:
         assert state is not None
-        header = {
-            "meta": state.meta,
-            "model": [_spec(n, t) for n, t in state.model.items()],
-            "optimizer": [_spec(n, t) for n, t in state.optimizer.items()],
-        }
+        header = _header(state)
     header = _broadcast_json(header, source=source, rank=rank, device=device)
-    parts: dict[str, dict[str, Tensor]] = {}
-    for part in ("model", "optimizer"):
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for part, tensors in parts.items():
         mine = getattr(state, part) if rank == source else {}
-        parts[part] = {
-            name: _broadcast_tensor(mine.get(name), shape, dtype, source=source, device=device)
-            for name, shape, dtype in header[part]
-        }
+        for path, shape, dtype in header[part]:
+            tensor = mine[path] if rank == source else _empty(shape, dtype)
+            moved = tensor.to(device)
+            dist.broadcast(_as_bytes(moved), src=source)
+            if keep(path if part == "model" else path.rpartition("/")[0]):
+                tensors[path] = moved
     return TrainState(meta=header["meta"], **parts)
+
+
+def gather_states(
+    state: TrainState, *, ranks: Sequence[int], rank: int, device: torch.device, into: TrainState | None
+) -> list[TrainState] | None:
+    """The states of all ``ranks``, in host memory of the first of them; the others return None.
+
+    Point to point through the default group. ``into`` is an old state whose memory may be used.
+    """
+    if rank != ranks[0]:
+        _send_json(_header(state), to=ranks[0], device=device)
+        for tensor in (*state.model.values(), *state.optimizer.values()):
+            dist.send(_as_bytes(tensor.to(device)), dst=ranks[0])
+        return None
+    states = [state]
+    for sender in ranks[1:]:
+        header = _receive_json(sender, device=device)
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+        for part, tensors in parts.items():
+            old = getattr(into, part) if into else {}
+            for path, shape, dtype in header[part]:
+                tensors[path] = _receive(sender, _buffer(old.get(path), shape, dtype), device)
+        states.append(TrainState(meta=header["meta"], **parts))
+    return states
+
+
+def _header(state: TrainState) -> dict[str, Any]:
+    return {
+        "meta": state.meta,
+        "model": [_spec(n, t) for n, t in state.model.items()],
+        "optimizer": [_spec(n, t) for n, t in state.optimizer.items()],
+    }
 
 
 def _spec(name: str, tensor: Tensor) -> tuple[str, list[int], str]:
     return name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _broadcast_tensor(
-    tensor: Tensor | None, shape: list[int], dtype: str, *, source: int, device: torch.device
-) -> Tensor:
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-    moved = tensor.to(device)
-    # As bytes: not every backend knows every dtype.
-    dist.broadcast(moved.view(-1).view(torch.uint8), src=source)
-    return moved
+def _empty(shape: list[int], dtype: str) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def _buffer(old: Tensor | None, shape: list[int], dtype: str) -> Tensor:
+    fits = old is not None and list(old.shape) == shape and old.dtype == getattr(torch, dtype)
+    return old if fits and old is not None else _empty(shape, dtype)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Not every backend knows every dtype."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _receive(sender: int, buffer: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        dist.recv(_as_bytes(buffer), src=sender)
+        return buffer
+    moved = torch.empty_like(buffer, device=device)
+    dist.recv(_as_bytes(moved), src=sender)
+    return buffer.copy_(moved)
+
+
+def _send_json(value: Any, *, to: int, device: torch.device) -> None:
+    text = json.dumps(value).encode()
+    dist.send(torch.tensor([len(text)], device=device), dst=to)
+    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), dst=to)
+
+
+def _receive_json(sender: int, *, device: torch.device) -> Any:
+    size = torch.tensor([0], device=device)
+    dist.recv(size, src=sender)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.recv(data, src=sender)
+    return json.loads(bytes(data.cpu().tolist()))
 
 
 def _broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:

@@ -19,11 +19,11 @@ from jobs.digits import Digits, Images
 from jobs.gpt import GPT, Windows
 from orchestrator.config import schema
 from orchestrator.job import Job, Split
-from orchestrator.mesh import Mesh, even_shares
 from orchestrator.messages import Assignment
-from orchestrator.plan import Plan, WorkerPlan
+from orchestrator.plan import Node, Plan, make_plan
 from orchestrator.strategies import make_strategy
 from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.pipeline import Pipeline
 from orchestrator.strategies.single import Single
 from orchestrator.worker.data import train_batches
 from orchestrator.worker.loop import seed_step
@@ -51,6 +51,19 @@ DDP = schema.DDPConfig(
     powersgd_rank=4,
     find_unused_parameters=False,
 )
+CLUSTER = schema.ClusterConfig(
+    address=None,
+    device="cpu",
+    cpus_per_worker=1,
+    autoscaling=False,
+    dashboard=False,
+    pending_timeout_s=5,
+    rendezvous_timeout_s=20,
+    collective_timeout_s=20,
+    heartbeat_s=1,
+    heartbeat_timeout_s=5,
+    stop_grace_s=5,
+)
 
 
 made: list[Strategy] = []
@@ -63,7 +76,7 @@ class Case:
 
     job: Job
     train: schema.TrainConfig = TRAIN
-    options: schema.DDPConfig = DDP
+    options: schema.StrategyConfig = DDP
     seed: int = 3
 
 
@@ -84,21 +97,50 @@ def losses(ranks: list[Steps]) -> Tensor:
     return sums / torch.tensor([r.weights for r in ranks], dtype=torch.float64).sum(0)
 
 
+def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
+    """The configuration of ``case`` for that many workers."""
+    options = SINGLE if world_size == 1 else replace(case.options, num_workers=world_size)
+    config = schema.Config(
+        name="test",
+        seed=case.seed,
+        resume="never",
+        output_dir="outputs",
+        plan=False,
+        profile=False,
+        train=case.train,
+        data=schema.DataConfig(num_workers=0),
+        checkpoint=schema.CheckpointConfig(every=0, keep=3),
+        tracking=schema.TrackingConfig(
+            uri=None, experiment="test", request_timeout_s=1, flush_timeout_s=1, system_metrics_every_s=0
+        ),
+        cluster=CLUSTER,
+        strategy=options,
+        job=schema.JobSpec(target="test.Test", fields={}),
+    )
+    return replace(config, **changes)
+
+
+def plan_of(config: schema.Config) -> Plan:
+    return make_plan(config, (Node(node_id="here", name="here", cpus=8, gpus=0),), oversubscribe_cpus=True)
+
+
 def make(case: Case, rank: int) -> Strategy:
     """The strategy of ``case`` on this rank of the default group, set up."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    options = SINGLE if world_size == 1 else case.options
+    config = config_of(case, world_size)
+    plan = plan_of(config)
     context = Context(
-        mesh=Mesh(data_parallel_size=world_size),
+        mesh=plan.mesh,
         global_rank=rank,
         device=CPU,
         seed=case.seed,
         train=case.train,
-        options=options,
+        options=config.strategy,
+        pipeline=plan.pipeline,
     )
-    strategy = make_strategy(options.name, context, case.job)
+    strategy = make_strategy(config.strategy.name, context, case.job)
     made.append(strategy)
-    strategy.setup()
+    strategy.setup(case.job.dataset("train"))
     return strategy
 
 
@@ -127,6 +169,7 @@ def steps(
         num_workers=0,
         pin_memory=False,
         timeout_s=10,
+        read=strategy.reads_data,
     )
     for step, batch in zip(range(first, last + 1), batches, strict=True):
         seed_step(context.seed, step, context.global_rank)
@@ -151,7 +194,8 @@ def watched(strategy: Strategy, results: Iterable[StepResult]) -> Steps:
 
 
 def model_of(strategy: Strategy) -> nn.Module:
-    assert isinstance(strategy, Single)
+    """This rank's part of the model."""
+    assert isinstance(strategy, (Single, Pipeline))
     return strategy.model
 
 
@@ -184,52 +228,13 @@ def assignment(
     rendezvous_timeout_s: float = 20,
 ) -> Assignment:
     """Orders as the driver would give them, on this machine and with gloo."""
-    train = case.train if case else TRAIN
-    config = schema.Config(
-        name="test",
-        seed=case.seed if case else 0,
-        resume="never",
+    case = case or Case(job=digits(), seed=0)
+    config = config_of(
+        case,
+        world_size,
         output_dir=run_dir,
-        plan=False,
-        profile=False,
-        train=train,
-        data=schema.DataConfig(num_workers=0),
         checkpoint=schema.CheckpointConfig(every=checkpoint_every, keep=3),
-        tracking=schema.TrackingConfig(
-            uri=None, experiment="test", request_timeout_s=1, flush_timeout_s=1, system_metrics_every_s=0
-        ),
-        cluster=schema.ClusterConfig(
-            address=None,
-            device="cpu",
-            cpus_per_worker=1,
-            autoscaling=False,
-            dashboard=False,
-            pending_timeout_s=5,
-            rendezvous_timeout_s=rendezvous_timeout_s,
-            collective_timeout_s=20,
-            heartbeat_s=1,
-            heartbeat_timeout_s=5,
-            stop_grace_s=5,
-        ),
-        strategy=SINGLE if world_size == 1 else DDP,
-        job=schema.JobSpec(target="test.Test", fields={}),
-    )
-    shares = even_shares(train.global_batch_size, world_size)
-    plan = Plan(
-        run_name="test",
-        strategy=config.strategy.name,
-        job="test",
-        steps=train.steps,
-        global_batch_size=train.global_batch_size,
-        grad_accumulation=train.grad_accumulation,
-        mesh=Mesh(data_parallel_size=world_size),
-        device="cpu",
-        cpus_per_worker=1,
-        gpus_per_worker=0,
-        threads_per_worker=1,
-        workers=tuple(
-            WorkerPlan(global_rank=r, dp_rank=r, pp_rank=0, samples_per_step=share) for r, share in enumerate(shares)
-        ),
+        cluster=replace(CLUSTER, rendezvous_timeout_s=rendezvous_timeout_s),
     )
     return Assignment(
         generation=generation,
@@ -243,7 +248,7 @@ def assignment(
         run_uid="test",
         working_dir=run_dir,
         import_paths=(),
-        plan=plan,
+        plan=plan_of(config),
         config=config,
         checkpoint=checkpoint,
     )

@@ -270,10 +270,10 @@ def test_the_key_of_another_strategy_names_its_owner() -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("strategy=dpp", "strategy=dpp: unknown; did you mean ddp? (valid: ddp, single)"),
-        ("strategy=zzz", "strategy=zzz: unknown; valid: ddp, single"),
-        ("strategy=null", "strategy=null: unknown; valid: ddp, single"),
-        ("strategy=[ddp,single]", "strategy=[ddp,single]: unknown; valid: ddp, single"),
+        ("strategy=dpp", f"strategy=dpp: unknown; did you mean ddp? (valid: {', '.join(choices('strategy'))})"),
+        ("strategy=zzz", f"strategy=zzz: unknown; valid: {', '.join(choices('strategy'))}"),
+        ("strategy=null", f"strategy=null: unknown; valid: {', '.join(choices('strategy'))}"),
+        ("strategy=[ddp,single]", f"strategy=[ddp,single]: unknown; valid: {', '.join(choices('strategy'))}"),
         ("job=gptt", f"job=gptt: unknown; did you mean gpt? (valid: {', '.join(choices('job'))})"),
         ("experiment=qick", "experiment=qick: unknown; did you mean quick? (valid: quick)"),
     ],

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 EAGER = """
-import sys, torch, torch.distributed as dist
+import inspect, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from orchestrator.worker import deferred_dynamo
 deferred_dynamo.install()
@@ -24,6 +24,7 @@ for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
         optimizer.step()
         scheduler.step()
     optimizer.load_state_dict(optimizer.state_dict())
+inspect.getmodule(inspect.currentframe())
 dist.destroy_process_group()
 assert "torch._dynamo.eval_frame" not in sys.modules, "the compiler was imported"
 """
@@ -42,8 +43,12 @@ assert torch._dynamo.utils.counters is not None
 torch._dynamo.reset()
 """
 
+PIPELINES = """
+import torch.distributed.pipelining
+"""
 
-@pytest.mark.parametrize("then", ["", COMPILED, SUBMODULE], ids=["eager", "compile", "submodule"])
+
+@pytest.mark.parametrize("then", ["", COMPILED, SUBMODULE, PIPELINES], ids=["eager", "compile", "submodule", "pipelines"])
 def test_compiler_is_loaded_only_on_demand(then: str) -> None:
     done = subprocess.run([sys.executable, "-c", EAGER + then], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.config.help import help_text
 from orchestrator.config.overrides import GROUPS, choices
+from orchestrator.config.schema import STRATEGIES
 from orchestrator.launch import main
 
 WIDTH = 100
@@ -114,7 +115,7 @@ def complete(line: str, cwd: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("strategy=", ["strategy=ddp", "strategy=single"]),
+        ("strategy=", [f"strategy={name}" for name in sorted(STRATEGIES)]),
         ("-m strategy=s", ["strategy=single"]),
         ("strategy=single train.st", ["train.steps="]),
         ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),

@@ -1,0 +1,109 @@
+"""A model as a sequence of layers: which there are, what flows between them, what each costs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from orchestrator.model.cut import Layer
+from orchestrator.model.partial_init import Outline, places
+
+MEASURED_RUNS = 3
+MEASURED_S = 1.0
+"""A layer is run ``MEASURED_RUNS`` times, or until it has taken this long."""
+
+Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def layers_of(model: nn.Sequential) -> list[Layer]:
+    """The children of a Sequential."""
+    return [
+        Layer(
+            name=name,
+            trainable=any(p.requires_grad for p in child.parameters()),
+            num_parameters=sum(p.numel() for p in child.parameters()),
+        )
+        for name, child in model._modules.items()
+        if child is not None
+    ]
+
+
+def flow(outline: Outline, inputs: Any, *, precision: Precision) -> list[Any]:
+    """What goes into each layer, and at the end what comes out of the last: fake tensors.
+
+    ``inputs``: a batch as the model takes it, of real tensors on the outline's device.
+    """
+    with outline.fake, precision():
+        value = pytree.tree_map_only(Tensor, outline.fake.from_tensor, inputs)
+        values = [value]
+        for layer in outline.model.children():
+            value = layer(value)
+            values.append(value)
+    return values
+
+
+def costs(
+    outline: Outline, values: Sequence[Any], inputs: Any, *, precision: Precision, loss: Callable[[Any], Tensor]
+) -> list[float]:
+    """Milliseconds of forward and backward of each layer; the last one with the loss.
+
+    ``values`` are those of :func:`flow`. One layer at a time has memory, filled with small random numbers, and
+    layers alike in all but their numbers are measured once. The outline is used up.
+    """
+    known: dict[Any, float] = {}
+    found = []
+    layers = list(outline.model.children())
+    for number, layer in enumerate(layers):
+        last = number == len(layers) - 1
+        tensors = (*pytree.tree_leaves(values[number]), *layer.parameters())
+        kind = (repr(layer), last, *((t.shape, t.dtype) for t in tensors if isinstance(t, Tensor)))
+        if kind not in known:
+            value = inputs if number == 0 else pytree.tree_map_only(FakeTensor, _filled, values[number])
+            own = list(places(layer))
+            memory = {id(place.tensor): _filled(place.tensor) for place in own}
+            for place in own:
+                place.fill(memory)
+            known[kind] = _cost(layer, value, precision, loss if last else _sum)
+            layer.to("meta")
+        found.append(known[kind])
+    return found
+
+
+def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[Any], Tensor]) -> float:
+    """The shortest of some runs, after one that warms up."""
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) <= MEASURED_RUNS and (len(times) < 2 or time.perf_counter() - began < MEASURED_S):
+        _wait(value)
+        start = time.perf_counter()
+        with precision():
+            out = loss(layer(value))
+        if out.requires_grad:
+            out.backward()
+        _wait(value)
+        times.append((time.perf_counter() - start) * 1e3)
+    return min(times[1:])
+
+
+def _sum(value: Any) -> Tensor:
+    return torch.stack([t.float().sum() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]).sum()
+
+
+def _wait(value: Any) -> None:
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+
+def _filled(fake: Tensor) -> Tensor:
+    real = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+    if real.is_floating_point():
+        real.uniform_(0.01, 0.1)
+    return real.requires_grad_(fake.requires_grad)

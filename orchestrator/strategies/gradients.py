@@ -1,0 +1,47 @@
+"""Gradients of several ranks brought together: sums over replicas, the norm over all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """Replace each tensor by its sum over the ranks of ``group``, several in one collective operation."""
+    pending = []
+    for bucket in _buckets(tensors):
+        flat = torch.cat([t.reshape(-1) for t in bucket])
+        pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for bucket, flat, work in pending:
+        assert work is not None
+        work.wait()
+        for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+
+def norm_over(group: dist.ProcessGroup, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of all tensors of all ranks of ``group`` together."""
+    squares = torch.zeros((), device=device)
+    if tensors:
+        squares = torch.nn.utils.get_total_norm(tensors).square().to(device)
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to ``BUCKET_BYTES`` together."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,336 @@
+"""``model_parallel``, ``pipeline`` and ``ddp_pipeline``: the model cut into stages, a chain of workers a replica.
+
+Each worker builds only its own stages. Micro-batches flow through the chain in the order of a schedule of
+``torch.distributed.pipelining``; one micro-batch is the naive split. The loss of a micro-batch is weighted by its
+part of the global weight, so that the gradients that add up, over micro-batches, slices and replicas, are those
+of ``single``. Gradients are brought together after the last backward pass, in one way for every schedule: the
+zero-bubble ones go around DDP's hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, default_collate
+
+from orchestrator.config.schema import StagedConfig
+from orchestrator.job import Job
+from orchestrator.mesh import even_shares
+from orchestrator.model.cut import Cut, balance, cut_at
+from orchestrator.model.layers import Precision, costs, flow, layers_of
+from orchestrator.model.partial_init import outline
+from orchestrator.model.stages import Spec, Stage, build_stages, stage_of_name, state_of, tied_names
+from orchestrator.strategies.base import Context, EvalSums, Span, StepResult, Strategy
+from orchestrator.strategies.forward_pass import forward_only
+from orchestrator.strategies.gradients import norm_over, sum_over
+from orchestrator.strategies.single import first_rows, weighted
+from orchestrator.strategies.timed_stage import Clock, TimedStage
+from orchestrator.worker import state as train_state
+from orchestrator.worker.data import to_device
+from orchestrator.worker.state import TrainState
+from orchestrator.worker.transfer import broadcast_state, gather_states
+
+
+class Pipeline(Strategy):
+    def __init__(self, context: Context, job: Job):
+        super().__init__(context, job)
+        assert context.pipeline is not None
+        self.layout = context.pipeline
+        train, mesh = context.train, context.mesh
+        share = even_shares(train.global_batch_size, mesh.data_parallel_size)[context.dp_rank]
+        self._rows = share // train.grad_accumulation // self.layout.num_microbatches
+        self._own = self.layout.stages_of(context.pp_rank)
+        self._feeds = 0 in self._own
+        self._has_loss = self.layout.num_stages - 1 in self._own
+        self.reads_data = self._feeds or self._has_loss
+        self._clock = Clock(context.device)
+        self._comm_ms: float | None = None
+        self._inputs: list[Any] = []
+        self._targets: list[Any] = []
+        self._weights: Sequence[float | Tensor] = []
+        self._total_weight: float | Tensor = 1.0
+        self._loss_sum = torch.zeros(())
+
+    def setup(self, train_set: Dataset[Any]) -> None:
+        context = self.context
+        grid = context.mesh.device_mesh(context.device.type)
+        self._chain, self._replicas = grid.get_group("pp"), grid.get_group("dp")
+        collate = self.job.collate or default_collate
+        inputs, target = to_device(collate([train_set[0]] * self._rows), context.device)
+        whole = outline(self.job.model, context.device)
+        if not isinstance(whole.model, nn.Sequential):
+            raise ValueError("the model is not an nn.Sequential")
+        self._layers = layers_of(whole.model)
+        tied = tied_names(whole.model)
+        values = flow(whole, inputs, precision=self._precision)
+
+        def measured() -> Sequence[float]:
+            fresh = outline(self.job.model, context.device)
+            return costs(fresh, values, inputs, precision=self._precision, loss=lambda o: self.job.loss(o, target))
+
+        self.cut = self._agreed_cut(measured)
+        self.stages = build_stages(
+            self.job.model, whole, values, self.cut, self._own, device=context.device, seed=context.seed
+        )
+        self.model = state_of(self.stages)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self.job.optimizer(self.parameters)
+        self.scheduler = self.job.scheduler(self.optimizer, context.train.steps)
+        self._tie(tied)
+        self._make_schedule()
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+        context, train = self.context, self.context.train
+        slices = [to_device(b, context.device) for b in microbatches]
+        targets, weights = self._weigh(slices)
+        buffers = [b.clone() for b in self.model.buffers()] if train.on_nonfinite == "skip" else []
+        self.optimizer.zero_grad()
+        self._loss_sum = torch.zeros((), device=context.device)
+        self._clock.restart()
+        m = self.layout.num_microbatches
+        for number, batch in enumerate(slices):
+            if self._feeds:
+                self._inputs = self._cut_rows(batch[0])
+            if self._has_loss:
+                self._targets, self._weights = targets[number], weights[number * m : (number + 1) * m]
+            self._run_schedule()
+        self._bring_gradients_together()
+        norm: Tensor | None = None
+        if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
+            counted = [p.grad for p in self.parameters if p.grad is not None and p not in self._counted_elsewhere]
+            norm = norm_over(self._chain, counted, context.device)
+        weight = torch.as_tensor(sum(w for w in weights), dtype=torch.float32)
+        if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            return StepResult(loss_sum=self._loss_sum, weight=weight, grad_norm=norm, skipped=True)
+        if norm is not None and train.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.parameters, train.clip_norm, norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return StepResult(loss_sum=self._loss_sum, weight=weight, grad_norm=norm)
+
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        device = self.context.device
+        inputs, target = to_device(batch, device) if self.reads_data else (None, None)
+        for stage in self.stages:
+            stage.module.eval()
+        with torch.no_grad(), self._precision():
+            outputs = forward_only(
+                self.stages,
+                self._cut_rows(inputs) if self._feeds else [],
+                layout=self.layout,
+                chain=self._chain,
+                device=device,
+            )
+            loss_sum, total = torch.zeros((), device=device), torch.zeros((), device=device)
+            sums: dict[str, Tensor] = {}
+            for number, output in enumerate(outputs):
+                rows = min(max(valid - number * self._rows, 0), self._rows)
+                if rows == 0:
+                    break
+                output, wanted = first_rows(output, rows), first_rows(self._cut_rows(target)[number], rows)
+                weight = self.job.weight(wanted)
+                weight = rows if weight is None else weight
+                loss_sum += weighted(self.job.loss(output, wanted), weight)
+                total += weight
+                for name, value in self.job.metrics(output, wanted).items():
+                    sums[name] = sums[name] + value if name in sums else value
+        for stage in self.stages:
+            stage.module.train()
+        return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
+
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        context = self.context
+        if context.dp_rank != 0:
+            return None
+        state = train_state.capture(
+            self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
+        )
+        states = gather_states(
+            train_state.without_shared(state, self._first_names),
+            ranks=context.mesh.pipeline(0),
+            rank=context.global_rank,
+            device=context.device,
+            into=into,
+        )
+        return None if states is None else train_state.merge(states)
+
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        context = self.context
+        own = set(self.model.state_dict())
+        wanted = own | {first for name, first in self._first_names.items() if name in own}
+        state = broadcast_state(
+            state, source=source, rank=context.global_rank, device=context.device, keep=wanted.__contains__
+        )
+        train_state.restore(state, self.model, self.optimizer, self.scheduler, partial=True)
+        return state.meta
+
+    @property
+    def eval_batch_size(self) -> int:
+        return self._rows * self.layout.num_microbatches
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def spans(self) -> tuple[Span, ...]:
+        return self._clock.spans()
+
+    def comm_ms(self) -> float | None:
+        return self._comm_ms
+
+    def _agreed_cut(self, measure: Any) -> Cut:
+        """The cut of the configuration, or the balanced one as rank 0 has measured."""
+        split = self.context.options.split if isinstance(self.context.options, StagedConfig) else "auto"
+        num_stages = self.layout.num_stages
+        if split != "auto":
+            cut, faults = cut_at(self._layers, split, num_stages)
+            if cut is None:
+                raise ValueError("\n".join(faults))
+            return cut
+        starts = torch.zeros(num_stages, dtype=torch.int64, device=self.context.device)
+        if self.context.global_rank == 0:
+            starts.copy_(torch.tensor(balance(self._layers, measure(), num_stages).starts))
+        dist.broadcast(starts, src=0)
+        return Cut(tuple(starts.tolist()))
+
+    def _tie(self, tied: Sequence[Sequence[str]]) -> None:
+        """Prepare for parameters that several stages hold: a group each for their gradients, and who counts them."""
+        names = [layer.name for layer in self._layers]
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        self._first_names: dict[str, str] = {}
+        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._counted_elsewhere: set[Tensor] = set()
+        for group in tied:
+            ranks = [self.layout.stage_ranks[stage_of_name(name, self.cut, names)] for name in group]
+            if len(set(ranks)) == 1:
+                continue
+            self._first_names |= {name: group[0] for name in group[1:]}
+            for dp_rank in range(self.context.mesh.data_parallel_size):
+                holders = sorted({self.context.mesh.global_rank(dp_rank=dp_rank, pp_rank=r) for r in ranks})
+                process_group = dist.new_group(holders)
+                held = next((own[name] for name in group if name in own), None)
+                if self.context.global_rank in holders and held is not None:
+                    self._shared.append((held, process_group))
+                    if self.context.pp_rank != ranks[0]:
+                        self._counted_elsewhere.add(held)
+
+    def _make_schedule(self) -> None:
+        layout, device = self.layout, self.context.device
+        self._timed = [
+            TimedStage(
+                _Call(stage, self._input, self._precision),
+                stage.index,
+                layout.num_stages,
+                device,
+                input_args=_examples(stage.inputs, device),
+                output_args=_examples(stage.outputs, device),
+                group=self._chain,
+                clock=self._clock,
+            )
+            for stage in self.stages
+        ]
+        cls: Any = get_schedule_class(layout.schedule)
+        several = issubclass(cls, PipelineScheduleMulti)
+        self._schedule = cls(
+            self._timed if several else self._timed[0], layout.num_microbatches, loss_fn=self._loss, scale_grads=False
+        )
+
+    def _run_schedule(self) -> None:
+        """One slice of the batch: the schedule passes micro-batch numbers around, inputs and targets stay here."""
+        numbers = torch.arange(self.layout.num_microbatches)
+        self._schedule.step(
+            *([numbers] if self._feeds else []), target=numbers if self._has_loss else None, return_outputs=False
+        )
+
+    def _input(self, number: Tensor) -> Any:
+        return self._inputs[int(number)]
+
+    def _loss(self, output: Any, number: Tensor) -> Tensor:
+        target, weight = self._targets[int(number)], self._weights[int(number)]
+        with self._clock.span("F", self.layout.num_stages - 1, int(number)), self._precision():
+            loss = self.job.loss(output, target)
+        self._loss_sum += weighted(loss.detach(), weight)
+        return loss * (weight / self._total_weight)
+
+    def _weigh(self, slices: Sequence[Any]) -> tuple[list[list[Any]], list[float | Tensor]]:
+        """The targets of each slice by micro-batch, and the weight of every micro-batch, where the loss is."""
+        if not self._has_loss:
+            return [], []
+        targets = [self._cut_rows(target) for _, target in slices]
+        weights = [self.job.weight(target) for slice_ in targets for target in slice_]
+        if weights[0] is None:
+            self._total_weight = self.context.train.global_batch_size
+            return targets, [self._rows] * len(weights)
+        counted = [w for w in weights if w is not None]
+        total = torch.as_tensor(sum(counted), dtype=torch.float32, device=self.context.device).clone()
+        dist.all_reduce(total, group=self._replicas)
+        self._total_weight = total
+        return targets, list(counted)
+
+    def _cut_rows(self, value: Any) -> list[Any]:
+        """Nested tensors of a slice as those of its micro-batches."""
+
+        def rows(start: int) -> Any:
+            return pytree.tree_map_only(Tensor, lambda t: t[start : start + self._rows], value)
+
+        return [rows(number * self._rows) for number in range(self.layout.num_microbatches)]
+
+    def _bring_gradients_together(self) -> None:
+        """Shared parameters over their stages, then every parameter over the replicas of its stage."""
+        began = time.perf_counter()
+        for parameter, group in self._shared:
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, group=group)
+        if self.context.mesh.data_parallel_size == 1:
+            return
+        unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            raise ValueError(
+                f"parameters that take no part in the loss: {', '.join(unused)}; the other replicas would wait for "
+                "their gradients. Use them or freeze them (requires_grad=False)"
+            )
+        sum_over(self._replicas, [p.grad for p in self.parameters if p.grad is not None])
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, group=self._replicas, group_src=0)
+        self._comm_ms = (time.perf_counter() - began) * 1e3
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        enabled = self.context.train.precision == "bf16"
+        with torch.autocast(self.context.device.type, dtype=torch.bfloat16, enabled=enabled):
+            yield
+
+
+class _Call(nn.Module):
+    """A stage as the schedule calls it."""
+
+    def __init__(self, stage: Stage, first_input: Callable[[Tensor], Any], precision: Precision):
+        super().__init__()
+        self.module = stage.module
+        self._stage = stage
+        self._first_input = first_input
+        self._precision = precision
+
+    def forward(self, *received: Tensor) -> Any:
+        with self._precision():
+            if self._stage.inputs is None:
+                return self.module(self._first_input(received[0]))
+            return self.module(received if self._stage.packed else received[0])
+
+
+def _examples(specs: Sequence[Spec] | None, device: torch.device) -> tuple[Tensor, ...]:
+    """What the schedule is told of a stage's ends; at the ends of the chain a mere number."""
+    if specs is None:
+        return (torch.zeros(1),)
+    return tuple(spec.example(device) for spec in specs)
