@@ -1,4 +1,4 @@
-"""A model as a sequence of layers: which there are, what flows between them, what each costs."""
+"""The layers of a model at work: what flows between them, what each costs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from orchestrator.model.cut import Layer
-from orchestrator.model.partial_init import Outline, places
+from orchestrator.model.partial_init import places
+from orchestrator.model.sequence import LayerSequence
 
 MEASURED_RUNS = 3
 MEASURED_S = 1.0
@@ -22,46 +22,31 @@ MEASURED_S = 1.0
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def layers_of(model: nn.Sequential) -> list[Layer]:
-    """The children of a Sequential."""
-    return [
-        Layer(
-            name=name,
-            trainable=any(p.requires_grad for p in child.parameters()),
-            num_parameters=sum(p.numel() for p in child.parameters()),
-        )
-        for name, child in model._modules.items()
-        if child is not None
-    ]
-
-
-def flow(outline: Outline, inputs: Any, *, precision: Precision) -> list[Any]:
+def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[Any]:
     """What goes into each layer, and at the end what comes out of the last: fake tensors.
 
     ``inputs``: a batch as the model takes it, of real tensors on the outline's device.
     """
-    with outline.fake, precision():
-        value = pytree.tree_map_only(Tensor, outline.fake.from_tensor, inputs)
-        values = [value]
-        for layer in outline.model.children():
-            value = layer(value)
-            values.append(value)
+    fake = sequence.outline.fake
+    with fake, precision():
+        values = [pytree.tree_map_only(Tensor, fake.from_tensor, inputs)]
+        for layer in sequence.modules:
+            values.append(layer(values[-1]))
     return values
 
 
 def costs(
-    outline: Outline, values: Sequence[Any], inputs: Any, *, precision: Precision, loss: Callable[[Any], Tensor]
+    sequence: LayerSequence, values: Sequence[Any], inputs: Any, *, precision: Precision, loss: Callable[[Any], Tensor]
 ) -> list[float]:
     """Milliseconds of forward and backward of each layer; the last one with the loss.
 
     ``values`` are those of :func:`flow`. One layer at a time has memory, filled with small random numbers, and
-    layers alike in all but their numbers are measured once. The outline is used up.
+    layers alike in all but their numbers are measured once. The sequence is used up.
     """
     known: dict[Any, float] = {}
     found = []
-    layers = list(outline.model.children())
-    for number, layer in enumerate(layers):
-        last = number == len(layers) - 1
+    for number, layer in enumerate(sequence.modules):
+        last = number == len(sequence.modules) - 1
         tensors = (*pytree.tree_leaves(values[number]), *layer.parameters())
         kind = (repr(layer), last, *((t.shape, t.dtype) for t in tensors if isinstance(t, Tensor)))
         if kind not in known:

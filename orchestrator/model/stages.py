@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.model.cut import Cut
-from orchestrator.model.partial_init import Outline, build_part
+from orchestrator.model.partial_init import outline
+from orchestrator.model.sequence import Children, LayerSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage on this worker. ``module`` bears the model's own names.
+    """A stage on this worker. ``tensors``: its parameters and persistent buffers by the model's own names.
 
     ``inputs``: what the stage before sends; None for the first stage, which takes the model's own input.
     ``outputs``: what it sends; None for the last stage. ``packed``: it takes several tensors as one tuple.
@@ -36,14 +37,42 @@ class Stage:
 
     index: int
     module: nn.Module
+    tensors: Mapping[str, Tensor]
     inputs: tuple[Spec, ...] | None
     outputs: tuple[Spec, ...] | None
     packed: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A parameter that several stages have. ``stages``, in order, each with the names it has there."""
+
+    stages: Mapping[int, tuple[str, ...]]
+
+    @property
+    def first_name(self) -> str:
+        return next(iter(self.stages.values()))[0]
+
+
+def sequence_of(
+    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str]
+) -> LayerSequence:
+    """The layers of the model that ``build`` returns; ``inputs`` is a real micro-batch, ``split`` asks for cuts.
+
+    Raises:
+        ValueError: it cannot be cut; the text says why and what else to do.
+    """
+    whole = outline(build, device)
+    if isinstance(whole.model, nn.Sequential):
+        return Children(whole)
+    from orchestrator.model.tracing import Traced  # here, because the tracer takes seconds to import
+
+    return Traced(build, inputs, device, split=split)
+
+
 def build_stages(
     build: Callable[[], nn.Module],
-    outline: Outline,
+    sequence: LayerSequence,
     values: Sequence[Any],
     cut: Cut,
     own: Iterable[int],
@@ -51,23 +80,23 @@ def build_stages(
     device: torch.device,
     seed: int,
 ) -> list[Stage]:
-    """The stages ``own`` of the Sequential that ``build`` returns. ``values`` are those of ``layers.flow``.
+    """The stages ``own`` of the model that ``build`` returns. ``values`` are those of ``layers.flow``.
 
     Raises:
         ValueError: something else than tensors flows between two stages.
     """
-    names = [name for name, layer in outline.model._modules.items() if layer is not None]
-    boundaries = [None, *(_specs(values[start], names[start - 1]) for start in cut.starts[1:]), None]
-    own = sorted(own)
-    mine = {names[i] for stage in own for i in cut.layers_of(stage, len(names))}
-    model = build_part(build, lambda name: name.partition(".")[0] in mine, seed=seed)
+    n = len(sequence.names)
+    boundaries = [None, *(_specs(values[start], sequence.names[start - 1]) for start in cut.starts[1:]), None]
+    numbers = {stage: cut.layers_of(stage, n) for stage in sorted(own)}
+    layers = sequence.realise(build, [i for of_stage in numbers.values() for i in of_stage], seed=seed)
     stages = []
-    for stage in own:
-        layers = OrderedDict((names[i], model._modules[names[i]]) for i in cut.layers_of(stage, len(names)))
+    for stage, of_stage in numbers.items():
+        module = nn.Sequential(*(layers[i] for i in of_stage)).to(device)
         stages.append(
             Stage(
                 index=stage,
-                module=nn.Sequential(layers).to(device),  # type: ignore[arg-type]
+                module=module,
+                tensors={name: t for i in of_stage for name, t in sequence.tensors_of(i, layers[i]).items()},
                 inputs=boundaries[stage],
                 outputs=boundaries[stage + 1],
                 packed=stage > 0 and not isinstance(values[cut.starts[stage]], Tensor),
@@ -77,14 +106,14 @@ def build_stages(
 
 
 def state_of(stages: Sequence[Stage]) -> nn.Module:
-    """A bare module with the parameters and persistent buffers of all these stages under the model's own names.
+    """A bare module with all tensors of these stages under the model's own names.
 
     Raises:
         ValueError: a module keeps something else than tensors in its ``state_dict()``.
     """
     root = nn.Module()
     for stage in stages:
-        for name, tensor in stage.module.state_dict(keep_vars=True).items():
+        for name, tensor in stage.tensors.items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(
                     f"{name} in the model's state_dict() is a {type(tensor).__name__}; only tensors can be saved"
@@ -102,18 +131,23 @@ def state_of(stages: Sequence[Stage]) -> nn.Module:
     return root
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has more than one, in the model's order."""
+def shared_parameters(sequence: LayerSequence, cut: Cut) -> list[Shared]:
+    """The parameters that more than one stage has."""
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in sequence.outline.model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-    return [found for found in names.values() if len(found) > 1]
-
-
-def stage_of_name(name: str, cut: Cut, layer_names: Sequence[str]) -> int:
-    """The stage that has the parameter or buffer of that name."""
-    layer = layer_names.index(name.partition(".")[0])
-    return sum(start <= layer for start in cut.starts) - 1
+    n = len(sequence.names)
+    in_stage = [
+        {name for i in cut.layers_of(stage, n) for name in sequence.tensors_of(i, sequence.modules[i])}
+        for stage in range(cut.num_stages)
+    ]
+    found = []
+    for aliases in names.values():
+        held = {stage: tuple(a for a in aliases if a in own) for stage, own in enumerate(in_stage)}
+        held = {stage: own for stage, own in held.items() if own}
+        if len(held) > 1:
+            found.append(Shared(stages=held))
+    return found
 
 
 def _specs(value: Any, after: str) -> tuple[Spec, ...]:

@@ -25,9 +25,16 @@ from orchestrator.config.schema import StagedConfig
 from orchestrator.job import Job
 from orchestrator.mesh import even_shares
 from orchestrator.model.cut import Cut, balance, cut_at
-from orchestrator.model.layers import Precision, costs, flow, layers_of
-from orchestrator.model.partial_init import outline
-from orchestrator.model.stages import Spec, Stage, build_stages, stage_of_name, state_of, tied_names
+from orchestrator.model.layers import Precision, costs, flow
+from orchestrator.model.stages import (
+    Shared,
+    Spec,
+    Stage,
+    build_stages,
+    sequence_of,
+    shared_parameters,
+    state_of,
+)
 from orchestrator.strategies.base import Context, EvalSums, Span, StepResult, Strategy
 from orchestrator.strategies.forward_pass import forward_only
 from orchestrator.strategies.gradients import norm_over, sum_over
@@ -65,26 +72,25 @@ class Pipeline(Strategy):
         self._chain, self._replicas = grid.get_group("pp"), grid.get_group("dp")
         collate = self.job.collate or default_collate
         inputs, target = to_device(collate([train_set[0]] * self._rows), context.device)
-        whole = outline(self.job.model, context.device)
-        if not isinstance(whole.model, nn.Sequential):
-            raise ValueError("the model is not an nn.Sequential")
-        self._layers = layers_of(whole.model)
-        tied = tied_names(whole.model)
-        values = flow(whole, inputs, precision=self._precision)
+        split = self._split()
+        sequence = sequence_of(self.job.model, inputs, context.device, split=split or ())
+        self._layers = sequence.layers
+        values = flow(sequence, inputs, precision=self._precision)
 
-        def measured() -> Sequence[float]:
-            fresh = outline(self.job.model, context.device)
+        def measure() -> Sequence[float]:
+            fresh = sequence_of(self.job.model, inputs, context.device, split=())
             return costs(fresh, values, inputs, precision=self._precision, loss=lambda o: self.job.loss(o, target))
 
-        self.cut = self._agreed_cut(measured)
+        self.cut = self._agreed_cut(split, measure)
+        shared = shared_parameters(sequence, self.cut)
         self.stages = build_stages(
-            self.job.model, whole, values, self.cut, self._own, device=context.device, seed=context.seed
+            self.job.model, sequence, values, self.cut, self._own, device=context.device, seed=context.seed
         )
         self.model = state_of(self.stages)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.job.optimizer(self.parameters)
         self.scheduler = self.job.scheduler(self.optimizer, context.train.steps)
-        self._tie(tied)
+        self._share(shared)
         self._make_schedule()
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
@@ -105,7 +111,8 @@ class Pipeline(Strategy):
         self._bring_gradients_together()
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
-            counted = [p.grad for p in self.parameters if p.grad is not None and p not in self._counted_elsewhere]
+            elsewhere = {own for name, own in self.model.named_parameters() if name in self._saved_elsewhere}
+            counted = [p.grad for p in self.parameters if p.grad is not None and p not in elsewhere]
             norm = norm_over(self._chain, counted, context.device)
         weight = torch.as_tensor(sum(w for w in weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
@@ -157,7 +164,7 @@ class Pipeline(Strategy):
             self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
         )
         states = gather_states(
-            train_state.without_shared(state, self._first_names),
+            train_state.without_shared(state, self._saved_elsewhere, saved=self._names_elsewhere),
             ranks=context.mesh.pipeline(0),
             rank=context.global_rank,
             device=context.device,
@@ -168,7 +175,7 @@ class Pipeline(Strategy):
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context
         own = set(self.model.state_dict())
-        wanted = own | {first for name, first in self._first_names.items() if name in own}
+        wanted = own | set(self._saved_elsewhere.values())
         state = broadcast_state(
             state, source=source, rank=context.global_rank, device=context.device, keep=wanted.__contains__
         )
@@ -189,11 +196,16 @@ class Pipeline(Strategy):
     def comm_ms(self) -> float | None:
         return self._comm_ms
 
-    def _agreed_cut(self, measure: Any) -> Cut:
+    def _split(self) -> tuple[str, ...] | None:
+        """The names that the configuration gives; None: cut by measured time."""
+        options = self.context.options
+        assert isinstance(options, StagedConfig)
+        return None if options.split == "auto" else options.split
+
+    def _agreed_cut(self, split: Sequence[str] | None, measure: Callable[[], Sequence[float]]) -> Cut:
         """The cut of the configuration, or the balanced one as rank 0 has measured."""
-        split = self.context.options.split if isinstance(self.context.options, StagedConfig) else "auto"
         num_stages = self.layout.num_stages
-        if split != "auto":
+        if split is not None:
             cut, faults = cut_at(self._layers, split, num_stages)
             if cut is None:
                 raise ValueError("\n".join(faults))
@@ -204,26 +216,25 @@ class Pipeline(Strategy):
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
 
-    def _tie(self, tied: Sequence[Sequence[str]]) -> None:
-        """Prepare for parameters that several stages hold: a group each for their gradients, and who counts them."""
-        names = [layer.name for layer in self._layers]
-        own = dict(self.model.named_parameters(remove_duplicate=False))
-        self._first_names: dict[str, str] = {}
+    def _share(self, shared: Sequence[Shared]) -> None:
+        """Prepare for parameters that several stages have: a group each for their gradients; the first saves them."""
+        mesh, own = self.context.mesh, dict(self.model.named_parameters(remove_duplicate=False))
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        self._counted_elsewhere: set[Tensor] = set()
-        for group in tied:
-            ranks = [self.layout.stage_ranks[stage_of_name(name, self.cut, names)] for name in group]
+        self._saved_elsewhere: dict[str, str] = {}
+        self._names_elsewhere: set[str] = set()
+        for parameter in shared:
+            ranks = [self.layout.stage_ranks[stage] for stage in parameter.stages]
             if len(set(ranks)) == 1:
                 continue
-            self._first_names |= {name: group[0] for name in group[1:]}
-            for dp_rank in range(self.context.mesh.data_parallel_size):
-                holders = sorted({self.context.mesh.global_rank(dp_rank=dp_rank, pp_rank=r) for r in ranks})
-                process_group = dist.new_group(holders)
-                held = next((own[name] for name in group if name in own), None)
-                if self.context.global_rank in holders and held is not None:
-                    self._shared.append((held, process_group))
+            for dp_rank in range(mesh.data_parallel_size):
+                holders = sorted({mesh.global_rank(dp_rank=dp_rank, pp_rank=rank) for rank in ranks})
+                group = dist.new_group(holders)
+                if self.context.global_rank in holders:
+                    here = [names for stage, names in parameter.stages.items() if stage in self._own]
+                    self._shared.append((own[here[0][0]], group))
                     if self.context.pp_rank != ranks[0]:
-                        self._counted_elsewhere.add(held)
+                        self._saved_elsewhere |= {name: parameter.first_name for names in here for name in names}
+                        self._names_elsewhere.update(next(iter(parameter.stages.values())))
 
     def _make_schedule(self) -> None:
         layout, device = self.layout, self.context.device
@@ -325,8 +336,17 @@ class _Call(nn.Module):
     def forward(self, *received: Tensor) -> Any:
         with self._precision():
             if self._stage.inputs is None:
-                return self.module(self._first_input(received[0]))
-            return self.module(received if self._stage.packed else received[0])
+                out = self.module(self._first_input(received[0]))
+            else:
+                out = self.module(received if self._stage.packed else received[0])
+        return out if self._stage.outputs is None else pytree.tree_map_only(Tensor, _sendable, out)
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """Backends send what is contiguous; schedules that halve the backward pass detach it, which no view allows."""
+    if tensor._is_view() or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
 
 
 def _examples(specs: Sequence[Spec] | None, device: torch.device) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -189,19 +189,20 @@ def merge(states: Sequence[TrainState]) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, meta={**states[0].meta, **united})
 
 
-def without_shared(state: TrainState, first_names: Mapping[str, str]) -> TrainState:
-    """``state`` of a stage without the optimizer's part of parameters that another stage saves.
+def without_shared(state: TrainState, first_names: Mapping[str, str], *, saved: Collection[str]) -> TrainState:
+    """``state`` of a stage without what another stage saves of the parameters that both have.
 
-    ``first_names``: the further names of parameters that several stages share, each with the first name.
+    ``first_names``: the names that such parameters have here, each with the first name that they have there.
+    ``saved``: the names under which they are saved there.
     """
     groups = [
         {**group, "params": [name for name in group["params"] if name not in first_names]}
         for group in state.meta["param_groups"]
     ]
     scalars = {n: v for n, v in state.meta["optimizer_scalars"].items() if n not in first_names}
-    tied = {name: first for name, first in first_names.items() if name in state.model}
+    tied = {name: first for name, first in first_names.items() if name not in saved}
     return TrainState(
-        model=state.model,
+        model={n: t for n, t in state.model.items() if not (n in first_names and n in saved)},
         optimizer={p: t for p, t in state.optimizer.items() if p.rpartition("/")[0] not in first_names},
         meta={
             **state.meta,

@@ -449,6 +449,36 @@ class Poisoned(Normed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Branched(Toy):
+    """No Sequential: a value skips layers, one weight is used at both ends, another hangs in the root."""
+
+    def model(self) -> nn.Module:
+        return _Branched()
+
+
+class _Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+        self.deep = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10, bias=False))
+        self.last = nn.Linear(10, 16, bias=False)
+        self.last.weight = self.first.weight
+        self.head = nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mask = inputs[:, :1] > 0
+        skipped = self.first(inputs)
+        hidden = skipped
+        for block in self.blocks:
+            hidden = block(hidden).relu()
+        hidden = self.last(self.deep(hidden)) * self.scale
+        out: Tensor = self.head(hidden + skipped * mask)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
 class TwoHeads(Toy):
     """``uses(rank, call)`` says whether the head named ``spare`` takes part in a forward pass."""
 

@@ -28,7 +28,7 @@ WALLS = {
     "mesh":             ("",                                                                   "(torch)"),
     "schedules":        ("",                                                                   ""),
     "model.cut":        ("config",                                                             ""),
-    "model":            ("model.cut",                                                          "torch"),
+    "model":            ("config model.cut",                                                   "torch"),
     "job":              ("config",                                                             "(torch)"),
     "plan":             ("config mesh schedules",                                              ""),
     "messages":         ("config events plan",                                                 ""),

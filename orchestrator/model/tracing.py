@@ -1,0 +1,207 @@
+"""A model that is no ``nn.Sequential`` as a sequence of layers, by the tracer of ``torch.distributed.pipelining``.
+
+The graph is cut before each of the model's own modules that can begin a stage. What a later layer needs of an
+earlier one passes through those between, so that skip connections are no obstacle.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
+
+from orchestrator.config.build import did_you_mean
+from orchestrator.model.partial_init import Outline, build_part, outline, places
+from orchestrator.model.sequence import LayerSequence
+
+Key = tuple[int, int]
+"""A value that flows: the number of the piece it comes from, -1 for the model's input, and which of its results."""
+
+_ADVICE = "make job.model() an nn.Sequential of named layers, or use strategy=ddp"
+
+
+class Traced(LayerSequence):
+    """Pieces of the traced graph, for training and for evaluation: dropout and the like are part of a graph."""
+
+    def __init__(
+        self, build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str]
+    ) -> None:
+        """``inputs``: a real micro-batch. ``split``: names of layers where a cut is asked for.
+
+        Raises:
+            ValueError: the model cannot be traced, or not cut there; the text says why and what else to do.
+        """
+        if not isinstance(inputs, Tensor):
+            raise ValueError(
+                f"the model takes a {type(inputs).__name__}; a tensor is all that the tracer follows; {_ADVICE}"
+            )
+        whole = outline(build, device)
+        names = _beginnings(whole, inputs, split)
+        graphs = {training: _trace(build, inputs, device, names[1:], training) for training in (True, False)}
+        flows = {training: _flow_of(graph.pipe) for training, graph in graphs.items()}
+        if flows[True] != flows[False]:
+            raise ValueError(f"other values flow in training than in evaluation; {_ADVICE}")
+        carried = _carried(flows[True])
+        pieces = [
+            Piece(
+                number,
+                {training: graph.pipe.get_stage_module(number) for training, graph in graphs.items()},
+                takes=carried[number],
+                needs=needs,
+                gives=carried[number + 1] if number + 1 < len(names) else (),
+            )
+            for number, needs in enumerate(flows[True])
+        ]
+        super().__init__(Outline(whole.model, graphs[True].fake), names, pieces)
+        self._persistent = set(whole.model.state_dict())
+
+    def tensors_of(self, number: int, module: nn.Module) -> Mapping[str, Tensor]:
+        state = module.state_dict(keep_vars=True)
+        named = {name.removeprefix(f"{Piece.GRAPH}."): tensor for name, tensor in state.items()}
+        return {name: tensor for name, tensor in named.items() if name in self._persistent}
+
+    def realise(self, build: Callable[[], nn.Module], numbers: Collection[int], *, seed: int) -> dict[int, nn.Module]:
+        own = {number: self.modules[number] for number in numbers}
+        every = [place for piece in own.values() for place in places(piece)]
+        named = [(place, place.name.removeprefix(f"{Piece.GRAPH}.")) for place in every]
+        wanted = {name for _, name in named}
+        part = {place.name: place.tensor for place in places(build_part(build, wanted.__contains__, seed=seed))}
+        for place, name in named:
+            place.fill({id(place.tensor): part[name]})
+        for piece in own.values():
+            assert isinstance(piece, Piece)
+            piece.share()
+        return dict(own)
+
+
+class Piece(nn.Module):
+    """A part of the graph. Takes and gives the values at its ends: one tensor, or a tuple of several."""
+
+    GRAPH = "graph"
+
+    def __init__(
+        self,
+        number: int,
+        graphs: Mapping[bool, nn.Module],
+        *,
+        takes: tuple[Key, ...],
+        needs: tuple[Key, ...],
+        gives: tuple[Key, ...],
+    ):
+        super().__init__()
+        self.add_module(self.GRAPH, graphs[True])
+        self._graphs = dict(graphs)  # the one for evaluation is no submodule: its tensors are the other's
+        self._number = number
+        self._takes, self._needs, self._gives = takes, needs, gives
+
+    def forward(self, value: Any) -> Any:
+        known = dict(zip(self._takes, value if isinstance(value, (tuple, list)) else (value,), strict=True))
+        out = self._graphs[self.training](*(known[key] for key in self._needs))
+        if not self._gives:
+            return out
+        for index, tensor in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
+            known[self._number, index] = tensor
+        # What only passes through becomes a tensor of its own, which a stage's result has to be.
+        given = tuple(known[key].clone() if key in self._takes else known[key] for key in self._gives)
+        return given[0] if len(given) == 1 else given
+
+    def train(self, mode: bool = True) -> Piece:
+        self.training = mode
+        return self
+
+    def share(self) -> None:
+        """Let the graph for evaluation have the tensors of the one for training."""
+        real = {place.name: place.tensor for place in places(self._graphs[True])}
+        for place in list(places(self._graphs[False])):
+            place.fill({id(place.tensor): real[place.name]})
+
+
+@dataclass(frozen=True)
+class _Graph:
+    pipe: Pipe
+    fake: FakeTensorMode
+
+
+def _beginnings(whole: Outline, inputs: Tensor, split: Sequence[str]) -> list[str]:
+    """The modules that begin a piece, in the order of their calls: the outermost ones, and those of ``split``.
+
+    Only a module that is called once in a forward pass can begin one.
+    """
+    calls: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        for name, module in whole.model.named_modules()
+        if name
+    ]
+    with whole.fake:
+        whole.model(whole.fake.from_tensor(inputs))
+    for hook in hooks:
+        hook.remove()
+    times = Counter(calls)
+    once = [name for name in calls if times[name] == 1]
+    for name in split:
+        if name in times and name not in once:
+            raise ValueError(
+                f"strategy.split=[{','.join(split)}]: {name}: is called {times[name]} times in a forward pass; only a "
+                "layer that is called once can begin a stage"
+            )
+        if name not in times:
+            raise ValueError(f"strategy.split=[{','.join(split)}]: {name}: no such layer; {did_you_mean(name, once)}")
+    called = set(calls)
+
+    def outermost(name: str) -> bool:
+        parts = name.split(".")
+        return not any(".".join(parts[:depth]) in called for depth in range(1, len(parts)))
+
+    return [name for name in once if outermost(name) or name in split]
+
+
+def _trace(
+    build: Callable[[], nn.Module], inputs: Tensor, device: torch.device, split: Sequence[str], training: bool
+) -> _Graph:
+    fresh = outline(build, device)  # tracing leaves marks on a model
+    fresh.model.train(training)
+    try:
+        with fresh.fake, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            example = fresh.fake.from_tensor(inputs)
+            pipe = pipeline(fresh.model, (example,), split_spec={name: SplitPoint.BEGINNING for name in split})
+    except Exception as e:
+        reason = " ".join(str(e.__cause__ or e).split())[:300]
+        raise ValueError(f"the model {type(fresh.model).__name__} cannot be cut: {reason}; {_ADVICE}") from e
+    if pipe.num_stages != len(split) + 1:
+        raise ValueError(
+            f"the model {type(fresh.model).__name__} cannot be cut: {len(split)} cuts gave {pipe.num_stages} pieces; "
+            f"{_ADVICE}"
+        )
+    return _Graph(pipe, fresh.fake)
+
+
+def _flow_of(pipe: Pipe) -> list[tuple[Key, ...]]:
+    """The values that each piece is called with."""
+    keys: dict[fx.Node, Key] = {}
+    needs: list[tuple[Key, ...]] = []
+    for node in pipe.split_gm.graph.nodes:
+        if node.op == "placeholder":
+            keys[node] = (-1, 0)
+        elif node.op == "call_module":
+            keys[node] = (len(needs), 0)
+            needs.append(tuple(keys[argument] for argument in node.args))
+        elif node.op == "call_function":  # one of several results
+            keys[node] = (keys[node.args[0]][0], node.args[1])
+    return needs
+
+
+def _carried(needs: Sequence[tuple[Key, ...]]) -> list[tuple[Key, ...]]:
+    """What flows into each piece: all that it or a later one needs of those before it."""
+    return [
+        tuple(sorted({key for later in needs[number:] for key in later if key[0] < number}))
+        for number in range(len(needs))
+    ]
