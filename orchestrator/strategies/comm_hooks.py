@@ -51,7 +51,7 @@ class PowerSGD:
         warm = self._steps >= POWERSGD_WARM_UP_STEPS
         self._steps += bucket.is_last()
         buffer = bucket.buffer()
-        if not warm:
+        if not warm or buffer.is_sparse:
             return average_in(buffer.dtype, bucket)
         self._average_factors(bucket)
         done = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)

@@ -54,7 +54,7 @@ class Single(Strategy):
         self._after_backward()
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
-            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            norm = nn.utils.get_total_norm([entries(p.grad) for p in self.parameters if p.grad is not None])
         local_weight = torch.as_tensor(sum(weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
             # The one wait for the device that `skip` costs: the update depends on it.
@@ -141,6 +141,11 @@ def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
     return loss * weight if weight else torch.zeros_like(loss)
+
+
+def entries(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, each once: a sparse one may have several parts of the same number."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def first_rows(value: Any, rows: int) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_equal_loss import SGD, assert_equal_losses
-from toys import Case, having, losses, train
+from toys import DDP, Case, having, losses, train
 
 from jobs.resnet50 import ResNet50
+from jobs.sparse import MatrixCompletion, SparseLogistic
 from jobs.toy import Toy
 
 
@@ -30,3 +33,36 @@ def test_resnet50_on_two_workers_is_one_worker_with_two_micro_batches(gang):
 def test_toy(gang, grad_accumulation):
     case = Case(job=Toy(), train=having(global_batch_size=30, grad_accumulation=grad_accumulation))
     assert_equal_losses(gang, case, (2, 4), rtol=SGD)
+
+
+LOGISTIC = SparseLogistic(features=500, words=20, samples=400)
+MATRIX = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
+
+
+@pytest.mark.parametrize("grad_accumulation", [1, 3])
+@pytest.mark.parametrize(
+    "job",
+    [LOGISTIC, replace(LOGISTIC, algorithm="sgd", lr=0.02), replace(LOGISTIC, sparse=False), MATRIX],
+    ids=["logistic-adagrad", "logistic-sgd", "logistic-dense", "matrix"],
+)
+def test_sparse_gradients(gang, job, grad_accumulation):
+    train = having(global_batch_size=101, grad_accumulation=grad_accumulation)
+    assert_equal_losses(gang, Case(job=job, train=train), (2, 4), rtol=SGD)
+
+
+def test_powersgd_averages_sparse_gradients_in_full(gang):
+    assert_equal_losses(gang, Case(job=LOGISTIC, options=replace(DDP, comm_hook="powersgd")), (2,), rtol=SGD)
+
+
+@pytest.mark.parametrize("job", [LOGISTIC, MATRIX], ids=["logistic", "matrix"])
+def test_sparse_gradients_are_clipped_by_the_norm_that_dense_ones_have(gang, job):
+    for world_size in (1, 2):
+        norms, found = [], []
+        for one in (job, replace(job, sparse=False)):
+            case = Case(job=one, train=having(grad_accumulation=2, clip_norm=0.1))
+            ranks = gang.run(train, case, world_size=world_size)
+            norms.append([rank.norms for rank in ranks])
+            found.append(losses(ranks))
+        torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(norms[1]), rtol=SGD, atol=0)
+        torch.testing.assert_close(found[0], found[1], rtol=SGD, atol=0)
+        assert min(map(min, norms[0])) > 0.1, "nothing was clipped"
