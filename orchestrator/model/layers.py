@@ -27,9 +27,8 @@ def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[
 
     ``inputs``: a batch as the model takes it, of real tensors on the outline's device.
     """
-    fake = sequence.outline.fake
-    with fake, precision():
-        values = [pytree.tree_map_only(Tensor, fake.from_tensor, inputs)]
+    values = [pytree.tree_map_only(Tensor, sequence.outline.like, inputs)]
+    with sequence.outline.fake, precision():
         for layer in sequence.modules:
             values.append(layer(values[-1]))
     return values

@@ -35,6 +35,11 @@ class Outline:
     model: nn.Module
     fake: FakeTensorMode
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """A fake tensor of that shape, type and device."""
+        with self.fake:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
 
 def outline(build: Callable[[], nn.Module], device: torch.device) -> Outline:
     """The model that ``build`` returns, on ``device``, without memory for its numbers. The generator is left alone."""
@@ -140,7 +145,8 @@ class _Recorder(TorchDispatchMode):
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             real = self._carry_out(func, args, kwargs)
-            out = pytree.tree_map_only(Tensor, self.fake.from_tensor, real)
+            with self.fake:
+                out = pytree.tree_map_only(Tensor, torch.empty_like, real)
         reads = self._numbers((args, kwargs))
         writes = self._numbers(out) | (reads if func._schema.is_mutable else set())
         self._operations.append(_Operation(func, args, kwargs, out, state, reads, writes))

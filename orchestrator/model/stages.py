@@ -86,7 +86,7 @@ def build_stages(
         ValueError: something else than tensors flows between two stages.
     """
     n = len(sequence.names)
-    boundaries = [None, *(_specs(values[start], sequence.names[start - 1]) for start in cut.starts[1:]), None]
+    boundaries = [None, *boundaries_of(sequence, values, cut), None]
     numbers = {stage: cut.layers_of(stage, n) for stage in sorted(own)}
     layers = sequence.realise(build, [i for of_stage in numbers.values() for i in of_stage], seed=seed)
     stages = []
@@ -103,6 +103,15 @@ def build_stages(
             )
         )
     return stages
+
+
+def boundaries_of(sequence: LayerSequence, values: Sequence[Any], cut: Cut) -> list[tuple[Spec, ...]]:
+    """What flows into each stage after the first. ``values`` are those of ``layers.flow``.
+
+    Raises:
+        ValueError: something else than tensors.
+    """
+    return [_specs(values[start], sequence.names[start - 1]) for start in cut.starts[1:]]
 
 
 def state_of(stages: Sequence[Stage]) -> nn.Module:

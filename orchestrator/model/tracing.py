@@ -6,6 +6,7 @@ earlier one passes through those between, so that skip connections are no obstac
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -141,7 +142,7 @@ def _beginnings(whole: Outline, inputs: Tensor, split: Sequence[str]) -> list[st
         if name
     ]
     with whole.fake:
-        whole.model(whole.fake.from_tensor(inputs))
+        whole.model(whole.like(inputs))
     for hook in hooks:
         hook.remove()
     times = Counter(calls)
@@ -160,7 +161,10 @@ def _beginnings(whole: Outline, inputs: Tensor, split: Sequence[str]) -> list[st
         parts = name.split(".")
         return not any(".".join(parts[:depth]) in called for depth in range(1, len(parts)))
 
-    return [name for name in once if outermost(name) or name in split]
+    # Where a layer asked for is the first one of another, both would begin at one point.
+    chosen = [name for name in once if outermost(name) or name in split]
+    after = dict(itertools.pairwise(calls))
+    return [name for name in chosen if not (after.get(name, "").startswith(f"{name}.") and after[name] in split)]
 
 
 def _trace(
@@ -171,7 +175,7 @@ def _trace(
     try:
         with fresh.fake, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            example = fresh.fake.from_tensor(inputs)
+            example = fresh.like(inputs)
             pipe = pipeline(fresh.model, (example,), split_spec={name: SplitPoint.BEGINNING for name in split})
     except Exception as e:
         reason = " ".join(str(e.__cause__ or e).split())[:300]

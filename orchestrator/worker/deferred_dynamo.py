@@ -15,11 +15,13 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 _NAME = "torch._dynamo"
+_CONFIG = "torch._dynamo.config"  # fake tensors read it; it does without the rest of the package
 
 
 def install() -> None:
@@ -45,6 +47,7 @@ class _StandIn(types.ModuleType):
 
     def __init__(self, name: str, **known: Any):
         super().__init__(name)
+        self.__path__: list[str] = []
         self.__dict__.update(known)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,6 +64,8 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if not fullname.startswith(f"{_NAME}.") or not _in_place():
             return None
+        if fullname == _CONFIG:
+            return importlib.util.spec_from_file_location(fullname, Path(torch.__file__).parent / "_dynamo/config.py")
         _real(fullname)
         return importlib.util.spec_from_loader(fullname, self)
 
@@ -80,6 +85,8 @@ def _real(name: str) -> types.ModuleType:
         del sys.modules[_NAME]
         del torch._dynamo
         importlib.import_module(_NAME)
+        if _CONFIG in sys.modules:
+            torch._dynamo.config = sys.modules[_CONFIG]
     return importlib.import_module(name)
 
 

@@ -27,24 +27,27 @@ WALLS = {
     "rundir":           ("",                                                                   ""),
     "mesh":             ("",                                                                   "(torch)"),
     "schedules":        ("",                                                                   ""),
+    "spans":            ("",                                                                   ""),
+    "schedule_model":   ("spans",                                                              ""),
+    "timeline":         ("rundir spans",                                                       ""),
     "model.cut":        ("config",                                                             ""),
     "model":            ("config model.cut",                                                   "torch"),
     "job":              ("config",                                                             "(torch)"),
     "plan":             ("config mesh schedules",                                              ""),
-    "messages":         ("config events plan",                                                 ""),
+    "messages":         ("config events plan spans",                                           ""),
     "report":           ("events plan",                                                        ""),
     "tracking":         ("config events rundir report",                                        "(mlflow)"),
     "worker.state":     ("",                                                                   "torch"),
     "worker.transfer":  ("worker.state",                                                       "torch"),
     "worker.data":      ("job mesh",                                                           "torch"),
-    "strategies":       ("config mesh schedules job model model.cut worker.state "
+    "strategies":       ("config mesh schedules spans job model model.cut worker.state "
                          "worker.transfer worker.data",                                        "torch"),
-    "worker":           ("config events rundir job messages strategies worker.state "
+    "worker":           ("config events rundir spans job messages strategies worker.state "
                          "worker.data",                                                        "torch"),
     "worker.actor":     ("rundir job messages strategies worker",                              "torch ray"),
-    "driver":           ("config config.compose events rundir job plan messages tracking "
-                         "worker worker.state worker.actor",                                   "torch ray"),
-    "session":          ("config config.compose events rundir job plan report tracking "
+    "driver":           ("config config.compose events rundir job mesh model model.cut plan messages tracking "
+                         "spans schedule_model worker worker.state worker.actor",              "torch ray"),
+    "session":          ("config config.compose events rundir job plan report timeline tracking "
                          "driver",                                                             "torch"),
     "launch":           ("config config.overrides config.compose config.help report session",  ""),
     "sync":             ("rundir tracking",                                                    ""),
