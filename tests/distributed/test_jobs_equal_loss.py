@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_equal_loss import SGD, assert_equal_losses
+from test_equal_loss import ADAMW, SGD, assert_equal_losses
 from toys import DDP, Case, having, losses, train
 
+from jobs.names import Names
 from jobs.resnet50 import ResNet50
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from jobs.toy import Toy
@@ -66,3 +67,10 @@ def test_sparse_gradients_are_clipped_by_the_norm_that_dense_ones_have(gang, job
         torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(norms[1]), rtol=SGD, atol=0)
         torch.testing.assert_close(found[0], found[1], rtol=SGD, atol=0)
         assert min(map(min, norms[0])) > 0.1, "nothing was clipped"
+
+
+@pytest.mark.parametrize(("grad_accumulation", "world_sizes"), [(1, (2, 4)), (2, (3,))])
+def test_names_of_unequal_length(gang, grad_accumulation, world_sizes):
+    train = having(global_batch_size=25, grad_accumulation=grad_accumulation)
+    ranks = assert_equal_losses(gang, Case(job=Names(width=8), train=train), world_sizes, rtol=ADAMW)
+    assert all(len(set(at_step)) > 1 for at_step in zip(*(r.weights for r in ranks), strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,18 @@ def faults(target: str, **fields: Any) -> list[str]:
     return found
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more threads, and lose much to them where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
     """The model after ``steps`` steps, and the loss of each."""
     torch.manual_seed(seed)
@@ -50,6 +64,7 @@ def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Modu
     return model, losses
 
 
+@one_thread()
 def accuracy(job: Job, model: nn.Module) -> float:
     """The part of the validation set's units that ``model`` has right."""
     right, total = 0.0, 0.0
