@@ -1,0 +1,242 @@
+"""Part of a model: the numbers of the whole one, whatever its constructor does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import init
+from torch.nn.utils import parametrizations
+
+from orchestrator.model.partial_init import build_part, outline, places
+
+CPU = torch.device("cpu")
+
+
+class Built(nn.Module):
+    """A module that ``fill`` gives its tensors."""
+
+    def __init__(self, fill: Callable[[Built], None]):
+        super().__init__()
+        fill(self)
+
+
+def between_linears(*middle: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*middle, nn.Linear(4, 3))
+
+
+def weights(fill: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
+    """Linear layers whose weights are initialised so; one that is not wanted draws as well."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6), nn.Linear(6, 5))
+        for layer in model:
+            fill(layer.weight)
+        return model
+
+    return build
+
+
+def built(fill: Callable[[Built], None]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(4, 4), Built(fill), nn.Linear(4, 3))
+
+
+def constants(module: Built) -> None:
+    module.register_buffer("positions", torch.arange(8))
+    module.register_buffer("waves", torch.sin(torch.arange(8) / 3), persistent=False)
+    module.from_numpy = nn.Parameter(torch.from_numpy(np.ones((3, 2), dtype=np.float32)))
+    module.changed = nn.Parameter(torch.as_tensor(np.linspace(0, 1, 6, dtype=np.float32)))
+    with torch.no_grad():
+        module.changed.mul_(2)
+        module.changed[2:4].fill_(5)
+
+
+def indexed(module: Built) -> None:
+    order = torch.randperm(6)
+    drawn = torch.randn(6, 6)
+    drawn[drawn > 0.5] = 0
+    drawn[torch.rand(6, 6) < 0.3] *= 2
+    mask = torch.rand(5, 5) > 0.5
+    module.register_buffer("order", order)
+    module.register_buffer("some", torch.multinomial(torch.ones(10), 4))
+    module.rows = nn.Parameter(drawn[order[:3]])
+    module.masked = nn.Parameter(torch.randn(5, 5)[mask][:4])
+    module.coins = nn.Parameter(torch.bernoulli(torch.full((7,), 0.3)))
+
+
+def drawn_until(module: Built) -> None:
+    drawn = torch.randn(4)
+    while drawn.max() > 1:
+        drawn = torch.randn(4)
+    module.weight = nn.Parameter(drawn)
+    module.scale = nn.Parameter(torch.full((2,), float(torch.rand(()))))
+    module.rates = torch.linspace(0, 1, 5).tolist()
+
+
+def other_generators(module: Built) -> None:
+    own = torch.Generator().manual_seed(7)
+    module.first = nn.Parameter(torch.randn(5, generator=own))
+    module.second = nn.Parameter(torch.randn(5, generator=own))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(99)
+        module.forked = nn.Parameter(torch.randn(5))
+    module.after = nn.Parameter(torch.randn(5))
+
+
+def own_seed(module: Built) -> None:
+    torch.manual_seed(99)
+    module.weight = nn.Parameter(torch.randn(5))
+
+
+def by_data(module: Built) -> None:
+    module.one, module.other = nn.Linear(4, 4), nn.Linear(4, 4)
+    module.one.weight.data.normal_(0, 0.02)
+    module.one.bias.data = torch.randn(4) * 3
+    module.other.load_state_dict(module.one.state_dict())
+    module.table = nn.Embedding(10, 4, padding_idx=0)
+
+
+def plain_attributes(module: Built) -> None:
+    module.mask = torch.tril(torch.ones(4, 4))
+    module.tables = [torch.randn(2), {"more": (torch.randn(3),)}]
+    module.listed = [nn.Linear(2, 2).weight]
+
+
+def through_numpy(module: Built) -> None:
+    """Fake tensors cannot do it."""
+    module.weight = nn.Parameter(torch.as_tensor(np.sin(torch.randn(5).numpy())))
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def twice() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "normal": weights(lambda w: init.normal_(w, std=0.02)),
+    "orthogonal": weights(init.orthogonal_),
+    "trunc-normal": weights(init.trunc_normal_),
+    "xavier-uniform": weights(init.xavier_uniform_),
+    "xavier-normal": weights(init.xavier_normal_),
+    "kaiming-normal": weights(init.kaiming_normal_),
+    "sparse": weights(lambda w: init.sparse_(w, 0.3)),
+    "eye": weights(init.eye_),
+    "exponential": weights(lambda w: w.data.exponential_().log_().clamp_(-2, 2)),
+    "cauchy": weights(lambda w: w.data.cauchy_()),
+    "weight-norm": lambda: between_linears(parametrizations.weight_norm(nn.Linear(4, 4))),
+    "spectral-norm": lambda: between_linears(parametrizations.spectral_norm(nn.Linear(4, 4))),
+    "orthogonal-parametrization": lambda: between_linears(parametrizations.orthogonal(nn.Linear(4, 4))),
+    "recurrent": lambda: between_linears(nn.LSTM(4, 5, 2, bidirectional=True), nn.GRU(4, 4)),
+    "attention": lambda: between_linears(nn.MultiheadAttention(8, 2), nn.TransformerEncoderLayer(8, 2, 16)),
+    "conv-and-norms": lambda: between_linears(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LayerNorm(4), nn.Dropout()),
+    "bf16": lambda: between_linears(nn.Linear(4, 4)).to(torch.bfloat16),
+    "double": lambda: between_linears(nn.Linear(4, 4)).double(),
+    "tied-double": lambda: tied().double(),
+    "frozen": lambda: between_linears(nn.Linear(4, 4).requires_grad_(False)),
+    "constants": built(constants),
+    "indexed": built(indexed),
+    "drawn-until": built(drawn_until),
+    "other-generators": built(other_generators),
+    "own-seed": built(own_seed),
+    "by-data": built(by_data),
+    "plain-attributes": built(plain_attributes),
+    "through-numpy": built(through_numpy),
+    "tied": tied,
+    "twice": twice,
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
+def test_each_part_has_the_numbers_of_the_whole_and_leaves_the_generator_where_it_would(
+    build: Callable[[], nn.Module],
+) -> None:
+    torch.manual_seed(5)
+    whole = build()
+    drawn_next = torch.randn(3)
+    expected = {place.name: place.tensor for place in places(whole)}
+    assert expected
+    for layer in whole._modules:
+        part = build_part(build, of(layer), seed=5)
+        assert torch.equal(torch.randn(3), drawn_next), "the generator stands elsewhere"
+        found = {place.name: place.tensor for place in places(part)}
+        assert list(found) == list(expected)
+        for name, tensor in found.items():
+            other = expected[name]
+            assert isinstance(tensor, nn.Parameter) == isinstance(other, nn.Parameter), name
+            assert (tensor.shape, tensor.stride(), tensor.dtype) == (other.shape, other.stride(), other.dtype), name
+            assert tensor.requires_grad == other.requires_grad, name
+            if of(layer)(name):
+                assert not isinstance(tensor, FakeTensor), name
+                assert torch.equal(tensor, other), name
+        assert shared(part) == shared(whole)
+
+
+def of(layer: str) -> Callable[[str], bool]:
+    return lambda name: name.partition(".")[0] == layer
+
+
+def shared(model: nn.Module) -> list[list[str]]:
+    """The names of each tensor."""
+    names: dict[int, list[str]] = {}
+    for place in places(model):
+        names.setdefault(id(place.tensor), []).append(place.name)
+    return list(names.values())
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
+def test_an_outline_has_every_shape_and_no_numbers(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    found = outline(build, CPU)
+    assert torch.equal(torch.get_rng_state(), before), "the generator was used"
+    assert [(n, t.shape) for n, t in found.model.state_dict().items()] == [
+        (n, t.shape) for n, t in build().state_dict().items()
+    ]
+    if build is BUILDS["through-numpy"]:
+        assert found.undivided == "RuntimeError: .numpy() is not supported for tensor subclasses."
+        assert all(isinstance(t, FakeTensor) for t in found.model.state_dict().values())
+    else:
+        assert found.undivided is None
+
+
+def test_a_part_can_be_called_and_trained() -> None:
+    part = build_part(BUILDS["plain-attributes"], of("1"), seed=5)
+    assert torch.equal(part[1].mask, torch.tril(torch.ones(4, 4)))
+    part = build_part(BUILDS["attention"], of("1"), seed=5)
+    part[1](torch.randn(2, 3, 8)).sum().backward()
+    assert part[1].linear1.weight.grad is not None
+
+
+def test_marks_and_hooks_on_parameters_are_kept() -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        layer.weight.no_decay = True  # type: ignore[assignment]
+        layer.weight.register_hook(lambda gradient: 2 * gradient)
+        return nn.Sequential(layer)
+
+    layer = build_part(build, lambda name: True, seed=1)[0]
+    assert vars(layer.weight) == {"no_decay": True}
+    layer(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0))
+    assert torch.equal(layer.bias.grad, torch.ones(4))
+
+
+def test_an_error_of_the_constructor_is_its_own() -> None:
+    def build() -> nn.Module:
+        raise KeyError("mine")
+
+    for attempt in (lambda: outline(build, CPU), lambda: build_part(build, of("0"), seed=1)):
+        with pytest.raises(KeyError, match="mine") as error:
+            attempt()
+        assert error.value.__context__ is None
