@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_equal_loss import ADAMW, SGD, assert_equal_losses
+from test_pipeline import pipeline
 from toys import DDP, Case, having, losses, train
 
 from jobs.names import Names
@@ -15,16 +16,23 @@ from jobs.sparse import MatrixCompletion, SparseLogistic
 from jobs.toy import Toy
 
 
-def test_resnet50_on_two_workers_is_one_worker_with_two_micro_batches(gang):
+@pytest.mark.parametrize(
+    "options",
+    [DDP, pipeline("GPipe", 2), pipeline("1F1B", 2, ("layer3",))],
+    ids=["ddp", "pipeline", "pipeline-layer3"],
+)
+def test_resnet50_on_two_workers_is_one_worker_with_two_micro_batches(gang, options):
     """BatchNorm's statistics are those of the images that pass together."""
     job = ResNet50(width=4, blocks=(1, 1, 1, 1), num_classes=10, num_images=40, lr=0.02)
     whole = having(steps=10, global_batch_size=20)
     halves = having(whole, grad_accumulation=2)
     (alone,) = gang.run(train, Case(job=job, train=halves), world_size=1)
-    ranks = gang.run(train, Case(job=job, train=whole), world_size=2)
+    ranks = gang.run(train, Case(job=job, train=whole, options=options), world_size=2)
     torch.testing.assert_close(losses(ranks), losses([alone]), rtol=SGD, atol=0)
+    trained = [name for name, _ in job.model().named_parameters()]
+    assert set(trained) <= set().union(*(rank.model for rank in ranks))
     for rank in ranks:
-        for name, _ in job.model().named_parameters():
+        for name in set(trained) & set(rank.model):
             torch.testing.assert_close(rank.model[name], alone.model[name], rtol=1e-3, atol=1e-4)
     (undivided,) = gang.run(train, Case(job=job, train=whole), world_size=1)
     assert (losses([undivided]) - losses([alone])).abs().max() > 1e-3, "the statistics make no difference"

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from jobs.resnet50 import ResNet50, resnet
+from orchestrator.model.partial_init import build_part
 
 TINY: dict[str, Any] = {"width": 4, "blocks": [1, 1, 1, 1], "num_classes": 10, "num_images": 40}
 TARGET = "jobs.resnet50.ResNet50"
@@ -89,6 +90,8 @@ def test_weights_come_from_a_file(tmp_path: Path) -> None:
     images = torch.randn(2, 3, 32, 32)
     assert loaded(images).equal(saved(images))
     assert not tiny().model()(images).equal(saved(images))
+    part = build_part(tiny(weights=str(file)).model, lambda name: name.startswith("fc."), seed=0)
+    assert part.get_parameter("fc.weight").equal(saved.get_parameter("fc.weight"))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
