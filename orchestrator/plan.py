@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,14 +82,14 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         if strategy.name == "single":
             num_workers = 1
     mesh = _mesh(strategy, num_workers, faults)
-    pipeline = None if faults else _pipeline(config, mesh, faults)
+    pipeline = _pipeline(config, mesh, faults)
 
     gpus_per_worker = 1 if device == "cuda" else 0
     if device == "cuda" and total_gpus == 0 and not cluster.autoscaling:
         faults.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); use cpu or auto")
     elif not cluster.autoscaling:
         faults += _capacity_faults(config, nodes, num_workers, gpus_per_worker, oversubscribe_cpus)
-    if pipeline is None:
+    if not isinstance(strategy, StagedConfig):
         faults += _batch_faults(config, mesh)
     cores = sum(n.cpus for n in nodes)
     threads = int(cores // num_workers if oversubscribe_cpus else cluster.cpus_per_worker)
@@ -157,10 +159,11 @@ def _mesh(strategy: StrategyConfig, num_workers: int, faults: list[str]) -> Mesh
 
 
 def _pipeline(config: Config, mesh: Mesh, faults: list[str]) -> PipelineLayout | None:
-    """How the strategy's pipeline works; None where the model is not cut, or after appending to ``faults``."""
-    strategy, p = config.strategy, mesh.pipeline_parallel_size
+    """How the strategy's pipeline works; None where the model is not cut, or with ``faults``, to which it appends."""
+    strategy, train, p = config.strategy, config.train, mesh.pipeline_parallel_size
     if not isinstance(strategy, StagedConfig):
         return None
+    mesh_fits = not faults
     asked: int | Literal["auto"] = 1
     schedule, per_rank = SCHEDULES["GPipe"], 1
     if isinstance(strategy, PipelineConfig):
@@ -169,19 +172,22 @@ def _pipeline(config: Config, mesh: Mesh, faults: list[str]) -> PipelineLayout |
     num_stages = p * per_rank
     if asked != "auto" and (fault := schedule.microbatches_fault(asked, num_stages, p)):
         faults.append(f"strategy.num_microbatches={asked}: {fault}")
-    train = config.train
-    shares = set(even_shares(train.global_batch_size, mesh.data_parallel_size))
-    slices = {share // train.grad_accumulation for share in shares}
-    chosen = asked
-    if any(share % train.grad_accumulation for share in shares) or 0 in slices:
-        chosen = "auto"
-    elif asked == "auto":
-        chosen = schedule.choose_microbatches(slices, num_stages, p) or "auto"
-    elif any(n % asked for n in slices):
-        chosen = "auto"
-    if chosen == "auto":
-        faults.append(_uneven(config, mesh, 1 if asked == "auto" else asked))
-    if faults or chosen == "auto":
+
+    def microbatches(global_batch_size: int) -> int | None:
+        """Their number for a batch of this size; None: it cannot be cut into micro-batches of one size, which the
+        stages' buffers have."""
+        shares = set(even_shares(global_batch_size, mesh.data_parallel_size))
+        slices = {share // train.grad_accumulation for share in shares}
+        if 0 in slices or any(share % train.grad_accumulation for share in shares):
+            return None
+        if asked == "auto":
+            return schedule.choose_microbatches(slices, num_stages, p)
+        return None if any(n % asked for n in slices) else asked
+
+    chosen = microbatches(train.global_batch_size)
+    if chosen is None and mesh_fits:
+        faults.append(_uneven(config, mesh, microbatches))
+    if faults or chosen is None:
         return None
     return PipelineLayout(
         schedule=schedule.name,
@@ -201,19 +207,28 @@ def _stages_per_rank(strategy: PipelineConfig, schedule: Schedule, faults: list[
     return asked
 
 
-def _uneven(config: Config, mesh: Mesh, num_microbatches: int) -> str:
-    """Why the batch cannot be cut into micro-batches of one size, which the stages' buffers have."""
-    train = config.train
-    unit = mesh.data_parallel_size * train.grad_accumulation * num_microbatches
-    below = train.global_batch_size // unit * unit
-    near = " or ".join(str(n) for n in (below, below + unit) if n)
-    factors = [(mesh.data_parallel_size, "replicas"), (train.grad_accumulation, "slices")]
-    factors.append((num_microbatches, "micro-batches"))
-    product = " x ".join(f"{n} {noun}" for n, noun in factors if n > 1) or "micro-batches that the schedule can use"
-    change = "strategy.num_microbatches" if num_microbatches > 1 else "strategy.schedule"
+def _uneven(config: Config, mesh: Mesh, microbatches: Callable[[int], int | None]) -> str:
+    """Says into what the batch cannot be cut, and the sizes next to it that can be."""
+    strategy, train = config.strategy, config.train
+    batch = train.global_batch_size
+    pieces, keys = [], []
+    if mesh.data_parallel_size > 1:
+        pieces.append(f"{mesh.data_parallel_size} replicas")
+    if train.grad_accumulation > 1:
+        pieces.append(f"{train.grad_accumulation} slices")
+        keys.append("train.grad_accumulation")
+    if isinstance(strategy, PipelineConfig) and strategy.num_microbatches == "auto":
+        pieces.append(f"micro-batches for {strategy.schedule}")
+        keys.append("strategy.schedule")
+    elif isinstance(strategy, PipelineConfig):
+        pieces.append(f"{strategy.num_microbatches} micro-batches")
+        keys.append("strategy.num_microbatches")
+    below = next((n for n in range(batch - 1, 0, -1) if microbatches(n)), None)
+    above = next(n for n in itertools.count(batch + 1) if microbatches(n))
+    near = f"{below} or {above}" if below else f"{above}"
     return (
-        f"train.global_batch_size={train.global_batch_size}: cannot be cut evenly into {product}; "
-        f"set it to {near}, or change {change}"
+        f"train.global_batch_size={batch}: cannot be cut evenly into {' x '.join(pieces)}; "
+        f"set it to {near}, or change {' or '.join(keys)}"
     )
 
 

@@ -7,6 +7,7 @@ ZBVZeroBubble (Qi et al. 2023), DualPipeV (DeepSeek-AI 2024).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -46,14 +47,13 @@ class Schedule:
     def choose_microbatches(self, samples: Iterable[int], num_stages: int, pipeline_parallel_size: int) -> int | None:
         """The number nearest above two per stage, or the largest below it, that divides each of ``samples``
         (those of a replica's slice) and keeps the rules; None: there is none."""
-        samples = tuple(samples)
-        possible = [
-            m
-            for m in range(1, min(samples) + 1)
-            if not any(n % m for n in samples) and not self.microbatches_fault(m, num_stages, pipeline_parallel_size)
-        ]
-        enough = [m for m in possible if m >= 2 * num_stages]
-        return enough[0] if enough else (possible[-1] if possible else None)
+        common, chosen = math.gcd(*samples), None
+        for m in range(1, common + 1):
+            if common % m == 0 and not self.microbatches_fault(m, num_stages, pipeline_parallel_size):
+                chosen = m
+                if m >= 2 * num_stages:
+                    break
+        return chosen
 
 
 SCHEDULES = {

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import pickle
-from typing import Any
 
 import pytest
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
-from orchestrator.mesh import Mesh, even_shares
 from orchestrator.plan import Node, Plan, make_plan
 
 LAPTOP = (Node(node_id="local", name="laptop", cpus=2, gpus=0),)
@@ -98,15 +96,6 @@ def test_the_batch_is_shared_out_to_the_last_sample(batch: int, workers: int, ex
     plan = plan_of(LAPTOP, f"train.global_batch_size={batch}", f"strategy.num_workers={workers}", embedded=True)
     assert shares(plan) == expected
     assert any("shares of the batch differ" in n for n in plan.notes) == (len(set(expected)) > 1)
-
-
-@pytest.mark.parametrize("total", [0, 1, 5, 64, 65, 997])
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 64])
-def test_even_shares(total: int, parts: int) -> None:
-    sizes = even_shares(total, parts)
-    assert (sum(sizes), len(sizes)) == (total, parts)
-    assert max(sizes) - min(sizes) <= 1
-    assert list(sizes) == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +191,3 @@ def test_an_embedded_ray_shares_the_cores_out_and_never_runs_short(workers: int,
 @pytest.mark.parametrize(("share", "threads"), [("1", 1), ("4", 4), ("2.5", 2), ("0.5", 1)])
 def test_on_a_cluster_a_worker_uses_the_cpus_it_asked_for(share: str, threads: int) -> None:
     assert plan_of(UNEVEN, f"cluster.cpus_per_worker={share}", "strategy.num_workers=2").threads_per_worker == threads
-
-
-@pytest.mark.parametrize(
-    ("dp", "pp", "ranks"),
-    [(1, 1, [(0, 0)]), (3, 1, [(0, 0), (1, 0), (2, 0)]), (2, 2, [(0, 0), (0, 1), (1, 0), (1, 1)])],
-)
-def test_the_mesh_keeps_the_ranks_of_a_pipeline_together(dp: int, pp: int, ranks: list[Any]) -> None:
-    mesh = Mesh(data_parallel_size=dp, pipeline_parallel_size=pp)
-    assert [(mesh.dp_rank(r), mesh.pp_rank(r)) for r in range(mesh.world_size)] == ranks

@@ -1,0 +1,92 @@
+"""Where a model is cut: the balanced cut against brute force, and what is said of cuts that cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from orchestrator.model.cut import Cut, Layer, balance, cut_at
+
+
+def layers(trainable: str) -> list[Layer]:
+    """A layer for each letter; ``x`` has parameters to train."""
+    return [Layer(name=f"layer{i}", trainable=letter == "x") for i, letter in enumerate(trainable)]
+
+
+def every_cut(of: list[Layer], num_stages: int) -> list[Cut]:
+    """Those whose stages all have something to train."""
+    cuts = [Cut((0, *starts)) for starts in itertools.combinations(range(1, len(of)), num_stages - 1)]
+    return [c for c in cuts if all(any(of[i].trainable for i in c.layers_of(s, len(of))) for s in range(num_stages))]
+
+
+def loads(cut: Cut, costs: list[float]) -> list[float]:
+    return [sum(costs[i] for i in cut.layers_of(stage, len(costs))) for stage in range(cut.num_stages)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_balanced_cut_is_the_best_of_all(seed: int) -> None:
+    chance = random.Random(seed)
+    of = layers("".join(chance.choices("x.", weights=(3, 1), k=chance.randint(2, 9))))
+    costs = [float(chance.randint(0, 5)) for _ in of]
+    for num_stages in range(1, len(of) + 1):
+        possible = every_cut(of, num_stages)
+        if sum(layer.trainable for layer in of) < num_stages:
+            with pytest.raises(ValueError, match=rf"too few for {num_stages} stages"):
+                balance(of, costs, num_stages)
+            assert not possible
+            continue
+        found = balance(of, costs, num_stages)
+        assert found in possible
+        assert max(loads(found, costs)) == min(max(loads(cut, costs)) for cut in possible)
+
+
+def test_stages_that_are_not_the_dearest_are_even_too() -> None:
+    assert balance(layers("xxxxx"), [9, 1, 1, 1, 1], 3).starts == (0, 1, 3)
+
+
+def test_many_layers_take_no_time() -> None:
+    of = layers("x" * 300)
+    assert balance(of, [1.0] * 300, 10).starts == tuple(range(0, 300, 30))
+
+
+def test_a_cut_gives_each_layer_to_one_stage() -> None:
+    cut = Cut((0, 2, 3))
+    assert [list(cut.layers_of(stage, 6)) for stage in range(3)] == [[0, 1], [2], [3, 4, 5]]
+
+
+def test_stages_begin_where_they_are_asked_to() -> None:
+    assert cut_at(layers("xxxx"), ["layer1", "layer3"], 3) == (Cut((0, 1, 3)), [])
+
+
+@pytest.mark.parametrize(
+    ("trainable", "names", "num_stages", "said"),
+    [
+        ("xxx", ["layr1"], 2, ["strategy.split=[layr1]: layr1: no such layer; did you mean layer1?"]),
+        (
+            "xxx",
+            ["layr1", "layr2", "layer1"],
+            3,
+            [
+                "layr1: no such layer",
+                "layr2: no such layer",
+                "3 stages need 2 names, where each after the first begins",
+            ],
+        ),
+        ("xxx", ["layer1"], 3, ["strategy.split=[layer1]: 3 stages need 2 names"]),
+        ("xxx", [], 2, ["strategy.split=[]: 2 stages need 1 names"]),
+        ("xxxx", ["layer2", "layer1"], 3, ["in the model's order: layer0, layer1, layer2, layer3"]),
+        ("xxxx", ["layer1", "layer1"], 3, ["give each once"]),
+        ("xxxx", ["layer0"], 2, ["after the first layer"]),
+        ("x..x", ["layer1", "layer3"], 3, ["stage 1 (layer1, layer2) has no parameters to train; move a cut"]),
+        ("..x", ["layer2"], 2, ["stage 0 (layer0, layer1) has no parameters to train"]),
+    ],
+)
+def test_what_cannot_be_cut_is_said(trainable: str, names: list[str], num_stages: int, said: list[str]) -> None:
+    cut, faults = cut_at(layers(trainable), names, num_stages)
+    assert cut is None
+    assert len(faults) == len(said)
+    for fault, part in zip(faults, said, strict=True):
+        assert fault.startswith(f"strategy.split=[{','.join(names)}]: ")
+        assert part in fault
