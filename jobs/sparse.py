@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from orchestrator.job import Job, Split
 
@@ -48,7 +48,7 @@ class SparseJob(Job):
 
     @property
     def collate(self) -> Callable[[Any], Any]:
-        return _as_is
+        return join
 
     def delay(self) -> None:
         """To be called by the loss; evaluation is not delayed."""
@@ -215,6 +215,11 @@ class Columns(Dataset[tuple[Tensor, Tensor]]):
     __getitems__ = __getitem__
 
 
+def join(samples: Any) -> Any:
+    """A batch of samples; one that :class:`Columns` has cut out whole is a batch already."""
+    return samples if isinstance(samples, tuple) else default_collate(samples)
+
+
 def wait(seconds: float) -> None:
     """Sleep, but count the last moments off: the system wakes a sleeper up some 60 us late."""
     end = time.perf_counter() + seconds
@@ -226,7 +231,3 @@ def wait(seconds: float) -> None:
 
 def _rows(split: Split, samples: int) -> int:
     return samples if split == "train" else max(1, samples // 10)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

@@ -47,6 +47,9 @@ def test_only_the_rows_of_a_batch_have_gradients_unless_they_are_to_be_dense(job
 def test_a_batch_is_its_samples(job: SparseJob) -> None:
     dataset: Any = job.dataset("train")
     inputs, targets = batch(job, [5, 0, 5])
+    joined_inputs, joined_targets = job.collate([dataset[5], dataset[0], dataset[5]])
+    assert joined_inputs.equal(inputs)
+    assert joined_targets.equal(targets)
     for row, index in enumerate([5, 0, 5]):
         assert dataset[index][0].equal(inputs[row])
         assert dataset[index][1].equal(targets[row])
