@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1.5)), (0, (8, 3)))
 _BAR_WIDTH = 10
-_LEAST_WANTED = ("restarts", "start-up s", "job", "state", "p95 ms", "p50 ms", "val acc", "bar")
+_LEAST_WANTED = ("restarts", "start-up s", "job", "state", "p95 ms", "p50 ms", "val acc", "bar", "bubble (theory)")
 _SHORTEST_NAME = 12
 _WIDEST = 1000
 _WIDTH_WITHOUT_TERMINAL = 160
@@ -226,6 +226,10 @@ def _columns(runs: Sequence[Run], *, unicode: bool) -> dict[str, Column]:
         value = run.figure("samples_per_s")
         return f"{value / base_rate:.2f}x" if value and base_rate else "-"
 
+    def bubble(run: Run) -> str:
+        measured, theory = run.figure("bubble_pct"), run.figure("bubble_theory_pct")
+        return "-" if measured is None or theory is None else f"{measured:.0f}% ({theory:.0f}%)"
+
     columns: dict[str, Column] = {
         "run": ("left", lambda run: run.path.name),
         "state": ("left", lambda run: run.state.lower()),
@@ -237,6 +241,7 @@ def _columns(runs: Sequence[Run], *, unicode: bool) -> dict[str, Column]:
         "speed": ("right", relative),
         "p50 ms": shown("step_ms_p50", lambda v: f"{v:.1f}"),
         "p95 ms": shown("step_ms_p95", lambda v: f"{v:.1f}"),
+        "bubble (theory)": ("right", bubble),
         "loss": shown("final_loss", figure),
         "val acc": shown("val_accuracy", figure),
         "start-up s": shown("startup_s", lambda v: f"{v:.1f}"),
@@ -244,6 +249,8 @@ def _columns(runs: Sequence[Run], *, unicode: bool) -> dict[str, Column]:
     }
     if len({run.job for run in runs}) == 1:
         del columns["job"]
+    if all(run.figure("bubble_pct") is None for run in runs):
+        del columns["bubble (theory)"]
     return columns
 
 

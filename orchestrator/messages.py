@@ -9,6 +9,7 @@ from typing import Literal
 from orchestrator.config.schema import Config
 from orchestrator.events import Event
 from orchestrator.plan import Plan
+from orchestrator.spans import Span
 
 Phase = Literal["start", "join", "build", "train", "eval", "checkpoint", "end"]
 
@@ -56,7 +57,8 @@ class TrainPoint:
     ``time`` is wall-clock seconds. ``loss_sum`` and ``weight`` are this rank's share: the loss of
     the run is the sum of the one over the sum of the other. ``step_ms`` has the steps after warm-up
     only, without evaluation and checkpoints; ``comm_share`` is the part of step ``step``'s own time,
-    0 to 1, that it waited for other ranks.
+    0 to 1, that it waited for other ranks; ``spans`` is what the stages of this rank did in it, after
+    warm-up only. ``peak_memory_mb`` is the most that this rank has held so far.
     """
 
     step: int
@@ -70,6 +72,8 @@ class TrainPoint:
     step_ms: tuple[float, ...]
     data_wait_ms: float
     comm_share: float | None
+    peak_memory_mb: float | None = None
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

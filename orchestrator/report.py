@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -252,6 +252,8 @@ def verdict(
             lines.append(_newest(checkpoint, step))
     if started:
         lines.append(f"run directory: {started.run_dir}")
+    if "bubble_pct" in ended.summary:
+        lines.append(_bubble(ended.summary))
     return lines + [f"next: {command}" for command in ended.next_commands]
 
 
@@ -273,6 +275,11 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
         lost = summary.get("steps_lost")
         parts.append(count(restarts, "restart") + (f", {lost} steps lost" if lost else ""))
     return ", ".join(parts)
+
+
+def _bubble(summary: Mapping[str, Any]) -> str:
+    text = f"bubble: {summary['bubble_pct']:.1f}%, in theory {summary['bubble_theory_pct']:.1f}%"
+    return f"{text}; timeline: {summary['timeline']}" if "timeline" in summary else text
 
 
 def _failed(ended: RunEnded, failure: WorkerFailed | None) -> list[str]:

@@ -46,6 +46,14 @@ class RunDir:
         return self.path / "tracking.json"
 
     @property
+    def timeline_picture(self) -> Path:
+        return self.path / "timeline.png"
+
+    @property
+    def timeline_trace(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

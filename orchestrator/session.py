@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from orchestrator import timeline
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.redact import redact_text, secret_values
@@ -155,9 +156,9 @@ def _run(candidate: Candidate, plan: Plan, *, sweep: dict[str, str] | None, star
                 # A fault of ours; the records tell the truth about the run all the same.
                 reason = redact_text(f"{type(e).__name__}: {e}", secrets)
                 ended = RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason)
-                _finish(ended, run_dir, uploader, journal, console, config)
+                _finish(ended, plan, run_dir, uploader, journal, console, config)
                 raise
-            result = _finish(result, run_dir, uploader, journal, console, config)
+            result = _finish(result, plan, run_dir, uploader, journal, console, config)
         finally:
             journal.close()
             console.close()
@@ -166,6 +167,7 @@ def _run(candidate: Candidate, plan: Plan, *, sweep: dict[str, str] | None, star
 
 def _finish(
     result: RunResult,
+    plan: Plan,
     run_dir: RunDir,
     uploader: Uploader,
     journal: Journal,
@@ -174,20 +176,34 @@ def _finish(
 ) -> RunResult:
     """Write the end down, let MLflow have the rest, say the verdict last."""
     run_dir.update_record(state=result.status.lower(), ended=time.time(), summary=dict(result.summary))
+    summary = {**result.summary, **_write_timeline(result, plan, run_dir, console)}
     ended = RunEnded(
         status=result.status,
         exit_code=result.exit_code,
         reason=result.reason,
-        summary=result.summary,
+        summary=summary,
     )
     journal.emit(ended)
     stopped = result.status == "KILLED"
     upload = uploader.leave() if stopped else uploader.finish(timeout_s=config.tracking.flush_timeout_s)
-    summary = {**result.summary, "mlflow_run_id": upload.run_id}
+    summary = {**summary, "mlflow_run_id": upload.run_id}
     run_dir.update_record(summary=summary, mlflow_run_id=upload.run_id)
     commands = _next_commands(result, config, missing_points=0 if stopped else upload.missing)
     console.emit(replace(ended, summary=summary, next_commands=commands))
     return replace(result, summary=summary)
+
+
+def _write_timeline(result: RunResult, plan: Plan, run_dir: RunDir, console: Sink) -> dict[str, str]:
+    """Where the timeline is, for the summary; nothing if there is none."""
+    if result.timeline is None or plan.pipeline is None:
+        return {}
+    title = f"{plan.job}: {plan.strategy}, {plan.pipeline.schedule}"
+    try:
+        timeline.write(result.timeline, run_dir, title=title)
+    except Exception as e:  # whatever hinders a picture, it is no reason to fail a run
+        console.emit(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
+        return {}
+    return {"timeline": str(run_dir.timeline_picture)}
 
 
 def _next_commands(result: RunResult, config: Config, *, missing_points: int) -> tuple[str, ...]:

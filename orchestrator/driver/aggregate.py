@@ -8,19 +8,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.events import MetricsLogged
+from orchestrator.mesh import Mesh
 from orchestrator.messages import EvalPoint, TrainPoint
+from orchestrator.schedule_model import theoretical_bubble
+from orchestrator.spans import Timeline
 
 
 class Aggregator:
-    """Collects the parts of each point until every rank has sent its own."""
+    """Collects the parts of each point until every rank has sent its own.
 
-    def __init__(self, *, world_size: int, global_batch_size: int, tokens_per_sample: int | None):
-        self._world_size = world_size
+    ``timeline`` is the last step after warm-up, where stages were timed.
+    """
+
+    def __init__(self, *, mesh: Mesh, global_batch_size: int, tokens_per_sample: int | None):
+        self.timeline: Timeline | None = None
+        self._mesh = mesh
+        self._world_size = mesh.world_size
         self._global_batch_size = global_batch_size
         self._tokens_per_sample = tokens_per_sample
         self._train: dict[int, dict[int, TrainPoint]] = {}
         self._eval: dict[int, dict[int, EvalPoint]] = {}
         self._step_ms: list[float] = []
+        self._bubbles: list[float] = []
+        self._theoretical_bubble: float | None = None
         self._last: dict[str, float] = {}
 
     def add(self, rank: int, point: TrainPoint | EvalPoint) -> MetricsLogged | None:
@@ -47,11 +57,17 @@ class Aggregator:
             summary["samples_per_s"] = self._global_batch_size * len(self._step_ms) / sum(self._step_ms) * 1e3
             summary["step_ms_p50"] = statistics.median(self._step_ms)
             summary["step_ms_p95"] = percentile(self._step_ms, 0.95)
-        for key, name in (("final_loss", "train/loss"), ("val_loss", "val/loss")):
+        for key, name in (
+            ("final_loss", "train/loss"),
+            ("val_loss", "val/loss"),
+            ("val_accuracy", "val/accuracy"),
+            ("peak_memory_mb", "perf/peak_memory_mb"),
+            ("bubble_theory_pct", "pipeline/bubble_theory_pct"),
+        ):
             if name in self._last:
                 summary[key] = self._last[name]
-        if "val/accuracy" in self._last:
-            summary["val_accuracy"] = self._last["val/accuracy"]
+        if self._bubbles:
+            summary["bubble_pct"] = 100 * statistics.median(self._bubbles)
         return summary
 
     def _train_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
@@ -80,6 +96,32 @@ class Aggregator:
             comm = [p.comm_share for p in parts.values() if p.comm_share is not None]
             if comm:
                 metrics["perf/comm_pct"] = 100 * statistics.fmean(comm)
+        peaks = [p.peak_memory_mb for p in parts.values() if p.peak_memory_mb is not None]
+        if peaks:
+            metrics["perf/peak_memory_mb"] = max(peaks)
+        if all(p.spans for p in parts.values()):
+            metrics |= self._pipeline_metrics(parts)
+        return metrics
+
+    def _pipeline_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
+        mesh = self._mesh
+        replicas = [[parts[r].spans for r in mesh.pipeline(dp_rank)] for dp_rank in range(mesh.data_parallel_size)]
+        if self._theoretical_bubble is None:  # the order of actions is that of the schedule, in every step
+            self._theoretical_bubble = theoretical_bubble(replicas[0])
+        timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)
+        self.timeline = timeline
+        self._bubbles.append(timeline.bubble)
+        metrics = {
+            "pipeline/bubble_pct": 100 * timeline.bubble,
+            "pipeline/bubble_theory_pct": 100 * timeline.theoretical_bubble,
+        }
+        for stage, share in timeline.stage_busy().items():
+            metrics[f"pipeline/stage_{stage}_busy_pct"] = 100 * share
+        for part in parts.values():
+            for stage in sorted({s.stage for s in part.spans}):
+                name = f"pipeline/stage_{stage}_peak_memory_mb"
+                if part.peak_memory_mb is not None:
+                    metrics[name] = max(part.peak_memory_mb, metrics.get(name, 0.0))
         return metrics
 
 

@@ -39,6 +39,7 @@ from orchestrator.events import (
 from orchestrator.messages import Assignment, Outcome
 from orchestrator.plan import Plan
 from orchestrator.rundir import CRASH, RunDir, log_tail
+from orchestrator.spans import Timeline
 
 SETTLE_S = 2.0
 """After a failure, time for the other ranks to say what they saw."""
@@ -53,13 +54,14 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended. ``exit_code``: 0 done, 1 failed, 130 or 143 interrupted."""
+    """How a run ended. ``exit_code``: 0 done, 1 failed, 130 or 143 interrupted; ``timeline``: a step of its stages."""
 
     status: Literal["FINISHED", "FAILED", "KILLED"]
     exit_code: int
     run_dir: Path
     reason: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ class Run:
         self._stop_sent = False
         self._outcomes: dict[int, Outcome] = {}
         self._aggregator = Aggregator(
-            world_size=spec.plan.world_size,
+            mesh=spec.plan.mesh,
             global_batch_size=spec.plan.global_batch_size,
             tokens_per_sample=spec.tokens_per_sample,
         )
@@ -376,6 +378,7 @@ class Run:
             run_dir=self.spec.run_dir.path,
             reason=reason,
             summary=summary,
+            timeline=self._aggregator.timeline,
         )
 
     def _on_wait(self, waited_s: float, holders: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.job import Job
 from orchestrator.mesh import Mesh, even_shares
 from orchestrator.schedules import PipelineLayout
+from orchestrator.spans import Span
 from orchestrator.worker.state import TrainState
 
 
@@ -57,20 +58,6 @@ class EvalSums:
     loss_sum: Tensor
     weight: Tensor
     metrics: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Work of a stage on a micro-batch, in wall-clock seconds.
-
-    ``kind``: F forward, B backward, or its two halves, I for the inputs and W for the weights.
-    """
-
-    kind: Literal["F", "B", "I", "W"]
-    stage: int
-    microbatch: int
-    start: float
-    end: float
 
 
 class Strategy(abc.ABC):

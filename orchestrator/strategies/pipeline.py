@@ -35,7 +35,8 @@ from orchestrator.model.stages import (
     shared_parameters,
     state_of,
 )
-from orchestrator.strategies.base import Context, EvalSums, Span, StepResult, Strategy
+from orchestrator.spans import Span
+from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.forward_pass import forward_only
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.single import first_rows, weighted
@@ -103,6 +104,7 @@ class Pipeline(Strategy):
         self._clock.restart()
         m = self.layout.num_microbatches
         for number, batch in enumerate(slices):
+            self._clock.first_microbatch = number * m
             if self._feeds:
                 self._inputs = self._cut_rows(batch[0])
             if self._has_loss:
@@ -238,7 +240,7 @@ class Pipeline(Strategy):
 
     def _make_schedule(self) -> None:
         layout, device = self.layout, self.context.device
-        self._timed = [
+        self.timed_stages = [
             TimedStage(
                 _Call(stage, self._input, self._precision),
                 stage.index,
@@ -254,7 +256,10 @@ class Pipeline(Strategy):
         cls: Any = get_schedule_class(layout.schedule)
         several = issubclass(cls, PipelineScheduleMulti)
         self._schedule = cls(
-            self._timed if several else self._timed[0], layout.num_microbatches, loss_fn=self._loss, scale_grads=False
+            self.timed_stages if several else self.timed_stages[0],
+            layout.num_microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
         )
 
     def _run_schedule(self) -> None:

@@ -5,54 +5,61 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from orchestrator.strategies.base import Span
+from orchestrator.spans import Kind, Span
 
 
 class Clock:
-    """The spans of a step, on the device's own clock."""
+    """The spans of a step, on the device's own clock.
+
+    ``first_microbatch`` is added to the numbers that the schedule gives, which begin at 0 in every slice of a step.
+    """
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[Any, ...]] = []
-        self._origin: Any = None
-        self._origin_time = 0.0
+        self._marks: list[tuple[Kind, int, int, Any, Any]] = []
+        self.first_microbatch = 0
 
     def restart(self) -> None:
         """A new step begins."""
         self._marks = []
-        self._origin = self._now()
-        self._origin_time = time.time()
 
     @contextlib.contextmanager
-    def span(self, kind: Literal["F", "B", "I", "W"], stage: int, microbatch: int) -> Iterator[None]:
+    def span(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
+        """Time the block. What follows on work of the same kind on the same micro-batch, as the loss does, is part
+        of it."""
+        microbatch += self.first_microbatch
         start = self._now()
         yield
+        if self._marks and self._marks[-1][:3] == (kind, stage, microbatch):
+            start = self._marks.pop()[3]
         self._marks.append((kind, stage, microbatch, start, self._now()))
 
     def spans(self) -> tuple[Span, ...]:
         """Those of the step, the first one first. Waits for the device."""
-        if self._cuda and self._marks:
-            self._marks[-1][-1].synchronize()
+        now = self._now()
+        if self._cuda:
+            now.synchronize()
+        now_s = time.time()
+
+        def seconds(mark: Any) -> float:
+            return float(now_s - mark.elapsed_time(now) / 1e3 if self._cuda else mark)
+
         return tuple(
-            Span(kind=kind, stage=stage, microbatch=number, start=self._time(start), end=self._time(end))
+            Span(kind=kind, stage=stage, microbatch=number, start=seconds(start), end=seconds(end))
             for kind, stage, number, start, end in self._marks
         )
 
     def _now(self) -> Any:
         if not self._cuda:
-            return time.perf_counter()
+            return time.time()  # the same for all processes of a machine, unlike what is counted from an own origin
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _time(self, mark: Any) -> float:
-        since = self._origin.elapsed_time(mark) / 1e3 if self._cuda else mark - self._origin
-        return float(self._origin_time + since)
 
 
 class TimedStage(PipelineStage):

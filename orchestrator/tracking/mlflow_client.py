@@ -30,7 +30,7 @@ UID_TAG = "orchestrator.run_uid"
 SWEEP_TAG = "orchestrator.sweep_id"
 _PARENT_TAG = "mlflow.parentRunId"
 
-_ARTIFACT_FILES = ("config.yaml", "report.md")
+_ARTIFACT_FILES = ("config.yaml", "report.md", "timeline.png", "timeline.json")
 _ARTIFACT_FOLDERS = ("logs", "plots", "profile")
 
 Point = tuple[str, float, float, int]

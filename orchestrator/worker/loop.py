@@ -178,6 +178,7 @@ class Loop:
                 lr=self.strategy.lr,
                 grad_norm=result.grad_norm,
                 comm_ms=self.strategy.comm_ms(),
+                spans=self.strategy.spans(),
             )
         )
         self._report_written()

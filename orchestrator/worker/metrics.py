@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.messages import TrainPoint
+from orchestrator.spans import Span
 
 WARM_UP_STEPS = 10
 """Steps left out of every throughput figure, or a fifth of a short run."""
@@ -74,6 +77,7 @@ class Window:
 
     def __init__(self, *, device: torch.device, total_steps: int, first_step: int):
         self.timer = StepTimer(device)
+        self._device = device
         self.data_wait_s = 0.0
         self._warm_at = first_step + min(WARM_UP_STEPS, total_steps // 5)
         self._losses: list[Tensor] = []
@@ -108,8 +112,9 @@ class Window:
         lr: float,
         grad_norm: Tensor | None,
         comm_ms: float | None,
+        spans: Sequence[Span],
     ) -> TrainPoint:
-        """The window as a point; the next window starts. ``comm_ms`` is the last step's.
+        """The window as a point; the next window starts. ``comm_ms`` and ``spans`` are the last step's.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
@@ -134,6 +139,8 @@ class Window:
             step_ms=tuple(warm),
             data_wait_ms=self.data_wait_s * 1e3 / steps,
             comm_share=comm_share,
+            peak_memory_mb=peak_memory_mb(self._device),
+            spans=tuple(spans) if self._warm(step) else (),
         )
         self._losses, self._weights, self._steps, self._updated = [], [], [], []
         self.data_wait_s = 0.0
@@ -166,6 +173,18 @@ def _cpu_seconds() -> tuple[float, float]:
     times = psutil.cpu_times()._asdict()
     total_s = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)
     return total_s - times["idle"] - times.get("iowait", 0.0), total_s
+
+
+def peak_memory_mb(device: torch.device) -> float | None:
+    """The most memory that torch has had on the GPU, or else this process in RAM; None where the kernel keeps no count.
+
+    Linux keeps another one (``getrusage``), in which the process that this one was forked from has a part.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    status = Path("/proc/self/status").read_text()
+    peak = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    return None if peak is None else int(peak) * 1024 / 1e6
 
 
 def system_metrics(device: torch.device, cpu: CpuMeter) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import psutil
 import pytest
@@ -11,7 +12,8 @@ import torch
 from toys import CPU
 
 from orchestrator.messages import TrainPoint
-from orchestrator.worker.metrics import CpuMeter, NonFiniteError, StepTimer, Window, system_metrics
+from orchestrator.spans import Span
+from orchestrator.worker.metrics import CpuMeter, NonFiniteError, StepTimer, Window, peak_memory_mb, system_metrics
 
 NAN = float("nan")
 
@@ -26,9 +28,11 @@ def add(into: Window, step: int, loss: float = 1.0, *, weight: float = 1.0, skip
     into.add(step, torch.tensor(loss), torch.tensor(weight), skipped=skipped)
 
 
-def close(window: Window, *, grad_norm: float | None = None, comm_ms: float | None = 0.0) -> TrainPoint:
+def close(
+    window: Window, *, grad_norm: float | None = None, comm_ms: float | None = 0.0, spans: Sequence[Span] = ()
+) -> TrainPoint:
     norm = None if grad_norm is None else torch.tensor(grad_norm)
-    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=comm_ms)
+    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=comm_ms, spans=spans)
 
 
 def test_times_are_those_between_marks_without_what_restart_leaves_out():
@@ -107,6 +111,26 @@ def test_waiting_is_a_part_of_the_last_steps_own_time():
     assert 0 < share <= 0.5
     add(w, 6)
     assert close(w, comm_ms=None).comm_share is None
+
+
+def test_spans_are_told_after_warm_up_alone():
+    spans = (Span(kind="F", stage=0, microbatch=0, start=1.0, end=2.0),)
+    w = window(total_steps=10)
+    add(w, 2)
+    assert close(w, spans=spans).spans == ()
+    add(w, 3)
+    assert close(w, spans=spans).spans == spans
+
+
+def test_peak_memory_is_that_of_this_process_and_stays():
+    held = torch.ones(50_000_000)  # 200 MB
+    while_held_mb = peak_memory_mb(CPU)
+    del held
+    after_mb = peak_memory_mb(CPU)
+    assert while_held_mb is not None
+    assert while_held_mb > 200
+    assert after_mb == pytest.approx(while_held_mb, rel=0.01)  # the kernel counts in batches of pages
+    assert psutil.Process().memory_info().rss / 1e6 < while_held_mb - 150
 
 
 def test_skipped_steps_count_in_time_alone():

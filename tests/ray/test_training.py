@@ -15,6 +15,8 @@ import pytest
 from conftest import events, losses, series
 from mlflow import MlflowClient
 
+from orchestrator.rundir import read_json
+
 LINES = {
     "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",
     "val/accuracy", "perf/samples_per_s", "perf/samples_per_s_per_worker", "perf/step_ms",
@@ -115,3 +117,38 @@ def test_stop_and_resume_is_the_same_run(
     assert client.get_run(run_id).info.status == "FINISHED"
     points = [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")]
     assert sorted(points) == sorted(uninterrupted["train/loss"].items())
+
+
+def test_a_stopped_pipeline_shows_its_last_step(
+    run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_at(14, signal.SIGINT, below=tmp_path / "outputs")
+    result = run(
+        "strategy=pipeline", "strategy.num_microbatches=4", "job=sleep", "job.forward_ms=1", "train.steps=1000",
+        "train.global_batch_size=8", "train.log_every=2", "train.eval_every=0", tracking="default",
+    )  # fmt: skip
+    assert result.status == "KILLED"
+    measured = series(result.run_dir, "pipeline/bubble_pct")
+    assert min(measured) == 12, "the first ten steps warm up"
+    assert series(result.run_dir, "pipeline/bubble_theory_pct") == dict.fromkeys(measured, pytest.approx(100 / 5))
+    for stage in (0, 1):
+        for name in ("busy_pct", "peak_memory_mb"):
+            assert series(result.run_dir, f"pipeline/stage_{stage}_{name}").keys() == measured.keys()
+
+    summary = json.loads((result.run_dir / "run.json").read_text())["summary"]
+    assert 0 < summary["bubble_pct"] < 100
+    assert summary["bubble_theory_pct"] == pytest.approx(100 / 5)
+    assert summary["peak_memory_mb"] == max(series(result.run_dir, "perf/peak_memory_mb").values())
+    picture = result.run_dir / "timeline.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"; timeline: {picture}" in capsys.readouterr().out.replace("\n", "")
+    trace = json.loads((result.run_dir / "timeline.json").read_text())
+    assert trace["otherData"]["step"] == max(measured)
+
+    deadline = time.monotonic() + 30
+    while not read_json(result.run_dir / "tracking.json").get("closed_at") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    run_id = read_json(result.run_dir / "tracking.json")["run_id"]
+    assert client.get_run(run_id).data.metrics["summary/bubble_pct"] == pytest.approx(summary["bubble_pct"])
+    assert {"timeline.png", "timeline.json"} <= {f.path for f in client.list_artifacts(run_id)}

@@ -82,6 +82,16 @@ def test_table_has_every_figure_and_guesses_none(output_dir: Path, capsys: pytes
     assert not (output_dir / "compare.png").exists()
 
 
+def test_bubbles_have_a_column_where_any_run_has_one(output_dir: Path) -> None:
+    assert "bubble" not in table([read_run(run.path) for run in rundir.all_runs(output_dir)])
+    staged = {**SUMMARY, "bubble_pct": 31.4, "bubble_theory_pct": 27.3}
+    make_run(output_dir, "12-33-01-digits-pipeline", strategy="pipeline", **staged)
+    text = table([read_run(run.path) for run in rundir.all_runs(output_dir)])
+    assert "bubble (theory)" in text
+    assert "31% (27%)" in text
+    assert rows(text)["12-31-01-digits-single"][8] == "-"
+
+
 def test_last_takes_the_newest_in_their_order(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--output-dir", str(output_dir), "--last", "2", "--no-picture"]) == 0
     assert list(rows(capsys.readouterr().out)) == ["12-31-01-digits-single", "12-32-01-digits-ddp"]

@@ -205,6 +205,13 @@ def test_verdict_of_a_success_is_last() -> None:
     ]
 
 
+def test_verdict_of_a_pipeline_has_its_bubble_and_where_to_look() -> None:
+    summary = {"bubble_pct": 31.04, "bubble_theory_pct": 27.27, "timeline": "/runs/1/timeline.png"}
+    for ended in (FINISHED, KILLED):
+        lines = printed(STARTED, FORMED, replace(ended, summary={**ended.summary, **summary}))
+        assert "bubble: 31.0%, in theory 27.3%; timeline: /runs/1/timeline.png" in lines
+
+
 def test_verdict_is_said_again_after_a_late_warning() -> None:
     lines = printed(STARTED, FINISHED, Warned(message="12 points are missing"))
     assert "warning: 12 points are missing" in lines

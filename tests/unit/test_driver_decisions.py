@@ -11,7 +11,9 @@ import ray.exceptions
 from orchestrator.driver.aggregate import Aggregator, percentile
 from orchestrator.driver.failure import death, first_failure
 from orchestrator.driver.gang import GangError, check_devices, rank_order
+from orchestrator.mesh import Mesh
 from orchestrator.messages import EvalPoint, Failure, Outcome, TrainPoint, Whereabouts
+from orchestrator.spans import Kind, Span
 
 
 def point(**changes: Any) -> TrainPoint:
@@ -23,7 +25,7 @@ def point(**changes: Any) -> TrainPoint:
 
 
 def aggregator(world_size: int = 2) -> Aggregator:
-    return Aggregator(world_size=world_size, global_batch_size=64, tokens_per_sample=None)
+    return Aggregator(mesh=Mesh(data_parallel_size=world_size), global_batch_size=64, tokens_per_sample=None)
 
 
 def test_loss_is_global_sum_over_global_weight() -> None:
@@ -79,6 +81,63 @@ def test_summary_is_over_warm_steps() -> None:
     assert summary["samples_per_s"] == pytest.approx(64 * 10 / 0.12)
     assert (summary["step_ms_p50"], summary["step_ms_p95"]) == (10.0, 30.0)
     assert summary["final_loss"] == 2.0
+
+
+def span(kind: Kind, stage: int, start: float, end: float) -> Span:
+    return Span(kind=kind, stage=stage, microbatch=0, start=start, end=end)
+
+
+def staged(pp_rank: int, later_s: float = 0.0, **changes: Any) -> TrainPoint:
+    """A stage of two, one micro-batch: F 1 s and B 2 s on each, ``later_s`` of waiting before each B."""
+    b = 2.0 + later_s
+    spans = [
+        (span("F", 0, 0.0, 1.0), span("B", 0, b + 2 + later_s, b + 4 + later_s)),
+        (span("F", 1, 1.0, 2.0), span("B", 1, b, b + 2)),
+    ][pp_rank]
+    return point(spans=spans, **changes)
+
+
+def test_bubble_of_replicas_beside_that_of_theory() -> None:
+    parts = Aggregator(
+        mesh=Mesh(data_parallel_size=2, pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None
+    )
+    parts.add(0, staged(0, peak_memory_mb=100.0))
+    parts.add(1, staged(1, peak_memory_mb=300.0))
+    parts.add(2, staged(0, 1.0, peak_memory_mb=200.0))
+    logged = parts.add(3, staged(1, 1.0, peak_memory_mb=250.0))
+    assert logged is not None
+    pipeline = {name: value for name, value in logged.metrics.items() if name.startswith("pipeline/")}
+    assert pipeline == {
+        "pipeline/bubble_pct": pytest.approx((50 + 62.5) / 2),
+        "pipeline/bubble_theory_pct": pytest.approx(50),
+        "pipeline/stage_0_busy_pct": pytest.approx((50 + 37.5) / 2),
+        "pipeline/stage_1_busy_pct": pytest.approx((50 + 37.5) / 2),
+        "pipeline/stage_0_peak_memory_mb": 200.0,
+        "pipeline/stage_1_peak_memory_mb": 300.0,
+    }
+    assert logged.metrics["perf/peak_memory_mb"] == 300.0
+    assert parts.timeline is not None
+    assert (parts.timeline.step, len(parts.timeline.replicas)) == (10, 2)
+
+
+def test_summary_has_the_median_bubble_and_the_largest_memory() -> None:
+    parts = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    for step, later_s in ((10, 9.0), (20, 1.0), (30, 0.0)):
+        parts.add(0, staged(0, later_s, step=step, peak_memory_mb=100.0 + step))
+        parts.add(1, staged(1, later_s, step=step, peak_memory_mb=50.0))
+    summary = parts.summary()
+    assert summary["bubble_pct"] == pytest.approx(62.5)
+    assert summary["bubble_theory_pct"] == pytest.approx(50)
+    assert summary["peak_memory_mb"] == 130.0
+
+
+def test_no_bubble_before_every_rank_is_warm_or_where_nothing_is_cut() -> None:
+    parts = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    parts.add(0, point())
+    logged = parts.add(1, staged(1))
+    assert logged is not None
+    assert not any(name.startswith("pipeline/") for name in logged.metrics)
+    assert (parts.timeline, parts.summary().get("bubble_pct")) == (None, None)
 
 
 def test_percentile_is_nearest_rank() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from jobs.digits import Digits, load_digits
 from jobs.gpt import GPT
+from jobs.sleep import Sleep
 from jobs.toy import Toy
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 16}
@@ -215,4 +218,29 @@ def test_toy_is_the_tutorials_net_and_learns(job: Toy, shapes: dict[str, tuple[i
 )
 def test_toy_names_the_faulty_field(fields: dict[str, Any]) -> None:
     [fault] = faults("jobs.toy.Toy", **fields)
+    assert fault.startswith(f"job.{next(iter(fields))}=")
+
+
+def test_sleep_takes_its_time_forward_and_twice_as_long_backward() -> None:
+    layer = Sleep(layers=1, forward_ms=20).model()
+    inputs = torch.ones(3, 2, requires_grad=True)
+    times_s = [time.perf_counter()]
+    output = layer(inputs)
+    times_s.append(time.perf_counter())
+    torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+    times_s.append(time.perf_counter())
+    output.sum().backward()
+    times_s.append(time.perf_counter())
+    forward_s, inputs_s, both_s = (b - a for a, b in itertools.pairwise(times_s))
+    assert (forward_s >= 0.02, inputs_s >= 0.02, both_s >= 0.04) == (True, True, True)
+
+
+def test_sleep_learns() -> None:
+    _, losses = trained(Sleep(layers=4, forward_ms=0.01), steps=50, batch=32)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("fields", [{"layers": 0}, {"forward_ms": 0.0}, {"samples": 0}, {"lr": -1.0}], ids=str)
+def test_sleep_names_the_faulty_field(fields: dict[str, Any]) -> None:
+    [fault] = faults("jobs.sleep.Sleep", **fields)
     assert fault.startswith(f"job.{next(iter(fields))}=")
