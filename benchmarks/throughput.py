@@ -9,14 +9,24 @@ Against torchrun ours brings its own Ray, whose cost counts; against Ray Train b
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from arms import Work, ours, ray_train, running_ray, torchrun
 from ceiling import ceiling
 from rounds import Claim, Rounds, argument_parser, interleave, rates_table, ratios, report
 
 ROUNDS = 5
-DIGITS, GPT = "jobs.digits.Digits", "jobs.gpt.GPT"
+NEVER = 100_000
+WIDE = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=20)
+GPT = Work(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=100, log_every=20)
+LONG = Work(
+    job="jobs.digits.Digits",
+    fields={"hidden": 1024, "depth": 4},
+    global_batch_size=256,
+    steps=100,
+    log_every=NEVER,
+)
+SHORT = Work(job="jobs.digits.Digits", fields={"hidden": 512}, global_batch_size=64, steps=1000, log_every=NEVER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +40,14 @@ class Size:
 
 SIZES = {
     "torchrun": [
-        Size(
-            name="digits, hidden=1024",
-            work=Work(job=DIGITS, fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=20),
-            goal=1.0,
-        ),
-        Size(
-            name="gpt",
-            work=Work(job=GPT, fields={"sample_bytes": 0}, global_batch_size=64, steps=80, log_every=20),
-            goal=1.0,
-        ),
+        Size(name="digits, hidden=1024", work=WIDE, goal=1.0),
+        Size(name="gpt", work=GPT, goal=1.0),
     ],
     "ray-train": [
-        Size(
-            name="digits, steps of ~40 ms",
-            work=Work(job=DIGITS, fields={"hidden": 1024, "depth": 4}, global_batch_size=256, steps=100, log_every=20),
-            goal=1.0,
-        ),
-        Size(
-            name="digits, steps of ~5 ms",
-            work=Work(job=DIGITS, fields={"hidden": 512}, global_batch_size=64, steps=1000, log_every=20),
-            goal=1.2,
-        ),
-        Size(
-            name="digits, steps of ~5 ms, metrics at every step",
-            work=Work(job=DIGITS, fields={"hidden": 512}, global_batch_size=64, steps=300, log_every=1),
-            goal=3.0,
-        ),
+        Size(name="steps of ~40 ms, nothing recorded", work=LONG, goal=1.0),
+        Size(name="steps of ~5 ms, nothing recorded", work=SHORT, goal=1.2),
+        Size(name="steps of ~5 ms, metrics every 20 steps", work=replace(SHORT, steps=400, log_every=20), goal=1.2),
+        Size(name="steps of ~5 ms, metrics at every step", work=replace(SHORT, steps=50, log_every=1), goal=3.0),
     ],
 }
 
