@@ -52,6 +52,22 @@ class GenerationStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageSummary:
+    """``time_share``: of the measured time of all layers, 0 to 1; None where nothing was measured."""
+
+    layers: tuple[str, ...]
+    num_parameters: int
+    time_share: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCut(Event):
+    """How the model was cut, by stage."""
+
+    stages: tuple[StageSummary, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricsLogged(Event):
     """One point: figures of the whole run at a step, under their MLflow names."""
 
@@ -98,9 +114,10 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """The first rank that failed; ``log`` is the path of its log file."""
+    """The first rank that failed; ``title`` is how people call it, ``log`` the path of its log file."""
 
     rank: int
+    title: str
     step: int
     reason: str
     traceback: str

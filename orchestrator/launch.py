@@ -49,7 +49,7 @@ def _launch(overrides: Sequence[str], *, sweep: bool) -> int:
     from orchestrator.session import check_all, run_all
 
     candidates = check_all(expand_sweep(overrides) if sweep else [list(overrides)])
-    return max((r.exit_code for r in run_all(candidates)), default=0)
+    return max((r.exit_code for r in run_all(candidates, owns_process=True)), default=0)
 
 
 def _complete() -> None:

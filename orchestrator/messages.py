@@ -8,6 +8,7 @@ from typing import Literal
 
 from orchestrator.config.schema import Config
 from orchestrator.events import Event
+from orchestrator.figures import Figure
 from orchestrator.plan import Plan
 from orchestrator.spans import Span
 
@@ -74,6 +75,7 @@ class TrainPoint:
     comm_share: float | None
     peak_memory_mb: float | None = None
     spans: tuple[Span, ...] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

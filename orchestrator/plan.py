@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.schema import Config, DDPPipelineConfig, PipelineConfig, StagedConfig, StrategyConfig
+from orchestrator.config.schema import (
+    Config,
+    DDPPipelineConfig,
+    DPConfig,
+    HogwildConfig,
+    PipelineConfig,
+    StagedConfig,
+    StrategyConfig,
+)
 from orchestrator.mesh import Mesh, even_shares
 from orchestrator.schedules import SCHEDULES, PipelineLayout, Schedule
 
@@ -38,7 +46,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything decided before Ray starts an actor."""
+    """Everything decided before Ray starts an actor. ``split``: where stages begin; None: by measured time."""
 
     run_name: str
     strategy: str
@@ -50,14 +58,25 @@ class Plan:
     device: Literal["cpu", "cuda"]
     cpus_per_worker: float
     gpus_per_worker: int
+    devices_per_worker: int
+    one_node: bool
     threads_per_worker: int
     workers: tuple[WorkerPlan, ...]
     pipeline: PipelineLayout | None = None
+    split: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
         return self.mesh.world_size
+
+    def title(self, global_rank: int) -> str:
+        """A worker for people: ``rank 1``, ``rank 1 (stage 1)``, ``rank 0 (stages 0 and 3)``."""
+        stages = self.workers[global_rank].stages
+        if not stages:
+            return f"rank {global_rank}"
+        noun = "stage" if len(stages) == 1 else "stages"
+        return f"rank {global_rank} ({noun} {' and '.join(str(s) for s in stages)})"
 
 
 def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bool) -> Plan:
@@ -84,13 +103,16 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
     mesh = _mesh(strategy, num_workers, faults)
     pipeline = _pipeline(config, mesh, faults)
 
-    gpus_per_worker = 1 if device == "cuda" else 0
-    if device == "cuda" and total_gpus == 0 and not cluster.autoscaling:
+    devices = num_workers if isinstance(strategy, DPConfig) else 1
+    gpus_per_worker = devices if device == "cuda" else 0
+    if isinstance(strategy, HogwildConfig):
+        faults += _shared_memory_faults(config, nodes, device, num_workers, oversubscribe_cpus)
+    elif device == "cuda" and total_gpus == 0 and not cluster.autoscaling:
         faults.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); use cpu or auto")
     elif not cluster.autoscaling:
-        faults += _capacity_faults(config, nodes, num_workers, gpus_per_worker, oversubscribe_cpus)
+        faults += _capacity_faults(config, nodes, mesh.world_size, devices, gpus_per_worker, oversubscribe_cpus)
     if not isinstance(strategy, StagedConfig):
-        faults += _batch_faults(config, mesh)
+        faults += _batch_faults(config, num_workers)
     cores = sum(n.cpus for n in nodes)
     threads = int(cores // num_workers if oversubscribe_cpus else cluster.cpus_per_worker)
     if device == "cpu" and oversubscribe_cpus and num_workers > cores:
@@ -101,6 +123,8 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
     samples = even_shares(train.global_batch_size, mesh.data_parallel_size)
     if isinstance(strategy, DDPPipelineConfig):
         notes.append(_placement(strategy))
+    if isinstance(strategy, DPConfig):
+        notes.append("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster")
     if len(set(samples)) > 1:
         notes.append(f"shares of the batch differ ({samples[0]} and {samples[-1]} samples); weighted exactly")
     return Plan(
@@ -112,7 +136,9 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         grad_accumulation=train.grad_accumulation,
         mesh=mesh,
         device=device,
-        cpus_per_worker=cluster.cpus_per_worker,
+        cpus_per_worker=cluster.cpus_per_worker * devices,
+        devices_per_worker=devices,
+        one_node=isinstance(strategy, HogwildConfig),
         gpus_per_worker=gpus_per_worker,
         threads_per_worker=max(1, threads),
         workers=tuple(
@@ -126,8 +152,28 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
             for rank in range(mesh.world_size)
         ),
         pipeline=pipeline,
+        split=None if not isinstance(strategy, StagedConfig) or strategy.split == "auto" else strategy.split,
         notes=tuple(notes),
     )
+
+
+def _shared_memory_faults(
+    config: Config, nodes: tuple[Node, ...], device: str, num_workers: int, oversubscribe_cpus: bool
+) -> list[str]:
+    name, cpus = config.strategy.name, config.cluster.cpus_per_worker
+    faults = []
+    if device == "cuda":
+        faults.append(
+            f"strategy={name}: its workers share the memory of a machine, which GPUs cannot; "
+            "set cluster.device=cpu, or use strategy=ddp"
+        )
+    room = num_workers if oversubscribe_cpus else max((_how_many(cpus, n.cpus) for n in nodes), default=0)
+    if room < num_workers and not config.cluster.autoscaling:
+        faults.append(
+            f"strategy.num_workers={num_workers}: strategy={name} needs {num_workers} x {cpus:g} CPUs on one node, "
+            f"there is room for {room} ({_inventory(nodes)}); lower it or cluster.cpus_per_worker, or use strategy=ddp"
+        )
+    return faults
 
 
 def _workers_on_cpus(strategy: StrategyConfig) -> int:
@@ -135,6 +181,8 @@ def _workers_on_cpus(strategy: StrategyConfig) -> int:
 
 
 def _mesh(strategy: StrategyConfig, num_workers: int, faults: list[str]) -> Mesh:
+    if isinstance(strategy, DPConfig):
+        return Mesh()
     if not isinstance(strategy, StagedConfig):
         return Mesh(data_parallel_size=num_workers)
     if not isinstance(strategy, DDPPipelineConfig):
@@ -239,15 +287,16 @@ def _placement(strategy: DDPPipelineConfig) -> str:
 
 
 def _capacity_faults(
-    config: Config, nodes: tuple[Node, ...], workers: int, gpus: int, oversubscribe_cpus: bool
+    config: Config, nodes: tuple[Node, ...], workers: int, devices: int, gpus: int, oversubscribe_cpus: bool
 ) -> list[str]:
-    cpus = config.cluster.cpus_per_worker
+    cpus = config.cluster.cpus_per_worker * devices
     by_cpu = [workers if oversubscribe_cpus else _how_many(cpus, n.cpus) for n in nodes]
     by_gpu = [n.gpus // gpus if gpus else workers for n in nodes]
-    asked = f"strategy.num_workers={workers}"
+    asked = f"strategy.num_workers={workers * devices}"
     if sum(by_gpu) < workers:
+        together = " on one node" if devices > 1 else ""
         return [
-            f"{asked}: needs {workers * gpus} GPUs, the cluster has {sum(n.gpus for n in nodes)} "
+            f"{asked}: needs {workers * gpus} GPUs{together}, the cluster has {sum(n.gpus for n in nodes)} "
             f"({_inventory(nodes)}); lower it, add nodes, or set cluster.device=cpu"
         ]
     room = sum(min(pair) for pair in zip(by_cpu, by_gpu, strict=True))
@@ -264,15 +313,15 @@ def _how_many(share: float, total: float) -> int:
     return round(total * 10_000) // max(1, round(share * 10_000))
 
 
-def _batch_faults(config: Config, mesh: Mesh) -> list[str]:
+def _batch_faults(config: Config, num_workers: int) -> list[str]:
     train = config.train
-    least = mesh.data_parallel_size * train.grad_accumulation
+    least = num_workers * train.grad_accumulation
     if train.global_batch_size >= least:
         return []
     slices = f" x {train.grad_accumulation} slices" if train.grad_accumulation > 1 else ""
     return [
         f"train.global_batch_size={train.global_batch_size}: smaller than "
-        f"{mesh.data_parallel_size} workers{slices}; "
+        f"{num_workers} workers{slices}; "
         f"set it to at least {least}, or lower strategy.num_workers or train.grad_accumulation"
     ]
 

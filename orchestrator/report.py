@@ -81,9 +81,9 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes / 1000**power:.3g} {units[power]}"
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str = "s") -> str:
     """``1 worker``, ``2 workers``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def first_few(items: Sequence[str], most: int = MOST_ROWS) -> str:
@@ -195,7 +195,18 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
             "workers",
             f"{count(plan.world_size, 'worker')} on {plan.device}, {' and '.join(each)} each; {grid}",
         ),
+        *_pipeline(plan),
     ]
+
+
+def _pipeline(plan: Plan) -> list[tuple[str, str]]:
+    if plan.pipeline is None:
+        return []
+    layout = plan.pipeline
+    samples = plan.workers[0].samples_per_step // plan.grad_accumulation // layout.num_microbatches
+    work = f"{layout.schedule}, {count(layout.num_microbatches, 'micro-batch', 'es')} of {count(samples, 'sample')}"
+    where = "of equal measured time" if plan.split is None else f"cut before {', '.join(plan.split)}"
+    return [("pipeline", f"{count(layout.num_stages, 'stage')} {where}; {work}")]
 
 
 def _inventory(nodes: tuple[Node, ...]) -> list[str]:
@@ -209,17 +220,17 @@ def _inventory(nodes: tuple[Node, ...]) -> list[str]:
 def _shares(workers: Sequence[WorkerPlan]) -> list[tuple[str, str, int]]:
     """``(ranks, stages, samples a step)``: a row per rank, or per run of equal shares if many."""
     if len(workers) <= MOST_ROWS:
-        return [(str(w.global_rank), str(w.pp_rank), w.samples_per_step) for w in workers]
+        return [(str(w.global_rank), ", ".join(map(str, w.stages)), w.samples_per_step) for w in workers]
     rows = []
     for samples, same in groupby(workers, key=lambda w: w.samples_per_step):
         group = list(same)
         ranks = _span(w.global_rank for w in group)
-        rows.append((f"{ranks} ({len(group)})", _span(w.pp_rank for w in group), samples))
+        rows.append((f"{ranks} ({len(group)})", _span(stage for w in group for stage in w.stages), samples))
     return rows
 
 
 def _span(numbers: Iterable[int]) -> str:
-    found = sorted(numbers)
+    found = sorted(numbers) or [0]
     return str(found[0]) if found[0] == found[-1] else f"{found[0]}-{found[-1]}"
 
 
@@ -285,7 +296,7 @@ def _bubble(summary: Mapping[str, Any]) -> str:
 def _failed(ended: RunEnded, failure: WorkerFailed | None) -> list[str]:
     if failure is None:
         return [f"failed: {first_line(ended.reason) or 'no reason given'}"]
-    lines = [f"failed: rank {failure.rank} at step {failure.step}: {first_line(failure.reason)}"]
+    lines = [f"failed: {failure.title} at step {failure.step}: {first_line(failure.reason)}"]
     if ended.reason and first_line(failure.reason) not in ended.reason:
         lines.append(f"reason: {first_line(ended.reason)}")
     return [*lines, f"log: {failure.log}"] if failure.log else lines

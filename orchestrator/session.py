@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from orchestrator import timeline
-from orchestrator.config.build import ConfigError
+from orchestrator.config.build import ConfigError, gathering
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.redact import redact_text, secret_values
 from orchestrator.config.schema import Config
 from orchestrator.driver import cluster, prepare
-from orchestrator.driver.run import Run, RunResult, RunSpec, StopSignals
+from orchestrator.driver.run import Run, RunResult, RunSpec
+from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.staging import staging_faults
 from orchestrator.events import RunEnded, Sink, Warned
 from orchestrator.job import Job, load_job
 from orchestrator.plan import Node, Plan, make_plan
@@ -30,68 +33,102 @@ from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A run that passed every check that needs no cluster."""
+    """A run that passed every check. ``plan``: None where the cluster has to be asked for its nodes."""
 
     config: Config
     job: Job
     resume: prepare.Resume | None
+    plan: Plan | None
     warnings: tuple[str, ...]
 
 
-def check(overrides: Sequence[str]) -> Candidate:
-    """Everything that can be checked before Ray is asked.
-
-    Raises:
-        ConfigError: with all faults.
-    """
-    faults: list[str] = []
-    warnings: list[str] = []
-    config, job_spec = compose(overrides, faults)
-    job = load_job(job_spec, faults) if job_spec is not None else None
-    if config is not None:
-        config = prepare.absolute_paths(config)
-        faults += prepare.environment_faults(config)
-    if faults or config is None or job is None:
-        raise ConfigError(faults)
-    resume = prepare.find_resume(config, job, warnings=warnings)
-    return Candidate(config=config, job=job, resume=resume, warnings=tuple(warnings))
-
-
 def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
-    """Check every run of a sweep before the first one starts.
+    """Check each run, given by its overrides, before the first one starts.
 
     Raises:
         ConfigError: with the faults of all of them.
     """
-    candidates: list[Candidate] = []
-    faults: list[str] = []
+    address_fault = functools.cache(cluster.address_fault)
+    candidates, faults = [], []
     for overrides in runs:
-        try:
-            candidates.append(check(overrides))
-        except ConfigError as e:
-            faults.extend(e.faults)
+        of_this_run: list[str] = []
+        candidate = _check(overrides, address_fault, of_this_run)
+        faults += of_this_run
+        if candidate is not None:
+            candidates.append(candidate)
     if faults:
         raise ConfigError(faults)
     return candidates
 
 
-def run_all(candidates: Sequence[Candidate], *, name: str = "sweep") -> list[RunResult]:
+def _check(overrides: Sequence[str], address_fault: Callable[[str], str | None], faults: list[str]) -> Candidate | None:
+    """Everything that can be checked before Ray starts or is joined, each part even if another has faults."""
+    config, job_spec = compose(overrides, faults)
+    job = load_job(job_spec, faults) if job_spec is not None else None
+    surroundings = config or _surroundings(overrides)
+    if surroundings is not None:
+        faults += prepare.environment_faults(prepare.absolute_paths(surroundings))
+    if config is None:
+        return None
+    config = prepare.absolute_paths(config)
+    warnings: list[str] = []
+    resume, plan = None, None
+    with gathering(faults):
+        resume = prepare.find_resume(config, job, warnings=warnings)
+    address = cluster.target_address(config.cluster)
+    if address is None:
+        plan = _plan(config, job, (_this_machine(),), faults, oversubscribe_cpus=True)
+    elif fault := address_fault(address):
+        faults.append(fault)
+    if job is None:
+        return None
+    return Candidate(config=config, job=job, resume=resume, plan=plan, warnings=tuple(warnings))
+
+
+def _surroundings(overrides: Sequence[str]) -> Config | None:
+    """The configuration by the words alone that say where results go; None if they have faults too."""
+    words = [w for w in overrides if w.startswith(("output_dir=", "tracking=", "tracking."))]
+    config, _ = compose(words, [])
+    return config
+
+
+def _plan(
+    config: Config, job: Job | None, nodes: tuple[Node, ...], faults: list[str], *, oversubscribe_cpus: bool
+) -> Plan | None:
+    with gathering(faults):
+        plan = make_plan(config, nodes, oversubscribe_cpus=oversubscribe_cpus)
+        faults += [] if job is None else staging_faults(config, job, plan)
+        return plan
+    return None
+
+
+def _this_machine() -> Node:
+    return cluster.this_machine(torch.cuda.device_count())
+
+
+def run_all(candidates: Sequence[Candidate], *, name: str = "sweep", owns_process: bool = False) -> list[RunResult]:
     """Run each in turn on one Ray; several are a sweep under one parent.
+
+    ``owns_process``: SIGINT and SIGTERM may end the process while Ray starts.
 
     Raises:
         ConfigError: the cluster cannot be reached, or a plan does not fit it; nothing was started.
+        KeyboardInterrupt: SIGINT or SIGTERM came while Ray was starting; nothing was started.
     """
     sweep = {"id": uuid.uuid4().hex, "name": name} if len(candidates) > 1 else None
     results: list[RunResult] = []
-    with _ray(candidates) as (nodes, plans):
+    with StopSignals(impatient=owns_process) as stop, _ray(candidates) as (nodes, plans):
         if candidates[0].config.plan:
             for plan in plans:
                 print(plan_table(plan, nodes))
             return []
+        stop.impatient = False
+        if stop.received is not None:
+            raise KeyboardInterrupt
         recover_orphans(Path(candidates[0].config.output_dir))
         started_at = process_started_at()
         for candidate, plan in zip(candidates, plans, strict=True):
-            results.append(_run(candidate, plan, sweep=sweep, started_at=started_at))
+            results.append(_run(candidate, plan, stop, sweep=sweep, started_at=started_at))
             started_at = time.time()
             if results[-1].status == "KILLED":
                 break
@@ -107,12 +144,12 @@ def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], li
         connection = cluster.connect(address)
         try:
             nodes = cluster.nodes()
-            yield nodes, _plans(candidates, nodes, oversubscribe_cpus=False)
+            yield nodes, _plans(candidates, nodes)
         finally:
             cluster.disconnect(connection)
         return
-    machine = cluster.this_machine(torch.cuda.device_count())
-    plans = _plans(candidates, (machine,), oversubscribe_cpus=True)
+    machine = _this_machine()
+    plans = [c.plan for c in candidates if c.plan is not None]
     if config.plan:
         yield (machine,), plans
         return
@@ -124,14 +161,22 @@ def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], li
         cluster.disconnect(connection)
 
 
-def _plans(candidates: Sequence[Candidate], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool) -> list[Plan]:
-    return [make_plan(c.config, nodes, oversubscribe_cpus=oversubscribe_cpus) for c in candidates]
+def _plans(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list[Plan]:
+    """On the nodes of a cluster."""
+    faults: list[str] = []
+    plans = [_plan(c.config, c.job, nodes, faults, oversubscribe_cpus=False) for c in candidates]
+    if faults:
+        raise ConfigError(faults)
+    return [p for p in plans if p is not None]
 
 
-def _run(candidate: Candidate, plan: Plan, *, sweep: dict[str, str] | None, started_at: float) -> RunResult:
+def _run(
+    candidate: Candidate, plan: Plan, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
+) -> RunResult:
     config, resume = candidate.config, candidate.resume
     run_dir, uid = prepare.open_run(config, candidate.job, plan, resume, sweep=sweep)
     console = make_console(steps=plan.steps, world_size=plan.world_size)
+    stop.last_words = console.close
     secrets = secret_values(to_dict(config))
     journal = Journal(run_dir, secrets=secrets, warn=lambda m: console.emit(Warned(message=m)))
     spec = RunSpec(
@@ -145,23 +190,22 @@ def _run(candidate: Candidate, plan: Plan, *, sweep: dict[str, str] | None, star
         tokens_per_sample=candidate.job.tokens_per_sample,
         secrets=secrets,
     )
-    with StopSignals(console.close) as stop:
-        uploader = Uploader.start(run_dir, config.tracking)
+    uploader = Uploader.start(run_dir, config.tracking)
+    try:
+        for warning in candidate.warnings:
+            console.emit(Warned(message=warning))
         try:
-            for warning in candidate.warnings:
-                console.emit(Warned(message=warning))
-            try:
-                result = Run(spec, [journal, console], stop, tracking_problem=uploader.problem).execute()
-            except Exception as e:
-                # A fault of ours; the records tell the truth about the run all the same.
-                reason = redact_text(f"{type(e).__name__}: {e}", secrets)
-                ended = RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason)
-                _finish(ended, plan, run_dir, uploader, journal, console, config)
-                raise
-            result = _finish(result, plan, run_dir, uploader, journal, console, config)
-        finally:
-            journal.close()
-            console.close()
+            result = Run(spec, [journal, console], stop, tracking_problem=uploader.problem).execute()
+        except Exception as e:
+            # A fault of ours; the records tell the truth about the run all the same.
+            reason = redact_text(f"{type(e).__name__}: {e}", secrets)
+            ended = RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason)
+            _finish(ended, plan, run_dir, uploader, journal, console, config)
+            raise
+        result = _finish(result, plan, run_dir, uploader, journal, console, config)
+    finally:
+        journal.close()
+        console.close()
     return result
 
 

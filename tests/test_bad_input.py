@@ -127,8 +127,8 @@ class Half(Job):
     ("words", "said"),
     [
         (
-            ["strategy=dpp", "train.step=3", "strategy.num_workers=2.5", "job.hiden=3"],
-            ["strategy=dpp: unknown; did you mean ddp?", "train.step: ", "did you mean train.steps?", "job.hiden: "],
+            ["strategy=ddpp", "train.step=3", "strategy.num_workers=2.5", "job.hiden=3"],
+            ["strategy=ddpp: unknown; did you mean ddp?", "train.step: ", "did you mean train.steps?", "job.hiden: "],
         ),
         (["job._target_=half.Half", "output_dir=runs"], ["job._target_=half.Half: lacks loss()"]),
         (["output_dir=file/runs", "tracking.uri=nonsense"], ["output_dir=", "tracking.uri=nonsense: "]),
@@ -206,14 +206,29 @@ def test_faults_of_words_job_and_values_come_in_one_message(refused: Refused) ->
     assert len(found.splitlines()) == 5
 
 
-def test_the_surroundings_come_in_one_message(refused: Refused) -> None:
-    found = refused("output_dir=/proc/nowhere", "tracking.uri=nonsense")
-    assert len(found.splitlines()) == 2
+def test_the_surroundings_come_in_the_same_message(refused: Refused) -> None:
+    found = refused("output_dir=/proc/nowhere", "tracking.uri=nonsense", "train.steps=0", "job.hidden=0")
+    assert len(found.splitlines()) == 4
+
+
+def test_the_resume_and_the_plan_come_in_the_same_message(refused: Refused) -> None:
+    found = refused("output_dir=/proc/nowhere", "resume=yesterday", "train.global_batch_size=1", "job.hidden=0")
+    assert len(found.splitlines()) == 4
+
+
+def test_the_address_comes_in_the_same_message(refused: Refused) -> None:
+    found = refused("cluster.address=127.0.0.1:1", "resume=yesterday", "job.hidden=0")
+    assert len(found.splitlines()) == 3
+
+
+def test_every_misfit_of_a_sweep_comes_in_one_message(refused: Refused) -> None:
+    found = refused("-m", "train.global_batch_size=1,3", "strategy.num_workers=2,4")
+    assert len(found.splitlines()) == 3
 
 
 def test_python_callers_get_the_same_faults(elsewhere: Path) -> None:
     with pytest.raises(orchestrator.ConfigError) as error:
-        orchestrator.run(["strategy=dpp", "train.steps=0"])
+        orchestrator.run(["strategy=ddpp", "train.steps=0"])
     assert len(error.value.faults) == 2
     assert contents(elsewhere) == {}
 
@@ -314,7 +329,8 @@ def test_a_run_that_is_still_alive(refused: Refused) -> None:
 
 def test_the_checkpoint_of_another_model_names_the_parameters(refused: Refused) -> None:
     run = an_earlier_run(Digits(hidden=8))
-    found = refused(f"resume='{run.path}'")
+    found = refused(f"resume='{run.path}'", "train.steps=3")
+    assert "train.steps=3: the run to resume already has 3 steps; raise it" in found
     assert f"resume={run.path}: of another model: " in found
     assert "hidden0.weight: [8, 64] in the checkpoint, [512, 64] in the model" in found
 

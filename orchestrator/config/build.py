@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import difflib
 import enum
 import functools
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -30,6 +31,15 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(self.faults)
+
+
+@contextlib.contextmanager
+def gathering(faults: list[str]) -> Iterator[None]:
+    """A :class:`ConfigError` in the block adds to ``faults``, so that what comes after it is checked too."""
+    try:
+        yield
+    except ConfigError as e:
+        faults += e.faults
 
 
 class _Misfit(Exception):

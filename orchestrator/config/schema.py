@@ -112,6 +112,31 @@ class DDPConfig(StrategyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DPConfig(StrategyConfig):
+    meaning = "DataParallel: one process that feeds several devices; ddp is nearly always faster"
+
+    name: Literal["dp"]
+    loss_on: Literal["device0", "replicas"] = option(
+        "device0: outputs are gathered there and the loss computed; replicas: each computes its own"
+    )
+    verbose: bool = option("print the sizes inside the replicas and outside into the worker's log")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HogwildConfig(StrategyConfig):
+    meaning = "workers of one node update one model in shared memory, without a lock; CPU only"
+
+    name: Literal["hogwild"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedSGDConfig(HogwildConfig):
+    meaning = "hogwild with a lock around each update: what it is compared with"
+
+    name: Literal["locked_sgd"]  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StagedConfig(StrategyConfig):
     """What every strategy has that cuts the model into stages."""
 
@@ -155,6 +180,9 @@ class DDPPipelineConfig(PipelineConfig):
 STRATEGIES: dict[str, type[StrategyConfig]] = {
     "single": SingleConfig,
     "ddp": DDPConfig,
+    "dp": DPConfig,
+    "hogwild": HogwildConfig,
+    "locked_sgd": LockedSGDConfig,
     "model_parallel": ModelParallelConfig,
     "pipeline": PipelineConfig,
     "ddp_pipeline": DDPPipelineConfig,

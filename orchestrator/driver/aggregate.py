@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.events import MetricsLogged
+from orchestrator.figures import of_the_run
 from orchestrator.mesh import Mesh
 from orchestrator.messages import EvalPoint, TrainPoint
 from orchestrator.schedule_model import theoretical_bubble
@@ -99,6 +100,8 @@ class Aggregator:
         peaks = [p.peak_memory_mb for p in parts.values() if p.peak_memory_mb is not None]
         if peaks:
             metrics["perf/peak_memory_mb"] = max(peaks)
+        for name in sorted({name for p in parts.values() for name in p.figures}):
+            metrics[name] = of_the_run(p.figures[name] for p in parts.values() if name in p.figures)
         if all(p.spans for p in parts.values()):
             metrics |= self._pipeline_metrics(parts)
         return metrics

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc
 import psutil
 import ray
 import ray.exceptions
+from ray._private import services
+from ray._private import utils as ray_utils
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
@@ -53,33 +60,38 @@ def embed(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Connectio
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The workers that Ray starts in advance import torch while this process is still connecting.
     os.environ.setdefault("RAY_preload_python_modules", "orchestrator.worker.actor")
-    ray.init(
-        address="local",
-        num_cpus=math.ceil(num_cpus),
-        num_gpus=num_gpus,
-        include_dashboard=config.dashboard,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    with _signals_kept_from_ray():
+        ray.init(
+            address="local",
+            num_cpus=math.ceil(num_cpus),
+            num_gpus=num_gpus,
+            include_dashboard=config.dashboard,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     _mute_raylet()
     return Connection(owned=True)
 
 
+def address_fault(address: str) -> str | None:
+    """What is wrong with the address or with the server there, in a line."""
+    fault = None if ray.is_initialized() else _fault(address)
+    return fault and f"{_shown(address)}: {fault}"
+
+
 def connect(address: str) -> Connection:
-    """Join the cluster at ``address``.
+    """Join the cluster at ``address``, which has no :func:`address_fault`.
 
     Raises:
-        ConfigError: nobody answers there, or the answer was no.
+        ConfigError: Ray cannot join it.
     """
     if ray.is_initialized():
         return Connection(owned=False)
-    key = "cluster.address" if os.environ.get("RAY_ADDRESS") != address else "RAY_ADDRESS"
-    if fault := _address_fault(address):
-        raise ConfigError([f"{key}={address}: {fault}"])
     try:
-        ray.init(address=_gcs_address(address), log_to_driver=False, logging_level=logging.ERROR)
+        with _signals_kept_from_ray():
+            ray.init(address=_gcs_address(address), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
-        raise ConfigError([f"{key}={address}: {' '.join(str(e).split())[:500]}"]) from e
+        raise ConfigError([f"{_shown(address)}: {' '.join(str(e).split())[:500]}"]) from e
     _mute_raylet()
     return Connection(owned=True)
 
@@ -87,6 +99,12 @@ def connect(address: str) -> Connection:
 def disconnect(connection: Connection) -> None:
     if connection.owned:
         ray.shutdown()
+
+
+def has_died() -> bool:
+    """Whether the Ray that this process started is gone: nobody would answer any more."""
+    node = ray._private.worker._global_node
+    return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
 
 
 def nodes() -> tuple[Node, ...]:
@@ -103,12 +121,36 @@ def nodes() -> tuple[Node, ...]:
     )
 
 
+@contextlib.contextmanager
+def _signals_kept_from_ray() -> Iterator[None]:
+    """While Ray starts, it leaves SIGTERM to us, and each process that it starts gets a group of its own, so that
+    what goes to a whole group (Ctrl-C, ``timeout``) reaches this process alone.
+    """
+    set_handler, popen = ray_utils.set_sigterm_handler, services.ConsolePopen
+    ray_utils.set_sigterm_handler = lambda handler: None
+    services.ConsolePopen = functools.partial(popen, process_group=0)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = set_handler
+        services.ConsolePopen = popen  # type: ignore[misc]
+        if threading.current_thread() is threading.main_thread():
+            # Below Python, Ray has set a handler that prints the stack and aborts three seconds later.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            signal.alarm(0)
+
+
 def _mute_raylet() -> None:
     """Ray prints its own words for every death across the console; ours name rank and reason."""
     global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
 
 
-def _address_fault(address: str) -> str | None:
+def _shown(address: str) -> str:
+    key = "cluster.address" if os.environ.get("RAY_ADDRESS") != address else "RAY_ADDRESS"
+    return f"{key}={address}"
+
+
+def _fault(address: str) -> str | None:
     scheme, separator, _ = address.partition("://")
     if scheme == "ray" and separator:
         return (

@@ -42,3 +42,14 @@ def silence(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failur
         collateral=False,
         log_tail="",
     )
+
+
+def standstill(timeout_s: float, *, time: float) -> Failure:
+    """A process that answers and does not get on, while the others waited for it."""
+    return Failure(
+        message=f"it stands still: the others waited {timeout_s:g} s for it (cluster.collective_timeout_s)",
+        traceback="",
+        time=time,
+        collateral=False,
+        log_tail="",
+    )

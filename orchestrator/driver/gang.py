@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.config.schema import ClusterConfig
+from orchestrator.driver import cluster
 from orchestrator.messages import Heartbeat, Whereabouts
 from orchestrator.plan import Plan
 from orchestrator.worker.actor import remote_worker
 
 WAITING_MESSAGE_EVERY_S = 5.0
+RELEASE_TIMEOUT_S = 5.0
 
 
 class GangError(RuntimeError):
@@ -75,8 +78,11 @@ class Gang:
         with contextlib.suppress(Exception):
             for actor in self._actors:
                 ray.kill(actor)
-            if self._group is not None:
-                remove_placement_group(self._group)
+        if self._group is not None:
+            # Where Ray is dead, this call would wait a minute for it.
+            thread = threading.Thread(target=_remove, args=(self._group,), daemon=True)
+            thread.start()
+            thread.join(RELEASE_TIMEOUT_S)
         self._actors, self._group, self.members = [], None, ()
 
     def heartbeats(self, *, with_system_metrics: bool) -> dict[int, Heartbeat]:
@@ -95,11 +101,32 @@ class Gang:
                 beats[asked[reference]] = cast(Heartbeat, ray.get(reference))
         return beats
 
+    def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Every worker's answer to a control call, by rank.
+
+        Raises:
+            GangError: not in time, or Ray is gone.
+            RayError: a worker is gone.
+        """
+        references = [getattr(m.actor, method).remote(*args) for m in self.members]
+        deadline = time.monotonic() + timeout_s
+        waiting = references
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+            check_ray()
+            if waiting and time.monotonic() > deadline:
+                raise GangError(f"{len(waiting)} of {len(references)} workers did not answer within {timeout_s:g} s")
+        return ray.get(references)
+
     def _reserve(self, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> None:
         bundle: dict[str, float] = {"CPU": self._plan.cpus_per_worker}
         if self._plan.gpus_per_worker:
             bundle["GPU"] = self._plan.gpus_per_worker
-        self._group = placement_group([dict(bundle) for _ in self._plan.workers], strategy="PACK", name=self._label)
+        self._group = placement_group(
+            [dict(bundle) for _ in self._plan.workers],
+            strategy="STRICT_PACK" if self._plan.one_node else "PACK",
+            name=self._label,
+        )
         began = said = time.monotonic()
         while not self._group.wait(timeout_seconds=0.5):
             poll()
@@ -172,6 +199,21 @@ class Gang:
             if group["state"] == "CREATED"
         ]
         return ", ".join(others) or "other Ray tasks"
+
+
+def _remove(group: PlacementGroup) -> None:
+    with contextlib.suppress(Exception):
+        remove_placement_group(group)
+
+
+def check_ray() -> None:
+    """Nothing that is asked of a dead Ray would ever end.
+
+    Raises:
+        GangError: the Ray that this process started is gone.
+    """
+    if cluster.has_died():
+        raise GangError("Ray's own processes on this machine were ended from outside, or ran out of memory")
 
 
 def rank_order(places: Sequence[Whereabouts]) -> list[int]:

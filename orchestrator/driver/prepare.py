@@ -75,8 +75,10 @@ def environment_faults(config: Config) -> list[str]:
     return faults
 
 
-def find_resume(config: Config, job: Job, *, warnings: list[str]) -> Resume | None:
+def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resume | None:
     """The run that ``resume`` asks for; None: start a new one.
+
+    ``job``: None where it has faults of its own, and its model cannot be compared.
 
     Raises:
         ConfigError: there is none, it is damaged, or it is of another model.
@@ -108,11 +110,12 @@ def find_resume(config: Config, job: Job, *, warnings: list[str]) -> Resume | No
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts anew"])
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
-    faults = _job_faults(job, checkpoint, manifest["meta"])
-    if faults:
-        raise ConfigError([f"resume={config.resume}: {fault}" for fault in faults])
+    faults = [] if job is None else _job_faults(job, checkpoint, manifest["meta"])
+    faults = [f"resume={config.resume}: {fault}" for fault in faults]
     if step >= config.train.steps:
-        raise ConfigError([f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it"])
+        faults.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
+    if faults:
+        raise ConfigError(faults)
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step)
 
 

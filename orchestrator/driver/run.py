@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, cast
 
-import psutil
 import ray
 import ray.exceptions
 
 from orchestrator.config.redact import redact_text
 from orchestrator.config.schema import Config
 from orchestrator.driver.aggregate import Aggregator
-from orchestrator.driver.failure import death, first_failure, silence
-from orchestrator.driver.gang import Gang, GangError, Member
+from orchestrator.driver.failure import death, first_failure, silence, standstill
+from orchestrator.driver.gang import Gang, GangError, Member, check_ray
+from orchestrator.driver.signals import StopSignals
 from orchestrator.events import (
     Event,
     GenerationStarted,
@@ -79,40 +74,6 @@ class RunSpec:
     secrets: tuple[str, ...]
 
 
-class StopSignals:
-    """SIGINT and SIGTERM while in the context: the first is noted, a second ends the process.
-
-    ``last_words()`` is called before the process ends: to leave the terminal as it was.
-    """
-
-    def __init__(self, last_words: Callable[[], None]) -> None:
-        self.received: signal.Signals | None = None
-        self._last_words = last_words
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        # Python allows handlers in the main thread alone; elsewhere (a notebook's worker thread,
-        # say) the surrounding program decides.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None:
-            self._last_words()
-            # An embedded Ray would end by itself, but its agents only after a minute.
-            for child in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
-            os._exit(128 + number)
-        self.received = signal.Signals(number)
-
-
 class Run:
     """``tracking_problem()`` says why nothing reaches the tracking server at present, if so."""
 
@@ -166,7 +127,9 @@ class Run:
                 startup["workers_s"] = time.perf_counter() - began
                 self._train(gang)
             except (GangError, ray.exceptions.RayError) as e:
-                return self._end("FAILED", 1, self._clean(str(e)), startup)
+                if self._stop.received is None:
+                    return self._end("FAILED", 1, self._clean(str(e)), startup)
+                return self._end(*self._interrupted(), startup)
             except Interrupted:
                 return self._end(*self._interrupted(), startup)
         return self._judge(startup)
@@ -214,6 +177,7 @@ class Run:
         while pending:
             wait_s = cluster.heartbeat_s if give_up_at is None else 0.1
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=wait_s)
+            check_ray()
             for reference in ready:
                 self._take_outcome(reference, pending.pop(reference))
             self._collect(gang)
@@ -304,14 +268,14 @@ class Run:
         self._emit(StopRequested(signal=self._stop.received.name))
         grace_s = self.config.cluster.stop_grace_s
         try:
-            begun = ray.get([m.actor.hold.remote() for m in gang.members], timeout=grace_s)
-            ray.get([m.actor.stop_after.remote(max(begun)) for m in gang.members], timeout=grace_s)
-        except ray.exceptions.RayError as e:
+            begun = gang.ask("hold", timeout_s=grace_s)
+            gang.ask("stop_after", max(begun), timeout_s=grace_s)
+        except (GangError, ray.exceptions.RayError) as e:
             self._emit(Warned(message=f"not every rank could be asked to stop: {e}"))
 
     def _judge(self, startup: dict[str, float]) -> RunResult:
         plan = self.spec.plan
-        guilty = first_failure(self._outcomes)
+        guilty = self._guilty()
         if guilty is not None and not self._stop_sent:
             outcome = self._outcomes[guilty]
             assert outcome.failure is not None
@@ -320,10 +284,11 @@ class Run:
             message = outcome.failure.message
             if not outcome.failure.traceback and tail.startswith(CRASH):
                 message += f": {tail.splitlines()[0]}"
-            reason = f"rank {guilty} failed at step {outcome.step}: {message}"
+            reason = f"{plan.title(guilty)} failed at step {outcome.step}: {message}"
             self._emit(
                 WorkerFailed(
                     rank=guilty,
+                    title=plan.title(guilty),
                     step=outcome.step,
                     reason=self._clean(message),
                     traceback=self._clean(outcome.failure.traceback),
@@ -343,12 +308,24 @@ class Run:
             return self._end(*self._interrupted(), startup)
         return self._end("FINISHED", 0, "", startup)
 
+    def _guilty(self) -> int | None:
+        """The rank that failed first; where the others only waited in vain, the one that stands still."""
+        guilty = first_failure(self._outcomes)
+        still = [rank for rank in range(self.spec.plan.world_size) if rank not in self._outcomes]
+        failure = None if guilty is None else self._outcomes[guilty].failure
+        if failure is None or not failure.collateral or not still:
+            return guilty
+        rank = min(still, key=lambda r: (self._last_step.get(r, 0), r))
+        failure = standstill(self.config.cluster.collective_timeout_s, time=time.time())
+        self._outcomes[rank] = Outcome(status="failed", step=self._last_step.get(rank, 0), failure=failure)
+        return rank
+
     def _interrupted(self) -> tuple[Literal["KILLED"], int, str]:
         assert self._stop.received is not None
         name = self._stop.received.name
         steps = [o.step for o in self._outcomes.values() if o.status == "stopped"]
         if len(steps) < self.spec.plan.world_size:
-            where = "before training began" if not self._outcomes else "without a last checkpoint"
+            where = "without a last checkpoint" if self._last_step else "before training began"
         else:
             where = f"at step {max(steps)}"
         return "KILLED", 128 + int(self._stop.received), f"stopped by {name} {where}"
@@ -364,7 +341,7 @@ class Run:
         first_step_at = lead.first_step_at if lead is not None else None
         summary: dict[str, Any] = {
             **self._aggregator.summary(),
-            "steps": max((o.step for o in self._outcomes.values()), default=0),
+            "steps": max([*self._last_step.values(), *(o.step for o in self._outcomes.values())], default=0),
             "restarts": 0,
             "steps_lost": 0,
             "recovery_s": [],

@@ -63,7 +63,8 @@ def sequence_of(
         ValueError: it cannot be cut; the text says why and what else to do.
     """
     whole = outline(build, device)
-    if isinstance(whole.model, nn.Sequential):
+    inside_a_child = any("." in name for name in split)
+    if isinstance(whole.model, nn.Sequential) and not inside_a_child:
         return Children(whole)
     from orchestrator.model.tracing import Traced  # here, because the tracer takes seconds to import
 

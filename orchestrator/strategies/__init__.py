@@ -10,6 +10,9 @@ from orchestrator.strategies.base import Context, Strategy
 _CLASSES = {
     "single": "orchestrator.strategies.single.Single",
     "ddp": "orchestrator.strategies.ddp.DDP",
+    "dp": "orchestrator.strategies.dp.DP",
+    "hogwild": "orchestrator.strategies.hogwild.Hogwild",
+    "locked_sgd": "orchestrator.strategies.hogwild.LockedSGD",
     "model_parallel": "orchestrator.strategies.pipeline.Pipeline",
     "pipeline": "orchestrator.strategies.pipeline.Pipeline",
     "ddp_pipeline": "orchestrator.strategies.pipeline.Pipeline",

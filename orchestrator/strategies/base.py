@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.events import StageSummary
+from orchestrator.figures import Figure
 from orchestrator.job import Job
 from orchestrator.mesh import Mesh, even_shares
 from orchestrator.schedules import PipelineLayout
@@ -30,6 +33,7 @@ class Context:
     train: TrainConfig
     options: StrategyConfig
     pipeline: PipelineLayout | None = None
+    num_devices: int = 1
 
     @property
     def dp_rank(self) -> int:
@@ -111,8 +115,20 @@ class Strategy(abc.ABC):
     def close(self) -> None:  # noqa: B027 - a strategy that owns nothing of the process group has nothing to give up
         """Give up what must not outlive the process group, whatever happened. The model stays usable."""
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Around what all ranks do with one state of the model; asynchronous strategies wait for each other."""
+        return contextlib.nullcontext()
+
+    def figures(self) -> Mapping[str, Figure]:
+        """What the strategy has to tell of itself since the last call, under the names it is logged by."""
+        return {}
+
     def spans(self) -> tuple[Span, ...]:
         """What the stages of this rank did in the last step; empty where the model is not cut."""
+        return ()
+
+    def stage_summaries(self) -> tuple[StageSummary, ...]:
+        """What each stage of the model consists of; empty where it is not cut."""
         return ()
 
     def comm_ms(self) -> float | None:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
 from orchestrator.config.schema import StagedConfig
+from orchestrator.events import StageSummary
 from orchestrator.job import Job
 from orchestrator.mesh import even_shares
 from orchestrator.model.cut import Cut, balance, cut_at
@@ -77,6 +78,8 @@ class Pipeline(Strategy):
         sequence = sequence_of(self.job.model, inputs, context.device, split=split or ())
         self._layers = sequence.layers
         values = flow(sequence, inputs, precision=self._precision)
+
+        self._costs: Sequence[float] | None = None
 
         def measure() -> Sequence[float]:
             fresh = sequence_of(self.job.model, inputs, context.device, split=())
@@ -195,6 +198,20 @@ class Pipeline(Strategy):
     def spans(self) -> tuple[Span, ...]:
         return self._clock.spans()
 
+    def stage_summaries(self) -> tuple[StageSummary, ...]:
+        summaries = []
+        for stage in range(self.layout.num_stages):
+            own = self.cut.layers_of(stage, len(self._layers))
+            share = None if self._costs is None else sum(self._costs[i] for i in own) / sum(self._costs)
+            summaries.append(
+                StageSummary(
+                    layers=tuple(self._layers[i].name for i in own),
+                    num_parameters=sum(self._layers[i].num_parameters for i in own),
+                    time_share=share,
+                )
+            )
+        return tuple(summaries)
+
     def comm_ms(self) -> float | None:
         return self._comm_ms
 
@@ -214,7 +231,8 @@ class Pipeline(Strategy):
             return cut
         starts = torch.zeros(num_stages, dtype=torch.int64, device=self.context.device)
         if self.context.global_rank == 0:
-            starts.copy_(torch.tensor(balance(self._layers, measure(), num_stages).starts))
+            self._costs = measure()
+            starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
 

@@ -48,7 +48,7 @@ class Single(Strategy):
         for i, ((inputs, target), weight) in enumerate(zip(batches, weights, strict=True)):
             with self._gradient_sync(i == last):
                 with self._precision():
-                    loss = self.job.loss(self.forward_model(inputs), target)
+                    loss = self._mean_loss(inputs, target)
                 (loss * (weight / total_weight * self.context.mesh.data_parallel_size)).backward()
             loss_sum += weighted(loss.detach(), weight)
         self._after_backward()
@@ -71,7 +71,7 @@ class Single(Strategy):
         inputs, target = to_device(batch, self.context.device)
         self.model.eval()
         with torch.no_grad(), self._precision():
-            output, target = first_rows(self.model(inputs), valid), first_rows(target, valid)
+            output, target = first_rows(self._evaluated(inputs), valid), first_rows(target, valid)
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
             loss = weighted(self.job.loss(output, target), weight)
@@ -112,6 +112,15 @@ class Single(Strategy):
             return self._sizes, self.context.train.global_batch_size
         counted = [w for w in weights if w is not None]
         return counted, self._sum_over_ranks(sum(counted))
+
+    def _forward(self, inputs: Any) -> Any:
+        return self.forward_model(inputs)
+
+    def _evaluated(self, inputs: Any) -> Any:
+        return self.model(inputs)
+
+    def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
+        return self.job.loss(self._forward(inputs), target)
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
         return weight

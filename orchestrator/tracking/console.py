@@ -25,10 +25,12 @@ from orchestrator.events import (
     Event,
     GenerationStarted,
     MetricsLogged,
+    ModelCut,
     RankProgress,
     RunEnded,
     RunStarted,
     Sink,
+    StageSummary,
     StopRequested,
     SystemMetricsLogged,
     TextSampled,
@@ -233,6 +235,8 @@ def words(event: Event) -> list[Line]:
             return [(waiting_words(event), "")]
         case GenerationStarted():
             return _generation(event)
+        case ModelCut():
+            return [(stage_words(number, stage), "") for number, stage in enumerate(event.stages)]
         case CheckpointSaved():
             return [(checkpoint_words(event), "")]
         case CheckpointFailed():
@@ -265,9 +269,14 @@ def _generation(event: GenerationStarted) -> list[Line]:
     return [(where if event.generation <= 1 else f"generation {event.generation}: {where}", "")]
 
 
+def stage_words(number: int, stage: StageSummary) -> str:
+    share = "" if stage.time_share is None else f"{stage.time_share:.0%} of the time, "
+    return f"stage {number}: {share}{count(stage.num_parameters, 'parameter')}: {first_few(stage.layers)}"
+
+
 def _worker_failed(event: WorkerFailed) -> list[Line]:
     reason = first_line(event.reason)
-    lines = [(f"rank {event.rank} failed at step {event.step}: {reason}", "bold red")]
+    lines = [(f"{event.title} failed at step {event.step}: {reason}", "bold red")]
     lines += [(f"  {line}", "") for line in clean(event.traceback).strip().splitlines()]
     tail = clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
     if tail:

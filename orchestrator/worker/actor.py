@@ -130,6 +130,7 @@ class Worker:
             train=config.train,
             options=config.strategy,
             pipeline=assignment.plan.pipeline,
+            num_devices=assignment.plan.devices_per_worker,
         )
         loop = Loop(
             assignment=assignment,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from orchestrator.config.schema import Config
-from orchestrator.events import CheckpointFailed, CheckpointSaved, Warned
+from orchestrator.events import CheckpointFailed, CheckpointSaved, ModelCut, Warned
 from orchestrator.job import Job
 from orchestrator.messages import Assignment, EvalPoint, Outcome
 from orchestrator.rundir import RunDir
@@ -22,6 +22,7 @@ from orchestrator.worker.checkpoint_writer import CheckpointWriter, WriteFailed
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of, eval_batches, train_batches
 from orchestrator.worker.metrics import Window
+from orchestrator.worker.state import TrainState
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this, unless the step needs it anyway: the
@@ -77,6 +78,8 @@ class Loop:
         val_set = self.job.dataset("val")
         startup["dataset_s"] = -began + (began := time.perf_counter())
         self.strategy.setup(train_set)
+        if self.rank == 0 and (stages := self.strategy.stage_summaries()):
+            self.outbox.put_event(ModelCut(stages=stages))
         self._resume()
         startup["model_s"] = -began + (began := time.perf_counter())
         first_step_at: float | None = None
@@ -140,9 +143,10 @@ class Loop:
                     window.timer.restart()
         if not stopped:
             self._evaluate(val_set)
+        final = None
         if position.step > 0:
             window.check_finite()
-            self._checkpoint()
+            final = self._checkpoint()
         self.outbox.at(position.step, "end")
         self._writer.drain(timeout_s=self.config.cluster.collective_timeout_s)
         self._report_written()
@@ -152,7 +156,7 @@ class Loop:
             first_step_at=first_step_at,
             startup=startup,
             checkpoint=self.last_checkpoint,
-            text=None if stopped else self._sample(),
+            text=None if stopped else self._sample(final),
         )
 
     def close(self) -> None:
@@ -179,6 +183,7 @@ class Loop:
                 grad_norm=result.grad_norm,
                 comm_ms=self.strategy.comm_ms(),
                 spans=self.strategy.spans(),
+                figures=self.strategy.figures(),
             )
         )
         self._report_written()
@@ -186,6 +191,11 @@ class Loop:
     def _evaluate(self, dataset: Any) -> None:
         """Every rank evaluates its part; the driver adds the parts up."""
         self.outbox.at(self.position.step, "eval")
+        with self.strategy.together():
+            self._evaluate_together(dataset)
+        self.outbox.at(self.position.step, "train")
+
+    def _evaluate_together(self, dataset: Any) -> None:
         loss_sum, weight = torch.zeros((), device=self.device), torch.zeros(())
         sums: dict[str, torch.Tensor] = {}
         for batch, valid in eval_batches(
@@ -215,24 +225,26 @@ class Loop:
                 sums={name: float(value) for name, value in sums.items()},
             )
         )
-        self.outbox.at(self.position.step, "train")
 
     def _checkpoint_due(self) -> bool:
         every, step = self.config.checkpoint.every, self.position.step
         return every > 0 and step % every == 0 and step < self.config.train.steps
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self) -> TrainState | None:
+        """Returns what is being saved, on the rank that saves."""
         self.outbox.at(self.position.step, "checkpoint")
         began = time.perf_counter()
-        state = self.strategy.capture(
-            step=self.position.step,
-            samples_consumed=self.position.samples_consumed,
-            into=self._writer.buffers(),
-        )
+        with self.strategy.together():
+            state = self.strategy.capture(
+                step=self.position.step,
+                samples_consumed=self.position.samples_consumed,
+                into=self._writer.buffers(),
+            )
         if state is not None:
             self._writer.submit(state, timeout_s=self.config.cluster.collective_timeout_s)
             self._stall_ms = (time.perf_counter() - began) * 1e3
         self.outbox.at(self.position.step, "train")
+        return state
 
     def _report_written(self) -> None:
         for result in self._writer.results():
@@ -250,8 +262,12 @@ class Loop:
                 )
             )
 
-    def _sample(self) -> str | None:
+    def _sample(self, state: TrainState | None) -> str | None:
+        """What the job shows of the trained model; one that lies in parts is built whole from what was saved."""
         model = self.strategy.full_model
+        if model is None and state is not None and type(self.job).sample is not Job.sample:
+            model = self.job.model()
+            model.load_state_dict(state.model)
         if model is None:
             return None
         return self.job.sample(model, torch.Generator().manual_seed(self.config.seed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from orchestrator.figures import Figure
 from orchestrator.messages import TrainPoint
 from orchestrator.spans import Span
 
@@ -113,6 +114,7 @@ class Window:
         grad_norm: Tensor | None,
         comm_ms: float | None,
         spans: Sequence[Span],
+        figures: Mapping[str, Figure],
     ) -> TrainPoint:
         """The window as a point; the next window starts. ``comm_ms`` and ``spans`` are the last step's.
 
@@ -141,6 +143,7 @@ class Window:
             comm_share=comm_share,
             peak_memory_mb=peak_memory_mb(self._device),
             spans=tuple(spans) if self._warm(step) else (),
+            figures=figures,
         )
         self._losses, self._weights, self._steps, self._updated = [], [], [], []
         self.data_wait_s = 0.0

@@ -29,7 +29,7 @@ def broadcast_state(
     if rank == source:
         assert state is not None
         header = _header(state)
-    header = _broadcast_json(header, source=source, rank=rank, device=device)
+    header = broadcast_json(header, source=source, rank=rank, device=device)
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     for part, tensors in parts.items():
         mine = getattr(state, part) if rank == source else {}
@@ -115,7 +115,8 @@ def _receive_json(sender: int, *, device: torch.device) -> Any:
     return json.loads(bytes(data.cpu().tolist()))
 
 
-def _broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:
+def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:
+    """Every rank returns what ``source`` passes, which is plain JSON. Uses the default group."""
     text = json.dumps(value).encode() if rank == source else b""
     size = torch.tensor([len(text)], device=device)
     dist.broadcast(size, src=source)

@@ -32,7 +32,7 @@ def close(
     window: Window, *, grad_norm: float | None = None, comm_ms: float | None = 0.0, spans: Sequence[Span] = ()
 ) -> TrainPoint:
     norm = None if grad_norm is None else torch.tensor(grad_norm)
-    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=comm_ms, spans=spans)
+    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=comm_ms, spans=spans, figures={})
 
 
 def test_times_are_those_between_marks_without_what_restart_leaves_out():

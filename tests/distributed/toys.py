@@ -72,11 +72,12 @@ made: list[Strategy] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job and how it is trained; ``options`` are for more than one rank, one rank is ``single``."""
+    """A job and how it is trained; ``options`` are for more than one rank, ``alone`` for one (None: ``single``)."""
 
     job: Job
     train: schema.TrainConfig = TRAIN
     options: schema.StrategyConfig = DDP
+    alone: schema.StrategyConfig | None = None
     seed: int = 3
 
 
@@ -99,7 +100,7 @@ def losses(ranks: list[Steps]) -> Tensor:
 
 def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
     """The configuration of ``case`` for that many workers."""
-    options = SINGLE if world_size == 1 else replace(case.options, num_workers=world_size)
+    options = (case.alone or SINGLE) if world_size == 1 else replace(case.options, num_workers=world_size)
     config = schema.Config(
         name="test",
         seed=case.seed,
@@ -137,6 +138,7 @@ def make(case: Case, rank: int) -> Strategy:
         train=case.train,
         options=config.strategy,
         pipeline=plan.pipeline,
+        num_devices=plan.devices_per_worker,
     )
     strategy = make_strategy(config.strategy.name, context, case.job)
     made.append(strategy)

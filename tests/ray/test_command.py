@@ -80,23 +80,54 @@ def killed_run(folder: Path) -> tuple[MlflowClient, Any]:
     return client, found[0]
 
 
-def test_ctrl_c_checkpoints_and_ends(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_stop_of_the_whole_group_checkpoints_and_ends(launch: Callable[..., Any], tmp_path: Path) -> None:
     process = launch(*SLOW)
     run_dir = wait_for(lambda: has_step(tmp_path, 20))
     everyone = family(process.pid)
     asked = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does it, and a terminal with SIGINT
     output, _ = process.communicate(timeout=30)
     took_s = time.monotonic() - asked
-    assert process.returncode == 130, output
+    assert process.returncode == 143, output
     assert took_s < 5, f"{took_s:.1f} s"  # 3 s on a quiet machine
     lines = output.strip().splitlines()
-    assert "stopped by SIGINT at step" in output
+    assert "stopped by SIGTERM at step" in output
     assert f"resume={run_dir}" in "".join(lines[-4:])
     assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
     assert list((run_dir / "checkpoints").glob("step-*"))
     assert not psutil.wait_procs(everyone, timeout=20)[1]
     assert killed_run(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_while_ray_starts_ends_at_once(
+    launch: Callable[..., Any], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    process = launch(*SLOW)
+    wait_for(lambda: len(family(process.pid)) > 2)
+    everyone = family(process.pid)
+    asked = time.monotonic()
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=20)
+    assert (process.returncode, output) == (code, f"stopped by {number.name}: nothing was started\n")
+    assert time.monotonic() - asked < 5
+    assert not psutil.wait_procs(everyone, timeout=20)[1]
+    assert not list(tmp_path.glob("outputs/*/*"))
+
+
+def test_a_ray_that_dies_with_the_signal_does_not_hold_the_end_up(launch: Callable[..., Any], tmp_path: Path) -> None:
+    """A service manager stops a job so: every process of it gets the signal."""
+    process = launch(*SLOW, "checkpoint.every=10", "cluster.stop_grace_s=60")
+    run_dir = wait_for(lambda: has_step(tmp_path, 20))
+    everyone = family(process.pid)
+    for one in everyone:
+        one.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=50)  # Ray by itself would wait 60 s, and then abort
+    assert process.returncode == 143, output
+    assert "stopped by SIGTERM" in output
+    assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    assert not psutil.wait_procs(everyone, timeout=20)[1]
 
 
 def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) -> None:

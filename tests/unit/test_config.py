@@ -270,7 +270,7 @@ def test_the_key_of_another_strategy_names_its_owner() -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("strategy=dpp", f"strategy=dpp: unknown; did you mean ddp? (valid: {', '.join(choices('strategy'))})"),
+        ("strategy=ddpp", f"strategy=ddpp: unknown; did you mean ddp? (valid: {', '.join(choices('strategy'))})"),
         ("strategy=zzz", f"strategy=zzz: unknown; valid: {', '.join(choices('strategy'))}"),
         ("strategy=null", f"strategy=null: unknown; valid: {', '.join(choices('strategy'))}"),
         ("strategy=[ddp,single]", f"strategy=[ddp,single]: unknown; valid: {', '.join(choices('strategy'))}"),
@@ -322,9 +322,9 @@ def test_a_combination_that_does_not_work_names_both_keys() -> None:
 
 
 def test_all_faults_come_at_once() -> None:
-    words = ["strategy=dpp", "train.step=1", "train.steps=x", "cluster.device=tpu", "foo=1", "bar", "seed=1", "seed=2"]
+    words = ["strategy=ddpp", "train.step=1", "train.steps=x", "cluster.device=tpu", "foo=1", "bar", "seed=1", "seed=2"]
     found = "\n".join(faults_of(*words, "checkpoint.keep=0", "job=gptt", "~data", "name=${nothing}"))
-    for key in ("strategy=dpp", "train.step:", "train.steps=x", "cluster.device=tpu", "foo:", "bar:", "seed: given"):
+    for key in ("strategy=ddpp", "train.step:", "train.steps=x", "cluster.device=tpu", "foo:", "bar:", "seed: given"):
         assert key in found
     for key in ("checkpoint.keep=0", "job=gptt", "~data", "name: "):
         assert key in found

@@ -41,6 +41,7 @@ STARTED = RunStarted(
 )
 FORMED = GenerationStarted(time=START + 1, generation=1, backend="gloo", device="cpu", workers=("node-a", "node-b"))
 FAILED = WorkerFailed(
+    title="rank 1",
     time=START + 20,
     rank=1,
     step=412,

@@ -48,7 +48,9 @@ import torch.distributed.pipelining
 """
 
 
-@pytest.mark.parametrize("then", ["", COMPILED, SUBMODULE, PIPELINES], ids=["eager", "compile", "submodule", "pipelines"])
+@pytest.mark.parametrize(
+    "then", ["", COMPILED, SUBMODULE, PIPELINES], ids=["eager", "compile", "submodule", "pipelines"]
+)
 def test_compiler_is_loaded_only_on_demand(then: str) -> None:
     done = subprocess.run([sys.executable, "-c", EAGER + then], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

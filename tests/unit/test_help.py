@@ -75,8 +75,8 @@ def test_help_fits_a_terminal_and_has_the_used_keys_before_the_rare_ones() -> No
 
 
 def test_help_with_a_mistake_beside_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help", "strategy=dpp"]) == 2
-    assert "strategy=dpp: unknown; did you mean ddp?" in capsys.readouterr().err
+    assert main(["--help", "strategy=ddpp"]) == 2
+    assert "strategy=ddpp: unknown; did you mean ddp?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "near"), [("--hepl", "--help"), ("--multi-run", "--multirun"), ("-x", "valid: ")])

@@ -34,18 +34,19 @@ WALLS = {
     "model":            ("config model.cut",                                                   "torch"),
     "job":              ("config",                                                             "(torch)"),
     "plan":             ("config mesh schedules",                                              ""),
-    "messages":         ("config events plan spans",                                           ""),
+    "figures":          ("",                                                                   ""),
+    "messages":         ("config events figures plan spans",                                   ""),
     "report":           ("events plan",                                                        ""),
     "tracking":         ("config events rundir report",                                        "(mlflow)"),
     "worker.state":     ("",                                                                   "torch"),
     "worker.transfer":  ("worker.state",                                                       "torch"),
     "worker.data":      ("job mesh",                                                           "torch"),
-    "strategies":       ("config mesh schedules spans job model model.cut worker.state "
+    "strategies":       ("config events figures mesh schedules spans job model model.cut worker.state "
                          "worker.transfer worker.data",                                        "torch"),
-    "worker":           ("config events rundir spans job messages strategies worker.state "
+    "worker":           ("config events figures rundir spans job messages strategies worker.state "
                          "worker.data",                                                        "torch"),
     "worker.actor":     ("rundir job messages strategies worker",                              "torch ray"),
-    "driver":           ("config config.compose events rundir job mesh model model.cut plan messages tracking "
+    "driver":           ("config config.compose events figures rundir job mesh model model.cut plan messages tracking "
                          "spans schedule_model worker worker.state worker.actor",              "torch ray"),
     "session":          ("config config.compose events rundir job plan report timeline tracking "
                          "driver",                                                             "torch"),

@@ -1,0 +1,91 @@
+"""One module on several devices of one process: scatter, replicate, apply in threads, gather.
+
+On GPUs this is ``torch.nn.parallel``. On the CPU, where that calls the module directly and splits nothing, the
+same happens on threads: the replicas share the parameters, so that their gradients add up by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import replicate
+from torch.utils import _pytree as pytree
+
+from orchestrator.worker.data import to_device
+
+
+class Replicas:
+    """``model`` on ``devices``, of which the first holds the parameters."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]):
+        self._model = model
+        self._devices = list(devices)
+        self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="replica")
+
+    def scatter(self, value: Any) -> list[Any]:
+        """Nested tensors in consecutive pieces of nearly one size, a piece for each device as far as they go."""
+        sizes = [len(piece) for piece in torch.arange(_rows(value)).chunk(len(self._devices))]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+        def rows(start: int, size: int) -> Any:
+            return pytree.tree_map_only(Tensor, lambda t: t[start : start + size], value)
+
+        pieces = [rows(start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [to_device(piece, device) for piece, device in zip(pieces, self._devices, strict=False)]
+
+    def apply(self, function: Callable[..., Any], *pieces: Sequence[Any]) -> list[Any]:
+        """``function(replica, piece, ...)`` on every device at the same time, with this thread's modes."""
+        grad = torch.is_grad_enabled()
+        device_type = self._devices[0].type
+        autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+        def run(device: torch.device, *arguments: Any) -> Any:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            with torch.set_grad_enabled(grad), torch.autocast(device_type, enabled=autocast[0], dtype=autocast[1]):
+                return function(*arguments)
+
+        replicas = self._replicate(len(pieces[0]))
+        running = [self._pool.submit(run, *work) for work in zip(self._devices, replicas, *pieces, strict=False)]
+        return [one.result() for one in running]
+
+    def gather(self, outputs: Sequence[Any]) -> Any:
+        """Outputs of one structure, joined along their rows on the first device; numbers of a device become rows."""
+
+        def join(*tensors: Any) -> Any:
+            moved = [t.to(self._devices[0]) for t in tensors]
+            return torch.stack(moved) if moved[0].ndim == 0 else torch.cat(moved)
+
+        return pytree.tree_map(join, *outputs)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+    def _replicate(self, count: int) -> list[nn.Module]:
+        if self._devices[0].type == "cuda":
+            return replicate(self._model, self._devices[:count], detach=not torch.is_grad_enabled())
+        return [_sharing(self._model, own_buffers=number > 0) for number in range(count)]
+
+
+def _sharing(model: nn.Module, *, own_buffers: bool) -> nn.Module:
+    """A copy of the module's tree on the same parameters; as on GPUs, what later replicas write to buffers is lost."""
+    copies: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        copy = module._replicate_for_data_parallel()
+        copy._parameters = module._parameters.copy()
+        copy._buffers = {
+            name: buffer.clone() if own_buffers and buffer is not None else buffer
+            for name, buffer in module._buffers.items()
+        }
+        copies[module] = copy
+    for module, copy in copies.items():
+        copy._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
+    return copies[model]
+
+
+def _rows(value: Any) -> int:
+    return len(next(t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)))

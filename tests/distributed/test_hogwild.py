@@ -1,0 +1,133 @@
+"""One model in shared memory: what is shared, what a lock changes, what becomes of a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gang import Gang
+from toys import DDP, AdamDigits, Case, Toy, assert_same_state, digits, having, losses, make, snapshot, steps, train
+
+from orchestrator.config import schema
+from orchestrator.worker.state import TrainState
+
+HOGWILD = schema.HogwildConfig(name="hogwild", num_workers=2)
+LOCKED = schema.LockedSGDConfig(name="locked_sgd", num_workers=2)
+
+
+@pytest.mark.parametrize("options", [HOGWILD, LOCKED], ids=["hogwild", "locked_sgd"])
+@pytest.mark.parametrize("job", [digits(lr=0.02), AdamDigits(hidden=24, lr=2e-3)], ids=["sgd", "adamw"])
+def test_all_have_one_model_and_it_learns(gang: Gang, options: schema.StrategyConfig, job: Any) -> None:
+    case = Case(job=job, train=having(global_batch_size=32, steps=60), options=options)
+    ranks = gang.run(train_to_the_end, case, world_size=3)
+    for rank in ranks[1:]:
+        torch.testing.assert_close(rank["model"], ranks[0]["model"], rtol=0, atol=0)
+        torch.testing.assert_close(rank["optimizer"], ranks[0]["optimizer"], rtol=0, atol=0)
+    assert ranks[0]["updates"] == 3 * 60
+    curve = losses([r["steps"] for r in ranks])
+    assert curve[-10:].mean() < 0.9 * curve[:3].mean()
+
+
+def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
+    from toys import watched
+
+    strategy = make(case, rank)
+    seen = watched(strategy, steps(strategy))
+    with strategy.together():
+        state = {f"{k}": t.clone() for k, t in optimizer_state(strategy).items()}
+        return {
+            "steps": seen,
+            "model": snapshot(strategy.model),
+            "optimizer": state,
+            "updates": int(strategy._updates.sum()),
+            "figures": {name: f.value for name, f in strategy.figures().items()},
+        }
+
+
+def optimizer_state(strategy: Any) -> dict[str, torch.Tensor]:
+    from orchestrator.strategies.hogwild import optimizer_tensors
+
+    return optimizer_tensors(strategy.optimizer)
+
+
+def test_a_lock_loses_no_update(gang: Gang) -> None:
+    case = Case(job=Toy(), train=having(global_batch_size=20, steps=200), options=LOCKED)
+    ranks = gang.run(train_to_the_end, case, world_size=4)
+    assert ranks[0]["figures"]["hogwild/lost_updates_pct"] == 0
+    assert all(r["figures"]["async/staleness_max"] == 0 for r in ranks)
+
+
+def test_without_a_lock_others_update_meanwhile(gang: Gang) -> None:
+    case = Case(job=Slow(), train=having(global_batch_size=20, steps=10), options=HOGWILD)
+    ranks = gang.run(train_to_the_end, case, world_size=3)
+    assert all(r["figures"]["async/staleness_p50"] >= 1 for r in ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Toy):
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().loss(output, target)
+
+
+def test_one_worker_is_single(gang: Gang) -> None:
+    case = Case(job=digits(), train=having(global_batch_size=32))
+    alone, hogwild = (
+        gang.run(train, replace(case, options=options), world_size=size)[0]
+        for options, size in ((None, 1), (HOGWILD, 1))
+    )
+    torch.testing.assert_close(losses([hogwild]), losses([alone]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("job", [digits(), AdamDigits(hidden=24)], ids=["sgd", "adamw"])
+def test_goes_on_from_a_checkpoint_and_ddp_from_its(gang: Gang, job: Any) -> None:
+    case = Case(job=job, train=having(global_batch_size=32), options=HOGWILD)
+    saved = gang.run(save_after, case, 6, world_size=2)[0]
+    assert saved is not None
+    for ranks in (
+        gang.run(restored, case, saved, world_size=2),
+        gang.run(restored, replace(case, options=DDP), saved, world_size=2),
+    ):
+        assert_same_state(ranks[0], saved)
+
+
+def save_after(rank: int, case: Case, last: int) -> TrainState | None:
+    strategy = make(case, rank)
+    list(steps(strategy, last=last))
+    with strategy.together():
+        return strategy.capture(step=last, samples_consumed=last * 32, into=None)
+
+
+def restored(rank: int, case: Case, state: TrainState) -> TrainState | None:
+    strategy = make(case, rank)
+    strategy.restore(state if rank == 0 else None, source=0)
+    with strategy.together():
+        return strategy.capture(step=state.step, samples_consumed=state.samples_consumed, into=None)
+
+
+def test_the_memory_has_no_name(gang: Gang) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    case = Case(job=Toy(), train=having(global_batch_size=20), options=HOGWILD)
+    for during in gang.run(names_in_training, case, world_size=2):
+        assert during <= before
+
+
+def names_in_training(rank: int, case: Case) -> set[Path]:
+    strategy = make(case, rank)
+    list(steps(strategy, last=2))
+    return set(Path("/dev/shm").iterdir())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMS(Toy):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(parameters, lr=self.lr)
+
+
+def test_an_optimizer_that_cannot_be_shared_is_refused(gang: Gang) -> None:
+    answers = gang.ask(train, Case(job=RMS(), train=having(global_batch_size=20), options=HOGWILD), world_size=2)
+    assert all("RMSprop: its state cannot be shared" in str(a.error) for a in answers)
