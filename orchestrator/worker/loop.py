@@ -21,8 +21,8 @@ from orchestrator.worker.checkpoint import load
 from orchestrator.worker.checkpoint_writer import CheckpointWriter, WriteFailed
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of, eval_batches, train_batches
-from orchestrator.worker.metrics import Window
-from orchestrator.worker.state import TrainState
+from orchestrator.worker.metrics import NonFiniteError, Window
+from orchestrator.worker.state import TrainState, nonfinite_parameter
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this, unless the step needs it anyway: the
@@ -231,7 +231,11 @@ class Loop:
         return every > 0 and step % every == 0 and step < self.config.train.steps
 
     def _checkpoint(self) -> TrainState | None:
-        """Returns what is being saved, on the rank that saves."""
+        """Returns what is being saved, on the rank that saves.
+
+        Raises:
+            NonFiniteError: there a parameter is not finite; nothing is saved.
+        """
         self.outbox.at(self.position.step, "checkpoint")
         began = time.perf_counter()
         with self.strategy.together():
@@ -241,6 +245,9 @@ class Loop:
                 into=self._writer.buffers(),
             )
         if state is not None:
+            # A gradient can be NaN where the loss is not, and its norm is not always known.
+            if (name := nonfinite_parameter(state)) is not None:
+                raise NonFiniteError(f"the parameter {name} is no longer finite", self.position.step)
             self._writer.submit(state, timeout_s=self.config.cluster.collective_timeout_s)
             self._stall_ms = (time.perf_counter() - began) * 1e3
         self.outbox.at(self.position.step, "train")

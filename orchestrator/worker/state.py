@@ -253,6 +253,15 @@ def mismatches(
     ]
 
 
+def nonfinite_parameter(state: TrainState) -> str | None:
+    """The first of the trained parameters that holds NaN or an infinity; buffers may hold what they like."""
+    for name in (name for group in state.meta["param_groups"] for name in group["params"]):
+        tensor = state.model[name]
+        if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
+            return str(name)
+    return None
+
+
 class _HostCopies:
     """Copies to host memory: asynchronous from a GPU, through pinned buffers."""
 

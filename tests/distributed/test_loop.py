@@ -7,9 +7,25 @@ from math import fsum
 from pathlib import Path
 
 import pytest
-from toys import CPU, Case, Dropped, Normed, Tokens, Toy, TwoHeads, assignment, digits, having, made, make, model_of
+from toys import (
+    CPU,
+    Case,
+    Cliff,
+    Dropped,
+    Normed,
+    Tokens,
+    Toy,
+    TwoHeads,
+    assignment,
+    digits,
+    having,
+    made,
+    make,
+    model_of,
+)
 
 from orchestrator.messages import EvalPoint, Outcome, TrainPoint
+from orchestrator.worker.checkpoint import load
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
 
@@ -100,6 +116,19 @@ def test_two_workers_resume_from_a_checkpoint_bit_for_bit(gang, tmp_path, job):
         assert expected[0][1] == 4
         assert after.outcome.status == "done"
         assert not after.owns_reducer, "it would outlive the process group"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("at", [3, 6])
+def test_no_checkpoint_has_parameters_that_are_not_finite(gang, tmp_path, at, world_size):
+    case = Case(job=Cliff(at=at), train=having(steps=6, log_every=100))
+    answers = gang.ask(run_loop, case, world_size, str(tmp_path), None, 3, world_size=world_size)
+    assert answers[0].error is not None
+    assert answers[0].error.startswith(f"NonFiniteError: the parameter 0.weight is no longer finite at step {at}; ")
+    assert all(a.seconds < 10 for a in answers)
+    saved = [load(path) for path in (tmp_path / "checkpoints").iterdir()]
+    assert [state.step for state in saved] == ([] if at == 3 else [3])
+    assert all(tensor.isfinite().all() for state in saved for tensor in state.model.values())
 
 
 def not_on_rank_1_at_third_call(rank: int, call: int) -> bool:

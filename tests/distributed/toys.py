@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -478,6 +478,19 @@ class _Branched(nn.Module):
         hidden = self.last(self.deep(hidden)) * self.scale
         out: Tensor = self.head(hidden + skipped * mask)
         return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cliff(Toy):
+    """At the step ``at`` the gradient is NaN, and the loss is not."""
+
+    at: int
+    calls: list[int] = field(default_factory=lambda: [0])
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = super().loss(output, target)
+        self.calls[0] += torch.is_grad_enabled()
+        return loss + (0 * output).sum().sqrt() if self.calls[0] == self.at else loss
 
 
 @dataclass(frozen=True, kw_only=True)

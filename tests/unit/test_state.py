@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lr
 
 from orchestrator.worker.checkpoint import load, save
-from orchestrator.worker.state import TrainState, capture, merge, mismatches, restore
+from orchestrator.worker.state import TrainState, capture, merge, mismatches, nonfinite_parameter, restore
 
 STEPS = 4
 
@@ -431,3 +431,21 @@ def test_meta_is_json_with_the_callers_own_entries() -> None:
     assert state.meta["rate"] == 0.25
     assert json.loads(json.dumps(state.meta)) == state.meta
     assert (state.step, state.samples_consumed) == (STEPS, STEPS * 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_trained_parameter_that_is_not_finite_is_found(value: float, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)).to(dtype)
+    model.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    model.register_buffer("mask", torch.full((2,), -float("inf")))
+    frozen = model[0].bias.requires_grad_(False)
+    frozen.fill_(float("nan"))
+    optimizer = optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def found() -> str | None:
+        return nonfinite_parameter(capture(model, optimizer, None, step=1, samples_consumed=1))
+
+    assert found() is None
+    model[1].bias.data[1] = value
+    assert found() == "1.bias"
