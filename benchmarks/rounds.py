@@ -94,11 +94,12 @@ def rates_table(rounds: Rounds) -> str:
 
 
 def report(
-    name: str, claims: Sequence[Claim], *, ceiling: float, rounds: Mapping[str, Rounds], notes: str, keep: bool
+    name: str, claims: Sequence[Claim], *, ceiling: float | None, rounds: Mapping[str, Rounds], notes: str, keep: bool
 ) -> None:
-    """Print the result; ``keep`` it in ``results/<name>.md``, with every timing in ``.json``."""
-    where = f"{date.today()}: {_machine()}; C = {ceiling:.2f}. Times are of this machine on this day, ratios travel."
-    head = ["ratio", "median", "goal", "reached", "each round"]
+    """Print the result; ``keep`` it in ``results/<name>.md``, with every timing of the ``rounds`` in ``.json``."""
+    machine = _machine() if ceiling is None else f"{_machine()}; C = {ceiling:.2f}"
+    where = f"{date.today()}: {machine}. Times are of this machine on this day, ratios travel."
+    head = ["claim", "median", "goal", "reached", "each round"]
     text = "\n\n".join([f"# {name}", where, table(head, [c.row() for c in claims]), notes]) + "\n"
     print("\n" + text)
     if not keep:
@@ -106,6 +107,8 @@ def report(
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     (results / f"{name}.md").write_text(text)
+    if not rounds:
+        return
     timings = {key: [{arm: asdict(t) for arm, t in r.items()} for r in rs] for key, rs in rounds.items()}
     (results / f"{name}.json").write_text(json.dumps({"ceiling": ceiling, "rounds": timings}, indent=1) + "\n")
 

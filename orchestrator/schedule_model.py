@@ -24,7 +24,8 @@ def order_of(spans: Iterable[Span]) -> list[Action]:
 
 def simulate(orders: Sequence[Sequence[Action]]) -> list[list[Span]]:
     """The spans of each worker of a pipeline if every action takes its unit time and begins as soon as it can:
-    after the worker's action before it, and after those of any stage that it takes something from.
+    after the worker's action before it, and after those of any stage that it takes something from. (What the pairs
+    of passes in DualPipeV give is sent after both; an order does not show them, and its bubble comes out smaller.)
 
     Raises:
         ValueError: actions wait for one another, or for one that nobody does.
