@@ -103,13 +103,6 @@ class DDPConfig(StrategyConfig):
     powersgd_rank: int = option("rank of the PowerSGD approximation", minimum=1)
     find_unused_parameters: bool = option("allow parameters that take no part in a step")
 
-    def __post_init__(self) -> None:
-        if self.find_unused_parameters and self.comm_hook == "powersgd":
-            raise ValueError(
-                "strategy.comm_hook=powersgd: cannot be combined with strategy.find_unused_parameters=true; "
-                "choose another hook"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPConfig(StrategyConfig):

@@ -83,7 +83,11 @@ class PowerSGD:
         self._factors.clear()
 
     def _average_factors(self, bucket: dist.GradBucket) -> None:
-        """Average in place: ``P`` and ``Q`` of the large matrices, everything else in full."""
+        """Average in place: ``P`` and ``Q`` of the large matrices, everything else in full.
+
+        A matrix without a gradient on any rank took no part in the step, and DDP will not apply what comes
+        out for it: what is owed to it is kept.
+        """
         in_full: list[Tensor] = []
         gradients: dict[str, Tensor] = {}
         wanted: dict[str, Tensor] = {}
@@ -98,12 +102,14 @@ class PowerSGD:
             if name not in self._factors or self._factors[name].shape[1] != columns:
                 self._factors[name] = _random(wanted[name].shape[1], columns).to(gradient.device)
         ps = [m @ self._factors[name] for name, m in wanted.items()]
-        _average([*in_full, *ps])
+        used = [gradient.any().float() for gradient in gradients.values()]
+        _average([*in_full, *ps, *used])
         ps = [torch.linalg.qr(p).Q for p in ps]
         own = [m.T @ p for m, p in zip(wanted.values(), ps, strict=True)]
         qs = [q.clone() for q in own]
         _average(qs)
-        for (name, m), p, q, own_q in zip(wanted.items(), ps, qs, own, strict=True):
+        for (name, m), p, q, own_q, share in zip(wanted.items(), ps, qs, own, used, strict=True):
+            p = p * (share > 0)
             self._errors[name] = m - p @ own_q.T
             self._factors[name] = q
             gradients[name].copy_((p @ q.T).view_as(gradients[name]))

@@ -15,6 +15,7 @@ from toys import (
     DDP,
     Case,
     Constant,
+    ConstantHeads,
     Poisoned,
     Steep,
     Steps,
@@ -121,11 +122,12 @@ def test_powersgd_sends_factors_after_the_first_steps(gang):
     case = Case(job=Wide(), train=having(steps=WARM_UP + 3), options=hooked("powersgd", powersgd_rank=2))
     sizes = {name: p.shape for name, p in case.job.model().named_parameters()}
     factors = 2 * sum(sum(sizes[name]) for name in ("0.weight", "2.weight"))
+    marks = 2
     in_full = sum(shape.numel() for name, shape in sizes.items() if name not in ("0.weight", "2.weight"))
     for sent in gang.run(sent_by_step, case, world_size=2):
         counts = [count // 4 for _, count in sent]
         assert counts[:WARM_UP] == [sum(shape.numel() for shape in sizes.values())] * WARM_UP
-        assert counts[WARM_UP:] == [factors + in_full] * 3
+        assert counts[WARM_UP:] == [factors + marks + in_full] * 3
 
 
 def train_on(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[dict[str, Tensor], TrainState | None]:
@@ -155,6 +157,33 @@ def test_what_powersgd_still_owes_survives_a_resume_with_other_workers(gang, sto
         assert owed.abs().max() > 0.1
     # All that was not applied is still owed: no gradient was lost on the way.
     torch.testing.assert_close(results[0][0]["weight"], exact["weight"] + case.job.lr * owed, rtol=1e-3, atol=1e-3)
+
+
+def on_odd_calls(rank: int, call: int) -> bool:
+    return call % 2 == 1
+
+
+def on_one_rank_or_none(rank: int, call: int) -> bool:
+    return call % 3 == rank
+
+
+@pytest.mark.parametrize("uses", [on_odd_calls, on_one_rank_or_none])
+def test_what_powersgd_owes_to_a_parameter_waits_for_its_next_use(gang, uses):
+    case = Case(
+        job=ConstantHeads(uses=uses),
+        train=having(steps=30, global_batch_size=12),
+        options=hooked("powersgd", powersgd_rank=1, find_unused_parameters=True),
+    )
+    plain = replace(case, options=replace(case.options, comm_hook="none"))
+    (exact, _), _ = gang.run(train_on, plain, None, 30, world_size=2)
+    compressed = gang.run(train_on, case, None, 30, world_size=2)
+    assert_same(compressed[0][0], compressed[1][0])
+    state = compressed[0][1]
+    assert state is not None
+    for name in ("head.weight", "spare.weight"):
+        owed = state.optimizer[f"powersgd.error/{name}"]
+        assert owed.abs().max() > 0.1
+        torch.testing.assert_close(compressed[0][0][name], exact[name] + case.job.lr * owed, rtol=1e-3, atol=1e-3)
 
 
 def test_a_strategy_without_powersgd_goes_on_from_its_checkpoint(gang):

@@ -481,6 +481,31 @@ class _Branched(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConstantHeads(Constant):
+    """``uses(rank, call)`` says whether the head named ``spare`` takes part in a forward pass."""
+
+    uses: Callable[[int, int], bool]
+
+    def model(self) -> nn.Module:
+        return _ConstantHeads(self.uses)
+
+
+class _ConstantHeads(nn.Module):
+    def __init__(self, uses: Callable[[int, int], bool]):
+        super().__init__()
+        self.head = nn.Linear(32, 32, bias=False)
+        self.spare = nn.Linear(32, 32, bias=False)
+        self.uses = uses
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        out: Tensor = self.head(inputs)
+        return out + self.spare(inputs) if self.uses(rank, self.calls) else out
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cliff(Toy):
     """At the step ``at`` the gradient is NaN, and the loss is not."""
 

@@ -315,12 +315,6 @@ def test_several_values_need_the_option() -> None:
     assert "-m" in only_fault("train.steps=1,2")
 
 
-def test_a_combination_that_does_not_work_names_both_keys() -> None:
-    fault = only_fault("strategy.comm_hook=powersgd", "strategy.find_unused_parameters=true")
-    assert fault.startswith("strategy.comm_hook=powersgd: ")
-    assert "strategy.find_unused_parameters" in fault
-
-
 def test_all_faults_come_at_once() -> None:
     words = ["strategy=ddpp", "train.step=1", "train.steps=x", "cluster.device=tpu", "foo=1", "bar", "seed=1", "seed=2"]
     found = "\n".join(faults_of(*words, "checkpoint.keep=0", "job=gptt", "~data", "name=${nothing}"))
