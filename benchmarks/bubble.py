@@ -81,9 +81,9 @@ def main() -> None:
             claims.append(Claim(name=f"{schedule} / 1F1B, {workers} workers", ratios=shares, at_most=1.0))
     notes = (
         "All stages sleep, so that workers need no cores of their own. Theory: every action as soon as what it needs "
-        "is there, forward 1, backward 2, its halves 1 each. Two things differ as torch carries them out: stage 0 has no "
-        "inputs to give gradients to and does all of a backward pass in its half for the weights, and what a pair of "
-        "passes of DualPipeV gives is sent after both."
+        "is there, forward 1, backward 2, its halves 1 each. Two things differ as torch carries them out: stage 0, "
+        "with no stage before it, does all of a backward pass in the half for the weights; what a pair of passes of "
+        "DualPipeV gives is sent after both."
     )
     head = ["workers x micro-batches", "schedule", "formula, %", "its order in theory, %", "measured, %",
             "micro-batches held by the first worker's first stage", "by the last worker's"]  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.rundir import RunDir, write_json
-from orchestrator.spans import Kind, Span, Timeline
+from orchestrator.spans import Kind, Span, Timeline, extent_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,10 +83,12 @@ def draw(timeline: Timeline, path: Path, *, title: str) -> None:
     axes = figure.subplots()
     ticks: dict[float, str] = {}
     for dp_rank, workers in enumerate(shown):
+        waiting = ((min(s.start for w in workers for s in w) - origin) * 1e3, extent_s(workers) * 1e3)
         for pp_rank, spans in enumerate(workers):
             y = dp_rank * (depth + 0.5) + pp_rank
             replica = f"replica {dp_rank}, " if len(timeline.replicas) > 1 else ""
             ticks[y] = replica + _stages(spans)
+            axes.broken_barh([waiting], (y - _BAR_HEIGHT / 2, _BAR_HEIGHT), facecolors=_WAIT_COLOUR)
             _draw_row(axes, y, spans, origin=origin, end=end)
     axes.set_xlim(0, (end - origin) * 1e3)
     axes.set_ylim(rows - 0.9, -0.6)
@@ -109,15 +111,13 @@ def draw(timeline: Timeline, path: Path, *, title: str) -> None:
 def _draw_row(axes: Axes, y: float, spans: Sequence[Span], *, origin: float, end: float) -> None:
     from matplotlib.colors import to_rgb
 
-    place = (y - _BAR_HEIGHT / 2, _BAR_HEIGHT)
     stages = sorted({s.stage for s in spans})
     colours = []
     for span in spans:
         paler = min(_PALER * stages.index(span.stage), 0.8)
         colours.append([c + (1 - c) * paler for c in to_rgb(_COLOURS[span.kind])])
     bars = [((s.start - origin) * 1e3, (s.end - s.start) * 1e3) for s in spans]
-    axes.broken_barh([(0, (end - origin) * 1e3)], place, facecolors=_WAIT_COLOUR)
-    axes.broken_barh(bars, place, facecolors=colours, edgecolor="white", linewidth=0.5)
+    axes.broken_barh(bars, (y - _BAR_HEIGHT / 2, _BAR_HEIGHT), facecolors=colours, edgecolor="white", linewidth=0.5)
     inches_per_ms = 0.85 * _WIDTH_INCHES / (end - origin) / 1e3
     for span, (start, length), colour in zip(spans, bars, colours, strict=True):
         text = str(span.microbatch)

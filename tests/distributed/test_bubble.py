@@ -38,7 +38,7 @@ def observe(rank: int, case: Case) -> Seen:
     return Seen(spans=spans, live={stage.stage_index: stage.live for stage in strategy.timed_stages})
 
 
-def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 1, grad_accumulation: int = 1) -> list[Seen]:
+def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_accumulation: int = 1) -> list[Seen]:
     """``forward_ms``: how long a worker sleeps for a micro-batch, over all of its stages; ``n`` steps."""
     v = STAGES_PER_WORKER[schedule]
     options = schema.PipelineConfig(
