@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -13,6 +16,7 @@ from hydra.errors import HydraException
 
 from orchestrator.config.build import ConfigError, did_you_mean, shown
 from orchestrator.config.redact import MASK, is_secret
+from orchestrator.config.schema import Config
 
 GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
 
@@ -35,7 +39,7 @@ def parse(words: Iterable[str], faults: list[str]) -> list[Override]:
     parsed: list[Override] = []
     for text in words:
         try:
-            parsed.append(parser.parse_override(text))
+            parsed.append(parser.parse_override(_kept_as_text(text, parser)))
         except HydraException as e:
             literal = _quoted(text)
             if literal is None:
@@ -104,6 +108,28 @@ def _typed(override: Override) -> str:
     """The override as it was typed, a secret masked."""
     key = override.key_or_group
     return shown(key, MASK) if is_secret(key) else str(override.input_line)
+
+
+def _kept_as_text(text: str, parser: OverridesParser) -> str:
+    """The values of a text key in quotes where Hydra would read something else: name=1_0 is no ten."""
+    match = re.fullmatch(r"\+*([\w.]+)=([\w.+-]+(?:,[\w.+-]+)*)", text)
+    if match is None or match[1] not in text_keys(Config):
+        return text
+    values = [(v, parser.parse_override(f"key={v}").value()) for v in match[2].split(",")]
+    return f"{match[1]}=" + ",".join(v if as_read is None or as_read == v else f"'{v}'" for v, as_read in values)
+
+
+@functools.cache
+def text_keys(section: type[Any], prefix: str = "") -> frozenset[str]:
+    """The keys below ``section`` whose values are text."""
+    found: set[str] = set()
+    hints = get_type_hints(section)
+    for name, kind in ((field.name, hints[field.name]) for field in dataclasses.fields(section)):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            found |= text_keys(kind, f"{prefix}{name}.")
+        elif kind in (str, str | None):
+            found.add(f"{prefix}{name}")
+    return frozenset(found)
 
 
 def _unreadable(text: str, error: HydraException) -> str:

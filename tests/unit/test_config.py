@@ -221,7 +221,7 @@ EXPECTED_WORKERS = "expected a whole number of at least 1 or auto"
         ("train.precision=fp64", "expected fp32 or bf16"),
         ("train.deterministic=1", "expected true or false"),
         ("plan=yes", "expected true or false"),
-        ("resume=true", "expected text"),
+        ("resume=[a]", "expected text"),
         ("tracking.uri=[]", "expected text or null"),
         ("cluster.device=gpu", "expected auto or cpu or cuda"),
         (f"seed={LARGEST_SEED + 1}", f"must be at most {LARGEST_SEED}"),
@@ -311,6 +311,16 @@ def test_contradictions(words: list[str], said: str) -> None:
     assert only_fault(*words) == said
 
 
+@pytest.mark.parametrize("text", ["1_0", "1e3", "007", "true", "nan", "-5", "1.", "2026-11-21", "v1.0"])
+def test_text_stays_as_it_was_typed(text: str) -> None:
+    config = composed(f"name={text}", f"tracking.experiment={text}")
+    assert (config.name, config.tracking.experiment) == (text, text)
+
+
+def test_null_is_no_text() -> None:
+    assert composed("name=null", "tracking.uri=null").name is None
+
+
 def test_several_values_need_the_option() -> None:
     assert "-m" in only_fault("train.steps=1,2")
 
@@ -352,6 +362,7 @@ def test_a_config_error_survives_pickling() -> None:
             [[f"strategy={s}", "name=x", f"seed={i}"] for s in ("single", "ddp") for i in (1, 2)],
         ),
         (["name='a,b'"], [["name='a,b'"]]),
+        (["name=1_0,x"], [["name='1_0'"], ["name=x"]]),
         (["name='a,b',c"], [["name='a,b'"], ["name=c"]]),
         (["job.x=[1,2]"], [["job.x=[1,2]"]]),
         (["job.x=[1,2],[3]"], [["job.x=[1,2]"], ["job.x=[3]"]]),
