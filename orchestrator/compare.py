@@ -45,12 +45,16 @@ class CompareError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run directory says; a figure that it does not have is None."""
+    """What a run directory says; a figure that it does not have is None.
+
+    ``work`` is equal where the same job was done, with the same fields.
+    """
 
     path: Path
     state: str
     strategy: str
     job: str
+    work: str
     workers: int | None
     summary: Mapping[str, Any]
 
@@ -139,9 +143,16 @@ def read_run(path: Path) -> Run:
         state=str(record.get("state") or "-"),
         strategy=str(record.get("strategy") or "-"),
         job=str(record.get("job") or "-"),
+        work=_work(record),
         workers=_workers(record.get("plan")),
         summary=record.get("summary") or {},
     )
+
+
+def _work(record: Mapping[str, Any]) -> str:
+    params = record.get("params")
+    fields = {k: v for k, v in params.items() if k.startswith("job.")} if isinstance(params, Mapping) else {}
+    return json.dumps([record.get("job"), fields], sort_keys=True)
 
 
 def _workers(plan: object) -> int | None:
@@ -170,11 +181,17 @@ def _time_of_day(name: str) -> str:
     return ":".join(match.groups()) if match else name
 
 
-def baseline(runs: Sequence[Run]) -> Run | None:
-    """What speeds are relative to: the first ``single`` run with a throughput, else the first."""
-    measured = [run for run in runs if run.figure("samples_per_s")]
+def baseline(runs: Sequence[Run], work: str) -> Run | None:
+    """What speeds are relative to: of the same work the first ``single`` run with a throughput, else the first."""
+    measured = [run for run in runs if run.work == work and run.figure("samples_per_s")]
     single = [run for run in measured if run.strategy == "single"]
     return next(iter(single or measured), None)
+
+
+def relative_speed(run: Run, runs: Sequence[Run]) -> float | None:
+    base = baseline(runs, run.work)
+    speed, base_speed = run.figure("samples_per_s"), base and base.figure("samples_per_s")
+    return speed / base_speed if speed and base_speed else None
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -198,9 +215,11 @@ def table(runs: Sequence[Run]) -> str:
         if room >= min(longest, _SHORTEST_NAME):
             break
     lines = [render(_grid(runs, columns, max(room, _SHORTEST_NAME), unicode=unicode), width=_WIDEST)]
-    base = baseline(runs)
-    if base and len(runs) > 1:
-        lines.append(f"speed: relative to {labels(runs)[list(runs).index(base)]}")
+    names = dict(zip((run.path for run in runs), labels(runs), strict=True))
+    shared = [work for work, number in Counter(run.work for run in runs).items() if number > 1]
+    bases = [names[base.path] for work in shared if (base := baseline(runs, work))]
+    if bases:
+        lines.append(f"speed: relative to {first_few(bases)}" + (", of the same job" if len(bases) > 1 else ""))
     if left_out:
         lines.append(f"no room for: {first_few(left_out)}")
     return "\n".join(lines)
@@ -215,16 +234,14 @@ def _columns(runs: Sequence[Run], *, unicode: bool) -> dict[str, Column]:
         return "right", lambda run: "-" if (v := run.figure(name)) is None else text(v)
 
     most = max((run.figure("samples_per_s") or 0.0 for run in runs), default=0.0)
-    base = baseline(runs)
-    base_rate = base.figure("samples_per_s") if base else None
 
     def speed_bar(run: Run) -> str:
         value = run.figure("samples_per_s")
         return bar(value / most, width=_BAR_WIDTH, unicode=unicode) if value and most else ""
 
     def relative(run: Run) -> str:
-        value = run.figure("samples_per_s")
-        return f"{value / base_rate:.2f}x" if value and base_rate else "-"
+        value = relative_speed(run, runs)
+        return f"{value:.2f}x" if value else "-"
 
     def bubble(run: Run) -> str:
         measured, theory = run.figure("bubble_pct"), run.figure("bubble_theory_pct")
@@ -372,8 +389,6 @@ def _thousands(value: float, _: float) -> str:
 
 
 def _draw_rates(axes: Axes, runs: Sequence[Run], names: Sequence[str]) -> None:
-    base = baseline(runs)
-    base_rate = base.figure("samples_per_s") if base else None
     rates = [run.figure("samples_per_s") for run in runs]
     colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(runs))]
     axes.barh(range(len(runs)), [r or 0.0 for r in rates], height=0.62, color=colours)
@@ -381,8 +396,8 @@ def _draw_rates(axes: Axes, runs: Sequence[Run], names: Sequence[str]) -> None:
         text = "not measured"
         if value:
             text = rate(value)
-            if base_rate and len(runs) > 1 and run is not base:
-                text += f"  ({value / base_rate:.2f}x)"
+            if run is not baseline(runs, run.work):
+                text += f"  ({relative_speed(run, runs):.2f}x)"
         axes.annotate(text, (value or 0.0, i), xytext=(5, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(runs)), names)
     margin = 0.5 if len(runs) > 1 else 0.8

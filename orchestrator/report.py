@@ -255,8 +255,8 @@ def verdict(
     if ended.status == "FINISHED":
         lines = [_finished(ended, started, step)]
     elif ended.status == "KILLED":
-        by = f" by {stop.signal}" if stop else (f": {first_line(ended.reason)}" if ended.reason else "")
-        lines = [f"stopped{by} at step {step}; {_newest(checkpoint, step)}"]
+        how = f"stopped by {stop.signal} at step {step}" if stop else first_line(ended.reason) or "stopped"
+        lines = [f"{how}; {_newest(checkpoint, step)}"]
     else:
         lines = _failed(ended, failure)
         if checkpoint:

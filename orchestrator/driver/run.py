@@ -209,6 +209,7 @@ class Run:
         beats = gang.heartbeats(with_system_metrics=due)
         node_names = _node_names(gang.members)
         system: dict[str, float] = {}
+        told: list[Event] = []
         for member in gang.members:
             beat = beats.get(member.global_rank)
             if beat is None:
@@ -218,8 +219,7 @@ class Run:
             self._last_step[member.global_rank] = beat.step
             node = node_names[member.where.node_id]
             system |= {f"system/{node}/{name}": value for name, value in beat.system.items()}
-            for event in beat.events:
-                self._emit(event)
+            told += beat.events
             for point in beat.points:
                 logged = self._aggregator.add(member.global_rank, point)
                 if logged is not None:
@@ -233,6 +233,8 @@ class Run:
                     node=node,
                 )
             )
+        for event in told:  # after the figures of all ranks: a checkpoint of a step after its loss
+            self._emit(event)
         if system:
             self._system_readings += 1
             self._emit(SystemMetricsLogged(step=self._system_readings, metrics=system))
@@ -325,7 +327,7 @@ class Run:
         name = self._stop.received.name
         steps = [o.step for o in self._outcomes.values() if o.status == "stopped"]
         if len(steps) < self.spec.plan.world_size:
-            where = "without a last checkpoint" if self._last_step else "before training began"
+            where = "without a last checkpoint" if any(self._last_step.values()) else "before training began"
         else:
             where = f"at step {max(steps)}"
         return "KILLED", 128 + int(self._stop.received), f"stopped by {name} {where}"

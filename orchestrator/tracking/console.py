@@ -122,13 +122,15 @@ class PlainConsole:
     def _lines(self, event: Event) -> list[Line]:
         match event:
             case MetricsLogged():
+                if event.step != self._unshown_step:
+                    self._unshown = {}  # figures of another step would pass for this one's
                 self._unshown_step = event.step
                 self._unshown.update(event.metrics)
                 validated = any(name.startswith("val/") for name in event.metrics)
                 due = self._is_due("validation" if validated else "metrics", event.time)
                 return self._last_metrics() if due else []
             case CheckpointSaved():
-                return words(event) if self._is_due("checkpoint", event.time) else []
+                return [*self._last_metrics(), *words(event)] if self._is_due("checkpoint", event.time) else []
             case WorkerFailed() | StopRequested():
                 return [*self._last_metrics(), *words(event)]
             case RunEnded():

@@ -28,16 +28,25 @@ SUMMARY: dict[str, Any] = {
 
 
 def make_run(
-    output_dir: Path, name: str, *, strategy: str, workers: int = 2, points: int = 20, **summary: Any
+    output_dir: Path,
+    name: str,
+    *,
+    strategy: str,
+    workers: int = 2,
+    points: int = 20,
+    job: str = "digits",
+    hidden: int = 512,
+    **summary: Any,
 ) -> RunDir:
     path = output_dir / "2026-05-01" / name
     (path / "logs").mkdir(parents=True)
     run = RunDir(path)
     run.update_record(
         state="finished",
-        name=f"digits-{strategy}",
+        name=f"{job}-{strategy}",
         strategy=strategy,
-        job="digits",
+        job=job,
+        params={"job.hidden": hidden, "train.steps": points},
         plan={"mesh": {"data_parallel_size": workers, "pipeline_parallel_size": 1}},
         summary=summary,
     )
@@ -112,6 +121,23 @@ def test_without_a_single_run_the_first_measured_one_is_the_base(tmp_path: Path)
     text = table([read_run(run.path) for run in runs])
     assert "relative to ddp x2, 12:31:01" in text
     assert "0.50x" in rows(text)["12-32-01-c"]
+
+
+def test_speeds_are_relative_to_a_run_of_the_same_work(tmp_path: Path) -> None:
+    def run(name: str, strategy: str, samples_per_s: float, **work: Any) -> Any:
+        return read_run(make_run(tmp_path, name, strategy=strategy, samples_per_s=samples_per_s, **work).path)
+
+    runs = [
+        run("12-30-01-a", "single", 4000.0),
+        run("12-31-01-b", "ddp", 7000.0),
+        run("12-32-01-c", "ddp", 90.0, job="gpt"),
+        run("12-33-01-d", "single", 60.0, job="gpt"),
+        run("12-34-01-e", "ddp", 300.0, hidden=4096),
+    ]
+    text = table(runs)
+    speeds = {name: next(cell for cell in cells if cell.endswith("x")) for name, cells in rows(text).items()}
+    assert list(speeds.values()) == ["1.00x", "1.75x", "1.50x", "1.00x", "1.00x"]
+    assert "speed: relative to single x2 digits, single x2 gpt, of the same job" in text
 
 
 @pytest.mark.parametrize("columns", [80, 100, 120])

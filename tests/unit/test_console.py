@@ -135,6 +135,25 @@ def test_validation_is_shown_with_its_own_step_and_not_held_back() -> None:
     assert lines[-1].startswith("step 110/500  loss 0.4500")
 
 
+def test_a_line_has_the_figures_of_its_own_step_alone() -> None:
+    lines = printed(
+        STARTED,
+        point(25, 5, val__loss=0.4),
+        point(50, 5.1, val__loss=0.3),
+        point(60, 6.5, train__loss=0.5),
+        point(70, 6.6, train__loss=0.45),
+        point(75, 6.7, val__loss=0.2),
+    )
+    shown = [line.partition("  eta")[0] for line in lines[-3:]]
+    assert shown == ["step 25/500  val_loss 0.4000", "step 60/500  loss 0.5000", "step 75/500  val_loss 0.2000"]
+
+
+def test_the_metrics_of_a_step_stand_before_its_checkpoint() -> None:
+    lines = printed(STARTED, point(30, 8.5, train__loss=0.5), point(40, 8.9, train__loss=0.4), SAVED)
+    assert [line.split()[0] for line in lines[-3:]] == ["step", "step", "checkpoint"]
+    assert lines[-2].startswith("step 40/500  loss 0.4000")
+
+
 def test_last_metrics_stand_before_the_failure() -> None:
     lines = printed(STARTED, point(1, 1, train__loss=2.0), point(2, 1.1, train__loss=1.9), FAILED)
     last = next(n for n, line in enumerate(lines) if line.startswith("step 2/500"))
@@ -247,6 +266,8 @@ def test_verdict_of_a_stop_names_the_checkpoint_and_its_step() -> None:
     assert "stopped by SIGTERM at step 40; a checkpoint is at /runs/1/checkpoints/40" in lines
     lines = printed(STARTED, FORMED, point(38, 7, train__loss=1.0), stopped, KILLED)
     assert "stopped by SIGTERM at step 38; no checkpoint was written" in lines
+    early = replace(KILLED, reason="stopped by SIGINT before training began")
+    assert "stopped by SIGINT before training began; no checkpoint was written" in printed(STARTED, early)
 
 
 # Streams
