@@ -34,6 +34,18 @@ def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[
     return values
 
 
+def changing_buffers(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> set[str]:
+    """The names of persistent buffers that a forward pass in training changes, running statistics say."""
+
+    def marks() -> dict[str, tuple[int, int]]:
+        every = [sequence.tensors_of(i, module) for i, module in enumerate(sequence.modules)]
+        return {name: (id(tensor), tensor._version) for tensors in every for name, tensor in tensors.items()}
+
+    before = marks()
+    flow(sequence, inputs, precision=precision)
+    return {name for name, mark in marks().items() if before[name] != mark}
+
+
 def costs(
     sequence: LayerSequence, values: Sequence[Any], inputs: Any, *, precision: Precision, loss: Callable[[Any], Tensor]
 ) -> list[float]:

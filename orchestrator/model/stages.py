@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,48 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.partial_init import outline
 from orchestrator.model.sequence import Children, LayerSequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A tensor that flows from stage to stage."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def example(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage on this worker. ``tensors``: its parameters and persistent buffers by the model's own names.
+    """A stage on this worker.
 
-    ``inputs``: what the stage before sends; None for the first stage, which takes the model's own input.
-    ``outputs``: what it sends; None for the last stage. ``packed``: it takes several tensors as one tuple.
+    ``tensors``: its parameters and persistent buffers by the model's own names, as they are when it is called.
+    ``inputs``: None for the first stage, which takes the model's own input; ``outputs``: None for the last one.
     """
 
     index: int
     module: nn.Module
-    tensors: Mapping[str, Tensor]
-    inputs: tuple[Spec, ...] | None
-    outputs: tuple[Spec, ...] | None
-    packed: bool
+    tensors: Callable[[], Mapping[str, Tensor]]
+    inputs: Boundary | None
+    outputs: Boundary | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A parameter that several stages have. ``stages``, in order, each with the names it has there."""
+    """A parameter or buffer that several stages have. ``stages``, in order, each with the names it has there."""
 
     stages: Mapping[int, tuple[str, ...]]
 
-    @property
-    def first_name(self) -> str:
-        return next(iter(self.stages.values()))[0]
+    def names_on(self, stage_ranks: Sequence[int], rank: int) -> list[str]:
+        """The names it has in the stages of a rank."""
+        return [name for stage, names in self.stages.items() if stage_ranks[stage] == rank for name in names]
 
 
 def sequence_of(
@@ -90,29 +79,29 @@ def build_stages(
     boundaries = [None, *boundaries_of(sequence, values, cut), None]
     numbers = {stage: cut.layers_of(stage, n) for stage in sorted(own)}
     layers = sequence.realise(build, [i for of_stage in numbers.values() for i in of_stage], seed=seed)
-    stages = []
-    for stage, of_stage in numbers.items():
-        module = nn.Sequential(*(layers[i] for i in of_stage)).to(device)
-        stages.append(
-            Stage(
-                index=stage,
-                module=module,
-                tensors={name: t for i in of_stage for name, t in sequence.tensors_of(i, layers[i]).items()},
-                inputs=boundaries[stage],
-                outputs=boundaries[stage + 1],
-                packed=stage > 0 and not isinstance(values[cut.starts[stage]], Tensor),
-            )
+
+    def tensors(of_stage: range) -> dict[str, Tensor]:
+        return {name: t for i in of_stage for name, t in sequence.tensors_of(i, layers[i]).items()}
+
+    return [
+        Stage(
+            index=stage,
+            module=nn.Sequential(*(layers[i] for i in of_stage)).to(device),
+            tensors=functools.partial(tensors, of_stage),
+            inputs=boundaries[stage],
+            outputs=boundaries[stage + 1],
         )
-    return stages
+        for stage, of_stage in numbers.items()
+    ]
 
 
-def boundaries_of(sequence: LayerSequence, values: Sequence[Any], cut: Cut) -> list[tuple[Spec, ...]]:
+def boundaries_of(sequence: LayerSequence, values: Sequence[Any], cut: Cut) -> list[Boundary]:
     """What flows into each stage after the first. ``values`` are those of ``layers.flow``.
 
     Raises:
         ValueError: something else than tensors.
     """
-    return [_specs(values[start], sequence.names[start - 1]) for start in cut.starts[1:]]
+    return [Boundary.of(values[start], after=sequence.names[start - 1]) for start in cut.starts[1:]]
 
 
 def state_of(stages: Sequence[Stage]) -> nn.Module:
@@ -123,7 +112,7 @@ def state_of(stages: Sequence[Stage]) -> nn.Module:
     """
     root = nn.Module()
     for stage in stages:
-        for name, tensor in stage.tensors.items():
+        for name, tensor in stage.tensors().items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(
                     f"{name} in the model's state_dict() is a {type(tensor).__name__}; only tensors can be saved"
@@ -131,21 +120,29 @@ def state_of(stages: Sequence[Stage]) -> nn.Module:
             owner = root
             *path, attribute = name.split(".")
             for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
+                owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+            # Not through the methods, which refuse names that a module has of its own, such as "half".
             if isinstance(tensor, nn.Parameter):
-                owner.register_parameter(attribute, tensor)
+                owner._parameters[attribute] = tensor
             else:
-                owner.register_buffer(attribute, tensor)
+                owner._buffers[attribute] = tensor
     return root
 
 
 def shared_parameters(sequence: LayerSequence, cut: Cut) -> list[Shared]:
     """The parameters that more than one stage has."""
+    return _shared(sequence.outline.model.named_parameters(remove_duplicate=False), sequence, cut)
+
+
+def shared_buffers(sequence: LayerSequence, cut: Cut) -> list[Shared]:
+    """The persistent buffers that more than one stage has."""
+    return _shared(sequence.outline.model.named_buffers(remove_duplicate=False), sequence, cut)
+
+
+def _shared(named: Iterable[tuple[str, Tensor]], sequence: LayerSequence, cut: Cut) -> list[Shared]:
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
-    for name, parameter in sequence.outline.model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
+    for name, tensor in named:
+        names[tensor].append(name)
     n = len(sequence.names)
     in_stage = [
         {name for i in cut.layers_of(stage, n) for name in sequence.tensors_of(i, sequence.modules[i])}
@@ -158,13 +155,3 @@ def shared_parameters(sequence: LayerSequence, cut: Cut) -> list[Shared]:
         if len(held) > 1:
             found.append(Shared(stages=held))
     return found
-
-
-def _specs(value: Any, after: str) -> tuple[Spec, ...]:
-    tensors = value if isinstance(value, (tuple, list)) else (value,)
-    if not all(isinstance(t, Tensor) for t in tensors):
-        raise ValueError(
-            f"layer {after} returns {type(value).__name__}; between stages only a tensor or a tuple of tensors can "
-            "flow; cut elsewhere with strategy.split"
-        )
-    return tuple(Spec(shape=tuple(t.shape), dtype=t.dtype, requires_grad=t.requires_grad) for t in tensors)

@@ -35,18 +35,17 @@ def forward_only(
                 value = inputs[number]
             else:
                 received = here[stage.index][number] if stage.index in here else _receive(stage, layout, chain, device)
-                value = received if stage.packed else received[0]
+                value = stage.inputs.unpack(received)
             out = stage.module(value)
             if stage.outputs is None:
                 outputs.append(out)
                 continue
-            tensors = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+            tensors = stage.outputs.pack(out)
             to = layout.stage_ranks[stage.index + 1]
             if to == layout.stage_ranks[stage.index]:
                 here.setdefault(stage.index + 1, []).append(tensors)
             else:
-                contiguous = [t.contiguous() for t in tensors]
-                sends += [(t, dist.isend(t, group=chain, group_dst=to)) for t in contiguous]
+                sends += [(t, dist.isend(t, group=chain, group_dst=to)) for t in tensors]
     for _, work in sends:
         assert work is not None
         work.wait()
@@ -57,7 +56,7 @@ def _receive(
     stage: Stage, layout: PipelineLayout, chain: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, ...]:
     assert stage.inputs is not None
-    tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in stage.inputs)
+    tensors = stage.inputs.examples(device)
     for tensor in tensors:
-        dist.recv(tensor, group=chain, group_src=layout.stage_ranks[stage.index - 1])
+        dist.recv(tensor.detach(), group=chain, group_src=layout.stage_ranks[stage.index - 1])
     return tensors

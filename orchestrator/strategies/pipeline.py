@@ -26,13 +26,12 @@ from orchestrator.events import StageSummary
 from orchestrator.job import Job
 from orchestrator.mesh import even_shares
 from orchestrator.model.cut import Cut, balance, cut_at
-from orchestrator.model.layers import Precision, costs, flow
+from orchestrator.model.layers import changing_buffers, costs, flow
 from orchestrator.model.stages import (
     Shared,
-    Spec,
-    Stage,
     build_stages,
     sequence_of,
+    shared_buffers,
     shared_parameters,
     state_of,
 )
@@ -40,6 +39,7 @@ from orchestrator.spans import Span
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.forward_pass import forward_only
 from orchestrator.strategies.gradients import norm_over, sum_over
+from orchestrator.strategies.sharing import Sharing
 from orchestrator.strategies.single import first_rows, weighted
 from orchestrator.strategies.timed_stage import Clock, TimedStage
 from orchestrator.worker import state as train_state
@@ -86,22 +86,37 @@ class Pipeline(Strategy):
             return costs(fresh, values, inputs, precision=self._precision, loss=lambda o: self.job.loss(o, target))
 
         self.cut = self._agreed_cut(split, measure)
-        shared = shared_parameters(sequence, self.cut)
+        buffers = shared_buffers(sequence, self.cut)
+        if buffers:
+            changing = changing_buffers(sequence, inputs, precision=self._precision)
+            self._refuse_changing(buffers, changing)
         self.stages = build_stages(
             self.job.model, sequence, values, self.cut, self._own, device=context.device, seed=context.seed
         )
-        self.model = state_of(self.stages)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._sharing = Sharing(
+            [*shared_parameters(sequence, self.cut), *buffers],
+            self.model.state_dict(keep_vars=True),
+            mesh=context.mesh,
+            global_rank=context.global_rank,
+            stage_ranks=self.layout.stage_ranks,
+        )
+        self._begin_equal()
         self.optimizer = self.job.optimizer(self.parameters)
         self.scheduler = self.job.scheduler(self.optimizer, context.train.steps)
-        self._share(shared)
+        self._names = list(sequence.outline.model.state_dict())
         self._make_schedule()
+
+    @property
+    def model(self) -> nn.Module:
+        """The tensors of this worker's stages under the model's own names, as they are now."""
+        return state_of(self.stages)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         context, train = self.context, self.context.train
         slices = [to_device(b, context.device) for b in microbatches]
         targets, weights = self._weigh(slices)
-        buffers = [b.clone() for b in self.model.buffers()] if train.on_nonfinite == "skip" else []
+        buffers = [b.clone() for b in self._buffers()] if train.on_nonfinite == "skip" else []
         self.optimizer.zero_grad()
         self._loss_sum = torch.zeros((), device=context.device)
         self._clock.restart()
@@ -116,12 +131,12 @@ class Pipeline(Strategy):
         self._bring_gradients_together()
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
-            elsewhere = {own for name, own in self.model.named_parameters() if name in self._saved_elsewhere}
+            elsewhere = self._sharing.counted_elsewhere
             counted = [p.grad for p in self.parameters if p.grad is not None and p not in elsewhere]
             norm = norm_over(self._chain, counted, context.device)
         weight = torch.as_tensor(sum(w for w in weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
-            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            for buffer, before in zip(self._buffers(), buffers, strict=True):
                 buffer.copy_(before)
             return StepResult(loss_sum=self._loss_sum, weight=weight, grad_norm=norm, skipped=True)
         if norm is not None and train.clip_norm is not None:
@@ -169,23 +184,27 @@ class Pipeline(Strategy):
             self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
         )
         states = gather_states(
-            train_state.without_shared(state, self._saved_elsewhere, saved=self._names_elsewhere),
+            train_state.without_shared(state, self._sharing.first_names, saved=self._sharing.saved_elsewhere),
             ranks=context.mesh.pipeline(0),
             rank=context.global_rank,
             device=context.device,
             into=into,
         )
-        return None if states is None else train_state.merge(states)
+        return None if states is None else train_state.merge(states, order=self._names)
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context
-        own = set(self.model.state_dict())
-        wanted = own | set(self._saved_elsewhere.values())
+        wanted = {*self.model.state_dict(), *self._sharing.first_names.values()}
         state = broadcast_state(
             state, source=source, rank=context.global_rank, device=context.device, keep=wanted.__contains__
         )
         train_state.restore(state, self.model, self.optimizer, self.scheduler, partial=True)
         return state.meta
+
+    def close(self) -> None:
+        """Give up all that holds a process group."""
+        for owner in ("_chain", "_replicas", "_sharing", "_schedule", "timed_stages"):
+            vars(self).pop(owner, None)
 
     @property
     def eval_batch_size(self) -> int:
@@ -236,38 +255,39 @@ class Pipeline(Strategy):
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
 
-    def _share(self, shared: Sequence[Shared]) -> None:
-        """Prepare for parameters that several stages have: a group each for their gradients; the first saves them."""
-        mesh, own = self.context.mesh, dict(self.model.named_parameters(remove_duplicate=False))
-        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        self._saved_elsewhere: dict[str, str] = {}
-        self._names_elsewhere: set[str] = set()
-        for parameter in shared:
-            ranks = [self.layout.stage_ranks[stage] for stage in parameter.stages]
-            if len(set(ranks)) == 1:
-                continue
-            for dp_rank in range(mesh.data_parallel_size):
-                holders = sorted({mesh.global_rank(dp_rank=dp_rank, pp_rank=rank) for rank in ranks})
-                group = dist.new_group(holders)
-                if self.context.global_rank in holders:
-                    here = [names for stage, names in parameter.stages.items() if stage in self._own]
-                    self._shared.append((own[here[0][0]], group))
-                    if self.context.pp_rank != ranks[0]:
-                        self._saved_elsewhere |= {name: parameter.first_name for names in here for name in names}
-                        self._names_elsewhere.update(next(iter(parameter.stages.values())))
+    def _refuse_changing(self, buffers: Sequence[Shared], changing: set[str]) -> None:
+        for buffer in buffers:
+            names = [name for of_stage in buffer.stages.values() for name in of_stage]
+            apart = len({self.layout.stage_ranks[stage] for stage in buffer.stages}) > 1
+            if apart and not changing.isdisjoint(names):
+                raise ValueError(
+                    f"{names[0]}: forward passes change it, and stages of several workers would have it, whose copies "
+                    "then differ; use its layer once, or cut with strategy.split so that one worker has it"
+                )
+
+    @torch.no_grad()
+    def _begin_equal(self) -> None:
+        """Give replicas one beginning, whatever the model draws its numbers from."""
+        if self.context.mesh.data_parallel_size > 1:
+            for tensor in (*self.model.parameters(), *self._buffers()):
+                dist.broadcast(tensor, group=self._replicas, group_src=0)
+        self._sharing.begin_equal()
+
+    def _buffers(self) -> list[Tensor]:
+        """Those of this worker's stages as they are now, also those that are not saved."""
+        return list(nn.ModuleList(stage.module for stage in self.stages).buffers())
 
     def _make_schedule(self) -> None:
-        layout, device = self.layout, self.context.device
+        layout = self.layout
         self.timed_stages = [
             TimedStage(
-                _Call(stage, self._input, self._precision),
-                stage.index,
-                layout.num_stages,
-                device,
-                input_args=_examples(stage.inputs, device),
-                output_args=_examples(stage.outputs, device),
+                stage,
+                num_stages=layout.num_stages,
+                device=self.context.device,
                 group=self._chain,
                 clock=self._clock,
+                first_input=lambda number: self._inputs[number],
+                precision=self._precision,
             )
             for stage in self.stages
         ]
@@ -287,13 +307,13 @@ class Pipeline(Strategy):
             *([numbers] if self._feeds else []), target=numbers if self._has_loss else None, return_outputs=False
         )
 
-    def _input(self, number: Tensor) -> Any:
-        return self._inputs[int(number)]
-
-    def _loss(self, output: Any, number: Tensor) -> Tensor:
+    def _loss(self, _: Any, number: Tensor) -> Tensor:
+        """That of the micro-batch that has just gone through the last stage."""
+        last = self.timed_stages[-1]
         target, weight = self._targets[int(number)], self._weights[int(number)]
-        with self._clock.span("F", self.layout.num_stages - 1, int(number)), self._precision():
-            loss = self.job.loss(output, target)
+        with self._clock.span("F", last.stage_index, int(number)), self._precision():
+            loss = self.job.loss(last.output, target)
+        last.output = None
         self._loss_sum += weighted(loss.detach(), weight)
         return loss * (weight / self._total_weight)
 
@@ -321,59 +341,24 @@ class Pipeline(Strategy):
         return [rows(number * self._rows) for number in range(self.layout.num_microbatches)]
 
     def _bring_gradients_together(self) -> None:
-        """Shared parameters over their stages, then every parameter over the replicas of its stage."""
+        """Every parameter's over the replicas of its stage, then those that several stages have over these."""
         began = time.perf_counter()
-        for parameter, group in self._shared:
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad, group=group)
-        if self.context.mesh.data_parallel_size == 1:
-            return
-        unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        if unused:
-            raise ValueError(
-                f"parameters that take no part in the loss: {', '.join(unused)}; the other replicas would wait for "
-                "their gradients. Use them or freeze them (requires_grad=False)"
-            )
-        sum_over(self._replicas, [p.grad for p in self.parameters if p.grad is not None])
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, group=self._replicas, group_src=0)
-        self._comm_ms = (time.perf_counter() - began) * 1e3
+        if self.context.mesh.data_parallel_size > 1:
+            unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+            if unused:
+                raise ValueError(
+                    f"parameters that take no part in the loss: {', '.join(unused)}; the other replicas would wait "
+                    "for their gradients. Use them or freeze them (requires_grad=False)"
+                )
+            sum_over(self._replicas, [p.grad for p in self.parameters if p.grad is not None])
+            for buffer in self._buffers():
+                dist.broadcast(buffer, group=self._replicas, group_src=0)
+        self._sharing.add_gradients()
+        if self.context.mesh.data_parallel_size > 1:
+            self._comm_ms = (time.perf_counter() - began) * 1e3
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
         enabled = self.context.train.precision == "bf16"
         with torch.autocast(self.context.device.type, dtype=torch.bfloat16, enabled=enabled):
             yield
-
-
-class _Call(nn.Module):
-    """A stage as the schedule calls it."""
-
-    def __init__(self, stage: Stage, first_input: Callable[[Tensor], Any], precision: Precision):
-        super().__init__()
-        self.module = stage.module
-        self._stage = stage
-        self._first_input = first_input
-        self._precision = precision
-
-    def forward(self, *received: Tensor) -> Any:
-        with self._precision():
-            if self._stage.inputs is None:
-                out = self.module(self._first_input(received[0]))
-            else:
-                out = self.module(received if self._stage.packed else received[0])
-        return out if self._stage.outputs is None else pytree.tree_map_only(Tensor, _sendable, out)
-
-
-def _sendable(tensor: Tensor) -> Tensor:
-    """Backends send what is contiguous; schedules that halve the backward pass detach it, which no view allows."""
-    if tensor._is_view() or not tensor.is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
-
-
-def _examples(specs: Sequence[Spec] | None, device: torch.device) -> tuple[Tensor, ...]:
-    """What the schedule is told of a stage's ends; at the ends of the chain a mere number."""
-    if specs is None:
-        return (torch.zeros(1),)
-    return tuple(spec.example(device) for spec in specs)

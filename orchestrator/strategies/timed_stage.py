@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from orchestrator.model.layers import Precision
+from orchestrator.model.stages import Stage
 from orchestrator.spans import Kind, Span
 
 
@@ -63,15 +67,51 @@ class Clock:
 
 
 class TimedStage(PipelineStage):
-    """``live`` is the largest number of micro-batches whose activations it has held at once."""
+    """A stage as a schedule calls it: with the number of a micro-batch where the model has its own input.
 
-    def __init__(self, *args: Any, clock: Clock, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    ``output``: the last thing that the model's last layer has returned. ``live``: the largest number of micro-batches
+    whose activations it has held at once.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        clock: Clock,
+        first_input: Callable[[int], Any],
+        precision: Precision,
+    ):
+        number = (torch.zeros(1),)
+        super().__init__(
+            stage.module,
+            stage.index,
+            num_stages,
+            device,
+            input_args=number if stage.inputs is None else stage.inputs.examples(device),
+            output_args=number if stage.outputs is None else stage.outputs.examples(device),
+            group=group,
+        )
+        self._stage = stage
         self._clock = clock
+        self._first_input = first_input
+        self._precision = precision
+        self.output: Any = None
         self.live = 0
 
+    def forward_maybe_with_nosync(self, *received: Tensor) -> tuple[Tensor, ...]:
+        with self._precision():
+            inputs = self._stage.inputs
+            out = self.submod(self._first_input(int(received[0])) if inputs is None else inputs.unpack(received))
+        if self._stage.outputs is not None:
+            return self._stage.outputs.pack(out)
+        self.output = out  # the loss takes it from here, whatever it is; the schedule wants one tensor
+        return (torch.zeros(1),)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._clock.span("F", self.stage_index, fwd_chunk_id):
+        with self._clock.span("F", self.stage_index, fwd_chunk_id), _own_error():
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.live = max(self.live, len(self.fwd_cache) + len(self.backward_state))
         return out
@@ -79,9 +119,27 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._clock.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+        with self._clock.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id), _own_error():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        gradients = self.bwd_cache[bwd_chunk_id]
+        self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._clock.span("W", self.stage_index, bwd_chunk_id):
+        with self._clock.span("W", self.stage_index, bwd_chunk_id), _own_error():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+
+@contextlib.contextmanager
+def _own_error() -> Iterator[None]:
+    """Raise what went wrong in a layer itself, and not torch's error about the stage that it went wrong in."""
+    try:
+        yield
+    except RuntimeError as e:
+        own = e.__cause__
+        if own is None:
+            raise
+        e.__cause__ = None
+        try:
+            raise own from own.__cause__
+        finally:
+            del own  # a frame that knows its own error would live on, and keep the process group

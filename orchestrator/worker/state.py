@@ -154,8 +154,8 @@ def restore(
         scheduler.load_state_dict(_like(scheduler.state_dict(), saved_state))
 
 
-def merge(states: Sequence[TrainState]) -> TrainState:
-    """Join the parts that pipeline stages captured at the same step.
+def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
+    """Join the parts that pipeline stages captured at the same step; ``order`` has the names in the model's.
 
     Parameter groups are united by position; everything else in ``meta`` is the first stage's.
 
@@ -185,15 +185,19 @@ def merge(states: Sequence[TrainState]) -> TrainState:
                         "the same groups for every part of the model"
                     )
             groups[i]["params"] = [*groups[i]["params"], *group["params"]]
+    place = {name: i for i, name in enumerate(order)}
+    for group in groups:
+        group["params"].sort(key=place.__getitem__)
+    model = {name: model[name] for name in sorted(model, key=place.__getitem__)}
     united = {"param_groups": groups, "optimizer_scalars": scalars, "tied": tied}
     return TrainState(model=model, optimizer=optimizer, meta={**states[0].meta, **united})
 
 
 def without_shared(state: TrainState, first_names: Mapping[str, str], *, saved: Collection[str]) -> TrainState:
-    """``state`` of a stage without what another stage saves of the parameters that both have.
+    """``state`` of a stage without what another stage saves of the tensors that both have.
 
-    ``first_names``: the names that such parameters have here, each with the first name that they have there.
-    ``saved``: the names under which they are saved there.
+    ``first_names``: the names that shared parameters have here, each with the first name that they have there.
+    ``saved``: the names, of parameters and buffers, under which they are saved there.
     """
     groups = [
         {**group, "params": [name for name in group["params"] if name not in first_names]}
@@ -202,7 +206,7 @@ def without_shared(state: TrainState, first_names: Mapping[str, str], *, saved: 
     scalars = {n: v for n, v in state.meta["optimizer_scalars"].items() if n not in first_names}
     tied = {name: first for name, first in first_names.items() if name not in saved}
     return TrainState(
-        model={n: t for n, t in state.model.items() if not (n in first_names and n in saved)},
+        model={n: t for n, t in state.model.items() if n not in saved},
         optimizer={p: t for p, t in state.optimizer.items() if p.rpartition("/")[0] not in first_names},
         meta={
             **state.meta,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_pipeline import SGD
+from layouts import SGD
 from toys import Case, Normed, Tokens, Toy, digits, having, losses, make, steps
 from toys import train as train_case
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layouts import pipeline
 from test_equal_loss import ADAMW, SGD, assert_equal_losses
-from test_pipeline import pipeline
 from toys import DDP, Case, having, losses, train
 
 from jobs.names import Names

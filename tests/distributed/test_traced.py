@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gang import Gang
-from test_pipeline import MODEL_PARALLEL, SGD, ddp_pipeline, pipeline
+from layouts import MODEL_PARALLEL, SGD, ddp_pipeline, pipeline
 from torch import Tensor
 from toys import Branched, Case, having, losses, train
 

@@ -270,7 +270,9 @@ def test_stages_merge_to_the_whole_and_load_their_own_part() -> None:
     optimizers = [optim.Adam(groups_of(part), lr=0.01) for part in parts]
     for optimizer in optimizers:
         train(net, optimizer, None, start=0, steps=2)
-    merged = merge([snapshot(p, o) for p, o in zip(parts, optimizers, strict=True)])
+    captured = [snapshot(p, o) for p, o in zip(parts, optimizers, strict=True)]
+    merged = merge(captured[::-1], order=list(net.state_dict()))
+    assert list(merged.model) == list(net.state_dict())
 
     whole = Net(1)
     optimizer = optim.Adam(groups_of(whole), lr=0.5)
@@ -309,7 +311,7 @@ def test_stages_with_different_hyperparameters_do_not_merge() -> None:
     rates = (0.1, 0.2)
     states = [snapshot(p, optim.SGD(p.parameters(), lr=r)) for p, r in zip(parts, rates, strict=True)]
     with pytest.raises(ValueError, match=r"group 0: lr differs between stages \(0.1 and 0.2\)"):
-        merge(states)
+        merge(states, order=list(Net(0).state_dict()))
 
 
 class Tied(nn.Module):

@@ -1,0 +1,121 @@
+"""Strategies that cut the model, by name, and what they have to have in common with one worker alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from gang import Gang
+from torch import Tensor
+from toys import DDP, Case, Steps, losses, train
+
+from orchestrator.config import schema
+
+# AdamW divides by the square root of tiny second moments, which magnifies rounding.
+SGD, ADAMW = 1e-5, 1e-4
+
+MODEL_PARALLEL = schema.ModelParallelConfig(name="model_parallel", num_workers=2, split="auto")
+
+
+def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> schema.PipelineConfig:
+    return schema.PipelineConfig(
+        name="pipeline",
+        num_workers=2,
+        split=split,
+        schedule=schedule,  # type: ignore[arg-type]
+        num_microbatches=num_microbatches,
+        stages_per_rank="auto",
+    )
+
+
+def ddp_pipeline(
+    schedule: str, num_microbatches: int, close: str = "stages", split: Any = "auto"
+) -> schema.DDPPipelineConfig:
+    """Two replicas of two workers each."""
+    return schema.DDPPipelineConfig(
+        name="ddp_pipeline",
+        num_workers=4,
+        pipeline_parallel_size=2,
+        close=close,  # type: ignore[arg-type]
+        split=split,
+        schedule=schedule,  # type: ignore[arg-type]
+        num_microbatches=num_microbatches,
+        stages_per_rank="auto",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    options: schema.StrategyConfig
+    world_size: int
+
+    def of(self, case: Case, **changes: Any) -> Case:
+        return replace(case, options=replace(self.options, **changes))
+
+
+def layout(options: schema.StrategyConfig, world_size: int) -> Layout:
+    return Layout(options=options, world_size=world_size)
+
+
+LAYOUTS = {
+    "single": layout(DDP, 1),
+    "ddp-2": layout(DDP, 2),
+    "ddp-4": layout(DDP, 4),
+    "model_parallel-2": layout(MODEL_PARALLEL, 2),
+    "GPipe-2": layout(pipeline("GPipe", 4), 2),
+    "1F1B-2": layout(pipeline("1F1B", 4), 2),
+    "1F1B-4": layout(pipeline("1F1B", 4), 4),
+    "Interleaved1F1B-2": layout(pipeline("Interleaved1F1B", 4), 2),
+    "LoopedBFS-2": layout(pipeline("LoopedBFS", 4), 2),
+    "InterleavedZeroBubble-2": layout(pipeline("InterleavedZeroBubble", 4), 2),
+    "ZBVZeroBubble-2": layout(pipeline("ZBVZeroBubble", 4), 2),
+    "DualPipeV-2": layout(pipeline("DualPipeV", 4), 2),
+    "GPipe-2x2": layout(ddp_pipeline("GPipe", 2), 4),
+    "1F1B-2x2": layout(ddp_pipeline("1F1B", 2), 4),
+    "1F1B-2x2-replicas-close": layout(ddp_pipeline("1F1B", 2, "replicas"), 4),
+    "ZBVZeroBubble-2x2": layout(ddp_pipeline("ZBVZeroBubble", 2), 4),
+    "InterleavedZeroBubble-2x2": layout(ddp_pipeline("InterleavedZeroBubble", 2), 4),
+}
+STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, schema.StagedConfig)]
+
+
+def whole_model(ranks: list[Steps]) -> dict[str, Tensor]:
+    """The tensors of all ranks, of which those that several have are equal to the last bit."""
+    whole: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, tensor in rank.model.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between workers"
+    return whole
+
+
+@cache
+def _alone(gang: Gang, case: Case, want_grad_norm: bool) -> Steps:
+    (alone,) = gang.run(train, case, want_grad_norm, world_size=1)
+    return alone
+
+
+def assert_as_alone(
+    gang: Gang, case: Case, *layouts: str, rtol: float = SGD, want_grad_norm: bool = False, **changes: Any
+) -> dict[str, list[Steps]]:
+    """Train in each of the layouts, with these ``changes`` to its options, and compare losses, norms and model with
+    one worker; what the ranks saw."""
+    alone = _alone(gang, replace(case, options=DDP), want_grad_norm)
+    expected = losses([alone])
+    assert expected[-1] < expected[0], "nothing was learned, so nothing is compared"
+    seen = {}
+    for name in layouts:
+        ranks = gang.run(train, LAYOUTS[name].of(case, **changes), want_grad_norm, world_size=LAYOUTS[name].world_size)
+        torch.testing.assert_close(losses(ranks), expected, rtol=rtol, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+        assert sum(r.weights[0] for r in ranks) == alone.weights[0]
+        whole = whole_model(ranks)
+        assert whole.keys() == alone.model.keys()
+        torch.testing.assert_close(whole, alone.model, rtol=100 * rtol, atol=10 * rtol)
+        for rank in ranks:
+            assert rank.skipped == alone.skipped
+            assert [n is None for n in rank.norms] == [n is None for n in alone.norms]
+            if None not in rank.norms:
+                torch.testing.assert_close(rank.norms, alone.norms, rtol=100 * rtol, atol=0)
+        seen[name] = ranks
+    return seen

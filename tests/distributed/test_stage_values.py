@@ -1,0 +1,71 @@
+"""What flows between stages, and layers that are hard to part: as on one worker, or refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import stage_toys as of
+from gang import Gang
+from layouts import LAYOUTS, assert_as_alone
+from stage_toys import Answers, Chain, Lengths, NestedBatches
+from toys import Case, having, train
+
+PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
+"""A stage a worker; backward passes in halves, neighbours on one worker; replicas."""
+
+
+def case(job, **changes):
+    return Case(job=job, train=having(global_batch_size=16, **changes))
+
+
+@pytest.mark.parametrize("name", [PLAIN, HALVED, "DualPipeV-2"])
+@pytest.mark.parametrize("build", [of.pairs, of.skips, of.nested, of.same_twice, of.views])
+def test_tensors_of_every_sort_in_any_structure(gang: Gang, build, name: str) -> None:
+    assert_as_alone(gang, case(Chain(build=build)), name)
+
+
+@pytest.mark.parametrize("name", [PLAIN, HALVED])
+@pytest.mark.parametrize(
+    "job", [NestedBatches(), NestedBatches(as_dict=False), Answers()], ids=["dict", "tuple", "output"]
+)
+def test_inputs_targets_and_outputs_of_any_structure(gang: Gang, job, name: str) -> None:
+    assert_as_alone(gang, case(job), name)
+
+
+@pytest.mark.parametrize("name", [PLAIN, HALVED, SHARED])
+@pytest.mark.parametrize("build", [of.used_twice, of.table_used_twice, of.frozen_in_between])
+def test_layers_used_twice_or_frozen(gang: Gang, build, name: str) -> None:
+    assert_as_alone(gang, case(Chain(build=build)), name, want_grad_norm=True)
+
+
+def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
+    job = Chain(build=of.norm_used_twice)
+    assert_as_alone(gang, case(job), "model_parallel-2", split=("head",))
+
+
+@pytest.mark.parametrize(
+    ("job", "name", "split", "said"),
+    [
+        (
+            Chain(build=of.norm_used_twice),
+            "model_parallel-2",
+            ("second",),
+            "norm0.num_batches_tracked: forward ",
+        ),
+        (Chain(build=of.frozen_body), "model_parallel-2", "auto", "1 layers with parameters to train, too few for 2"),
+        (Chain(build=of.frozen_body), "model_parallel-2", ("head",), "has no parameters to train; move a cut"),
+        (
+            Chain(build=of.text_between),
+            "model_parallel-2",
+            ("layer1",),
+            "layer layer0 returns str; between stages",
+        ),
+        (Lengths(build=of.tied_ends), "model_parallel-2", ("second",), "pad the samples to one length in job.collate"),
+    ],
+    ids=["statistics-twice", "frozen-auto", "frozen-first-stage", "text", "lengths"],
+)
+def test_what_cannot_be_is_refused_by_every_worker(gang: Gang, job, name: str, split, said: str) -> None:
+    layout = LAYOUTS[name]
+    answers = gang.ask(train, layout.of(case(job), split=split), world_size=layout.world_size)
+    assert any(said in str(a.error) for a in answers), answers[0].trace
+    assert all(a.error is not None for a in answers)
+    assert all(a.seconds < 10 for a in answers), "they waited for each other until the timeout of 20 s"
