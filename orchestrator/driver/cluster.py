@@ -55,8 +55,9 @@ def embed(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Connectio
     """Start a Ray in this process, or use the one that it already has."""
     if ray.is_initialized():
         return Connection(owned=False)
-    # A laptop run reports to nobody.
+    # A laptop run reports to nobody, and what the reporting costs comes out of the training.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The workers that Ray starts in advance import torch while this process is still connecting.
     os.environ.setdefault("RAY_preload_python_modules", "orchestrator.worker.actor")

@@ -20,7 +20,7 @@ from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Where
 from orchestrator.rundir import RunDir, log_tail
 from orchestrator.strategies import make_strategy
 from orchestrator.strategies.base import Context
-from orchestrator.worker import deferred_dynamo, rendezvous
+from orchestrator.worker import allocator, deferred_dynamo, rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
@@ -98,6 +98,7 @@ class Worker:
         startup: dict[str, float] = {}
         config = assignment.config
         deferred_dynamo.install()
+        allocator.keep_freed_memory()
         torch.set_num_threads(assignment.num_threads)
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
