@@ -23,7 +23,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """``resumed_from_step`` is None for a new run."""
+    """``resumed_from_step`` is None for a new run; ``notes``: what a person should know of the plan."""
 
     name: str
     run_dir: str
@@ -32,6 +32,7 @@ class RunStarted(Event):
     world_size: int
     steps: int
     resumed_from_step: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,18 +166,6 @@ def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
     return writable("\n".join(parts), sys.stdout)
 
 
-def plan_summary(plan: Plan, nodes: tuple[Node, ...]) -> str:
-    """The plan in two lines, and its notes."""
-    facts = dict(_facts(plan, nodes))
-    return "\n".join(
-        [
-            f"plan: {facts['asked']}",
-            f"  {facts['workers']}; {facts['there']}",
-            *(f"  note: {note}" for note in plan.notes),
-        ]
-    )
-
-
 def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
     accumulation = f", each share in {plan.grad_accumulation} slices" if plan.grad_accumulation > 1 else ""
     each = [f"{plan.cpus_per_worker:g} CPU"] + ([f"{plan.gpus_per_worker} GPU"] if plan.gpus_per_worker else [])
@@ -265,6 +253,8 @@ def verdict(
         lines.append(f"run directory: {started.run_dir}")
     if "bubble_pct" in ended.summary:
         lines.append(_bubble(ended.summary))
+    if "profile" in ended.summary:
+        lines.append(f"profile: {ended.summary['profile']} (open a file of it in https://ui.perfetto.dev)")
     return lines + [f"next: {command}" for command in ended.next_commands]
 
 

@@ -54,6 +54,10 @@ class RunDir:
         return self.path / "timeline.json"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

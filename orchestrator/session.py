@@ -35,6 +35,7 @@ from orchestrator.tracking.uploader import Uploader, recover_orphans
 class Candidate:
     """A run that passed every check. ``plan``: None where the cluster has to be asked for its nodes."""
 
+    overrides: tuple[str, ...]
     config: Config
     job: Job
     resume: prepare.Resume | None
@@ -82,7 +83,9 @@ def _check(overrides: Sequence[str], address_fault: Callable[[str], str | None],
         faults.append(fault)
     if job is None:
         return None
-    return Candidate(config=config, job=job, resume=resume, plan=plan, warnings=tuple(warnings))
+    return Candidate(
+        overrides=tuple(overrides), config=config, job=job, resume=resume, plan=plan, warnings=tuple(warnings)
+    )
 
 
 def _surroundings(overrides: Sequence[str]) -> Config | None:
@@ -106,7 +109,7 @@ def _this_machine() -> Node:
     return cluster.this_machine(torch.cuda.device_count())
 
 
-def run_all(candidates: Sequence[Candidate], *, name: str = "sweep", owns_process: bool = False) -> list[RunResult]:
+def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> list[RunResult]:
     """Run each in turn on one Ray; several are a sweep under one parent.
 
     ``owns_process``: SIGINT and SIGTERM may end the process while Ray starts.
@@ -115,7 +118,7 @@ def run_all(candidates: Sequence[Candidate], *, name: str = "sweep", owns_proces
         ConfigError: the cluster cannot be reached, or a plan does not fit it; nothing was started.
         KeyboardInterrupt: SIGINT or SIGTERM came while Ray was starting; nothing was started.
     """
-    sweep = {"id": uuid.uuid4().hex, "name": name} if len(candidates) > 1 else None
+    sweep = {"id": uuid.uuid4().hex, "name": _sweep_name(candidates)} if len(candidates) > 1 else None
     results: list[RunResult] = []
     with StopSignals(impatient=owns_process) as stop, _ray(candidates) as (nodes, plans):
         if candidates[0].config.plan:
@@ -133,6 +136,16 @@ def run_all(candidates: Sequence[Candidate], *, name: str = "sweep", owns_proces
             if results[-1].status == "KILLED":
                 break
     return results
+
+
+def _sweep_name(candidates: Sequence[Candidate]) -> str:
+    """What differs between its runs, as it was asked for: ``strategy=single,ddp``."""
+    values: dict[str, dict[str, None]] = {}
+    for candidate in candidates:
+        for word in candidate.overrides:
+            key, _, value = word.partition("=")
+            values.setdefault(key, {})[value] = None
+    return " ".join(f"{key}={','.join(given)}" for key, given in values.items() if len(given) > 1) or "sweep"
 
 
 @contextlib.contextmanager
@@ -174,10 +187,11 @@ def _run(
     candidate: Candidate, plan: Plan, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
 ) -> RunResult:
     config, resume = candidate.config, candidate.resume
-    run_dir, uid = prepare.open_run(config, candidate.job, plan, resume, sweep=sweep)
+    secrets = secret_values(to_dict(config))
+    command = prepare.command(candidate.overrides, secrets)
+    run_dir, uid = prepare.open_run(config, candidate.job, plan, resume, command=command, sweep=sweep)
     console = make_console(steps=plan.steps, world_size=plan.world_size)
     stop.last_words = console.close
-    secrets = secret_values(to_dict(config))
     journal = Journal(run_dir, secrets=secrets, warn=lambda m: console.emit(Warned(message=m)))
     spec = RunSpec(
         config=config,
@@ -191,6 +205,8 @@ def _run(
         secrets=secrets,
     )
     uploader = Uploader.start(run_dir, config.tracking)
+    again = prepare.command((*candidate.overrides, f"resume={run_dir.path}"), secrets)
+    finish = functools.partial(_finish, plan, run_dir, uploader, journal, console, config, again)
     try:
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
@@ -200,9 +216,9 @@ def _run(
             # A fault of ours; the records tell the truth about the run all the same.
             reason = redact_text(f"{type(e).__name__}: {e}", secrets)
             ended = RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason)
-            _finish(ended, plan, run_dir, uploader, journal, console, config)
+            finish(ended)
             raise
-        result = _finish(result, plan, run_dir, uploader, journal, console, config)
+        result = finish(result)
     finally:
         journal.close()
         console.close()
@@ -210,17 +226,20 @@ def _run(
 
 
 def _finish(
-    result: RunResult,
     plan: Plan,
     run_dir: RunDir,
     uploader: Uploader,
     journal: Journal,
     console: Sink,
     config: Config,
+    again: str,
+    result: RunResult,
 ) -> RunResult:
-    """Write the end down, let MLflow have the rest, say the verdict last."""
+    """Write the end down, let MLflow have the rest, say the verdict last. ``again``: what continues the run."""
     run_dir.update_record(state=result.status.lower(), ended=time.time(), summary=dict(result.summary))
     summary = {**result.summary, **_write_timeline(result, plan, run_dir, console)}
+    if run_dir.profile.is_dir():
+        summary["profile"] = str(run_dir.profile)
     ended = RunEnded(
         status=result.status,
         exit_code=result.exit_code,
@@ -232,7 +251,7 @@ def _finish(
     upload = uploader.leave() if stopped else uploader.finish(timeout_s=config.tracking.flush_timeout_s)
     summary = {**summary, "mlflow_run_id": upload.run_id}
     run_dir.update_record(summary=summary, mlflow_run_id=upload.run_id)
-    commands = _next_commands(result, config, missing_points=0 if stopped else upload.missing)
+    commands = _next_commands(result, config, again, missing_points=0 if stopped else upload.missing)
     console.emit(replace(ended, summary=summary, next_commands=commands))
     return replace(result, summary=summary)
 
@@ -250,10 +269,8 @@ def _write_timeline(result: RunResult, plan: Plan, run_dir: RunDir, console: Sin
     return {"timeline": str(run_dir.timeline_picture)}
 
 
-def _next_commands(result: RunResult, config: Config, *, missing_points: int) -> tuple[str, ...]:
-    commands = []
-    if result.status != "FINISHED":
-        commands.append(f"python -m orchestrator.launch ... resume={result.run_dir}")
+def _next_commands(result: RunResult, config: Config, again: str, *, missing_points: int) -> tuple[str, ...]:
+    commands = [] if result.status == "FINISHED" else [again]
     if missing_points:
         commands.append(f"python -m orchestrator.sync {result.run_dir}")
     commands.append("python -m orchestrator.compare --last 5")

@@ -6,11 +6,13 @@ import dataclasses
 import enum
 import importlib.metadata
 import platform
+import re
+import shlex
 import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch import nn
 from orchestrator import rundir
 from orchestrator.config.build import ConfigError, did_you_mean
 from orchestrator.config.compose import to_dict, to_yaml
-from orchestrator.config.redact import redact
+from orchestrator.config.redact import redact, redact_text
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.plan import Plan
@@ -34,6 +36,7 @@ from orchestrator.worker.state import TrainState, mismatches
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
 PATH_KEYS = ("output_dir", "tracking.uri", "resume")
+_SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|precision|on_nonfinite)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,7 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resu
     if config.resume == "auto":
         run_dir = _newest_unfinished(output_dir, config.run_name, warnings)
         if run_dir is None:
+            warnings.append(f"resume=auto: no unfinished run is named {config.run_name}; this is a new one")
             return None
     else:
         run_dir = _named_run(output_dir, config.resume)
@@ -105,6 +109,7 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resu
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
     if checkpoint is None:
         if config.resume == "auto" and not damaged:
+            warnings.append(f"resume=auto: {run_dir.path} has no checkpoint yet; this is a new run")
             return None
         why = "; ".join(str(e) for e in damaged) or "it has no checkpoint"
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts anew"])
@@ -116,6 +121,8 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resu
         faults.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
     if faults:
         raise ConfigError(faults)
+    if job is not None:
+        warnings.extend(_changes(run_dir.read_record().get("params", {}), _params(_resolved(config, job))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step)
 
 
@@ -125,6 +132,7 @@ def open_run(
     plan: Plan,
     resume: Resume | None,
     *,
+    command: str,
     sweep: Mapping[str, str] | None,
 ) -> tuple[RunDir, str]:
     """Make or reopen the run directory and write its records; returns it with the run's uid.
@@ -135,7 +143,7 @@ def open_run(
     try:
         run_dir = resume.run_dir if resume else rundir.create(Path(config.output_dir), plan.run_name)
         uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
-        resolved = redact({**to_dict(config), "job": _job_dict(config, job)})
+        resolved = _resolved(config, job)
         run_dir.config_file.write_text(to_yaml(resolved))
         tracking = resolved["tracking"]
         run_dir.update_record(
@@ -144,10 +152,11 @@ def open_run(
             state="running",
             driver=rundir.this_process(),
             started=time.time(),
+            command=command,
             strategy=plan.strategy,
             job=plan.job,
             plan={**dataclasses.asdict(plan), "world_size": plan.world_size},
-            params={k: v for k, v in _flatten(resolved).items() if _is_param(k, v)},
+            params=_params(resolved),
             tags=_tags(plan),
             tracking={k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
             sweep=sweep,
@@ -208,6 +217,18 @@ def _job_faults(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     return faults
 
 
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings by which the continued loss curve may not be that of the run so far."""
+    changed = [
+        f"{key} was {before[key]} in this run so far and is {value} from here on"
+        for key, value in now.items()
+        if key in before and before[key] != value and _SHAPES_CURVE.fullmatch(key)
+    ]
+    if any(change.startswith("job.") for change in changed):
+        changed.append("the optimizer goes on with its settings in the checkpoint, the learning rate among them")
+    return changed
+
+
 def _outline(job: Job) -> nn.Module:
     """The job's model, without memory for its numbers unless it computes with them on the way."""
     try:
@@ -215,6 +236,22 @@ def _outline(job: Job) -> nn.Module:
             return job.model()
     except (RuntimeError, NotImplementedError):
         return job.model()
+
+
+def command(overrides: Sequence[str], secrets: tuple[str, ...]) -> str:
+    """The command line of a run, to be typed again; of several ``resume`` the last counts, secrets are masked."""
+    *_, last = [None, *(w for w in overrides if w.startswith("resume="))]
+    words = [redact_text(w, secrets) for w in overrides if w == last or not w.startswith("resume=")]
+    return shlex.join(["python", "-m", "orchestrator.launch", *words])
+
+
+def _resolved(config: Config, job: Job) -> dict[str, Any]:
+    resolved: dict[str, Any] = redact({**to_dict(config), "job": _job_dict(config, job)})
+    return resolved
+
+
+def _params(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in _flatten(resolved).items() if _is_param(k, v)}
 
 
 def _job_dict(config: Config, job: Job) -> dict[str, Any]:

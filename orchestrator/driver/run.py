@@ -116,6 +116,7 @@ class Run:
                 world_size=plan.world_size,
                 steps=plan.steps,
                 resumed_from_step=spec.resumed_from_step,
+                notes=plan.notes,
             )
         )
         startup = {"driver_s": time.time() - spec.started_at}

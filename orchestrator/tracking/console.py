@@ -262,6 +262,7 @@ def _started(event: RunStarted) -> list[Line]:
     lines.append(f"run directory: {event.run_dir}")
     if event.resumed_from_step is not None:
         lines.append(f"resumed from step {event.resumed_from_step}")
+    lines += [f"note: {note}" for note in event.notes]
     return [(lines[0], "bold"), *((line, "") for line in lines[1:])]
 
 

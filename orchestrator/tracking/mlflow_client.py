@@ -29,6 +29,7 @@ MAX_TAG_LENGTH = 5000
 UID_TAG = "orchestrator.run_uid"
 SWEEP_TAG = "orchestrator.sweep_id"
 _PARENT_TAG = "mlflow.parentRunId"
+_DESCRIPTION_TAG = "mlflow.note.content"
 
 _ARTIFACT_FILES = ("config.yaml", "report.md", "timeline.png", "timeline.json")
 _ARTIFACT_FOLDERS = ("logs", "plots", "profile")
@@ -77,6 +78,8 @@ def open_run(
             )
     run_id = run.info.run_id
     tags = {clean_name(k): str(v)[:MAX_TAG_LENGTH] for k, v in record.get("tags", {}).items()}
+    if command := record.get("command"):
+        tags[_DESCRIPTION_TAG] = f"`{command}`"
     if sweep := record.get("sweep"):
         parent = _sweep_run(client, run.info.experiment_id, sweep, start_time, running)
         tags[_PARENT_TAG] = parent

@@ -285,7 +285,7 @@ class Loop:
         if not self.config.profile:
             yield lambda: None
             return
-        folder = Path(self.assignment.run_dir) / "profile"
+        folder = RunDir(Path(self.assignment.run_dir)).profile
         folder.mkdir(exist_ok=True)
         with torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=5, warmup=2, active=PROFILED_STEPS, repeat=1),

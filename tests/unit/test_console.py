@@ -31,7 +31,7 @@ from orchestrator.events import (
     WorkerFailed,
 )
 from orchestrator.plan import Node, Plan, make_plan
-from orchestrator.report import duration, faults_text, plan_summary, plan_table, size, sparkline
+from orchestrator.report import duration, faults_text, plan_table, size, sparkline
 from orchestrator.tracking.console import make_console
 from orchestrator.tracking.panel import RunView, draw
 
@@ -468,7 +468,6 @@ def test_plan_table_says_what_is_asked_what_is_there_and_who_gets_what() -> None
     shares = [line.split()[:3] for line in text.splitlines() if "%" in line]
     assert shares == [["0", "33", "50.8%"], ["1", "32", "49.2%"]]
     assert [f"  note: {note}" for note in plan.notes] == [line for line in text.splitlines() if "note:" in line]
-    assert plan_summary(plan, nodes).splitlines()[0] == "plan: strategy ddp, job digits, 500 steps of 65 samples"
 
 
 def test_plan_table_summarises_many_workers_and_nodes() -> None:

@@ -150,11 +150,33 @@ def test_auto_takes_the_newest_unfinished_run_of_this_name(tmp_path: Path) -> No
 
 def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
     config = config_of(tmp_path, "resume=auto")
-    assert resume(config) == (None, [])
+    nothing = "resume=auto: no unfinished run is named digits-ddp; this is a new one"
+    assert resume(config) == (None, [nothing])
     an_earlier_run(tmp_path, state="finished")
-    assert resume(config) == (None, [])
-    an_earlier_run(tmp_path, steps=[])
-    assert resume(config) == (None, [])
+    assert resume(config) == (None, [nothing])
+    run = an_earlier_run(tmp_path, steps=[])
+    assert resume(config) == (None, [f"resume=auto: {run.path} has no checkpoint yet; this is a new run"])
+
+
+def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path)
+    began = {"train.global_batch_size": 64, "train.steps": 5, "seed": 0, "job.lr": 0.5, "job.hidden": 4}
+    run.update_record(params=began)
+    found, warnings = resume(config_of(tmp_path, "resume=auto", "train.global_batch_size=65", "train.log_every=7"))
+    assert found is not None
+    assert warnings == [
+        "train.global_batch_size was 64 in this run so far and is 65 from here on",
+        f"job.lr was 0.5 in this run so far and is {JOB.lr} from here on",
+        "the optimizer goes on with its settings in the checkpoint, the learning rate among them",
+    ]
+
+
+def test_the_command_of_a_run_can_be_typed_again() -> None:
+    overrides = ["strategy=ddp", "resume=auto", "tracking.uri=http://me:hunter2@h", "job.path=a b", "resume=/r"]
+    assert prepare.command(overrides, ("hunter2",)) == (
+        f"python -m orchestrator.launch strategy=ddp 'tracking.uri=http://{MASK}@h' 'job.path=a b' resume=/r"
+    )
+    assert prepare.command(["strategy=ddp"], ()) == "python -m orchestrator.launch strategy=ddp"
 
 
 def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:
@@ -286,7 +308,9 @@ class Odd(Digits):
 def test_the_records_of_a_new_run(tmp_path: Path) -> None:
     words = ["job.hidden=4", "tracking.uri=http://me:hunter2@host:5000", "train.clip_norm=1"]
     config = config_of(tmp_path / "outputs", *words)
-    run, uid = prepare.open_run(config, JOB, plan_of(config), None, sweep={"id": "s", "name": "sweep"})
+    run, uid = prepare.open_run(
+        config, JOB, plan_of(config), None, command="orchestrator", sweep={"id": "s", "name": "sweep"}
+    )
     record = run.read_record()
     assert (record["state"], record["uid"], record["name"]) == ("running", uid, "digits-ddp")
     assert rundir.is_alive(record["driver"])
@@ -308,7 +332,7 @@ def test_the_records_of_a_new_run(tmp_path: Path) -> None:
 def test_no_secret_is_written_and_every_field_can_be(tmp_path: Path) -> None:
     config = config_of(tmp_path, "tracking.uri=postgresql://me:hunter2@h/db?password=hunter2")
     config = replace(config, job=JobSpec(target=f"{__name__}.Odd", fields={}))
-    run, _ = prepare.open_run(config, Odd(), plan_of(config), None, sweep=None)
+    run, _ = prepare.open_run(config, Odd(), plan_of(config), None, command="", sweep=None)
     written = run.config_file.read_text() + run.record_file.read_text()
     assert "hunter2" not in written
     stored = yaml.safe_load(run.config_file.read_text())["job"]
@@ -324,7 +348,7 @@ def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
     earlier = an_earlier_run(tmp_path, state="killed")
     config = config_of(tmp_path, "resume=auto")
     found, _ = resume(config)
-    run, uid = prepare.open_run(config, JOB, plan_of(config), found, sweep=None)
+    run, uid = prepare.open_run(config, JOB, plan_of(config), found, command="", sweep=None)
     assert (run, uid) == (earlier, "first")
     assert run.read_record()["state"] == "running"
 
@@ -332,7 +356,7 @@ def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
 def test_two_runs_are_told_apart(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     (one, uid), (other, other_uid) = (
-        prepare.open_run(config, JOB, plan_of(config), None, sweep=None) for _ in range(2)
+        prepare.open_run(config, JOB, plan_of(config), None, command="", sweep=None) for _ in range(2)
     )
     assert one != other
     assert uid != other_uid
@@ -342,4 +366,4 @@ def test_a_place_that_breaks_after_the_check_is_a_fault_too(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     config = config_of(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"output_dir=.*: cannot be written"):
-        prepare.open_run(config, JOB, plan_of(config), None, sweep=None)
+        prepare.open_run(config, JOB, plan_of(config), None, command="", sweep=None)
