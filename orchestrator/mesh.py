@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """``data_parallel_size`` x ``pipeline_parallel_size`` ranks.
+    """``data_parallel_size`` x ``pipeline_parallel_size`` workers; ``num_shards`` ranks after them hold parameters.
 
     The ranks of one pipeline are neighbours, ``global_rank = dp_rank * pipeline_parallel_size + pp_rank``; with
     ``replicas_close`` those of one stage are, ``global_rank = pp_rank * data_parallel_size + dp_rank``.
@@ -20,12 +20,29 @@ class Mesh:
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     replicas_close: bool = False
+    num_shards: int = 0
+
+    @property
+    def num_workers(self) -> int:
+        return self.data_parallel_size * self.pipeline_parallel_size
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.pipeline_parallel_size
+        return self.num_workers + self.num_shards
+
+    @property
+    def shards(self) -> range:
+        """The global ranks that hold parameters."""
+        return range(self.num_workers, self.world_size)
+
+    def shard(self, global_rank: int) -> int | None:
+        """The number of the shard that a rank holds; None: it is a worker."""
+        return global_rank - self.num_workers if global_rank in self.shards else None
 
     def dp_rank(self, global_rank: int) -> int:
+        """Of a shard, which has no data of its own: 0."""
+        if global_rank in self.shards:
+            return 0
         if self.replicas_close:
             return global_rank % self.data_parallel_size
         return global_rank // self.pipeline_parallel_size

@@ -13,6 +13,7 @@ from orchestrator.config.schema import (
     DDPPipelineConfig,
     DPConfig,
     HogwildConfig,
+    ParameterServerConfig,
     PipelineConfig,
     StagedConfig,
     StrategyConfig,
@@ -35,13 +36,15 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """``stages``: those on this worker; none where the model is not cut."""
+    """``stages``: those on this worker; none where the model is not cut. ``shard``: the parameters that this rank holds
+    for the workers; None: it is a worker itself."""
 
     global_rank: int
     dp_rank: int
     pp_rank: int
     samples_per_step: int
     stages: tuple[int, ...] = ()
+    shard: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,10 @@ class Plan:
         return self.mesh.world_size
 
     def title(self, global_rank: int) -> str:
-        """A worker for people: ``rank 1``, ``rank 1 (stage 1)``, ``rank 0 (stages 0 and 3)``."""
-        stages = self.workers[global_rank].stages
+        """A worker for people: ``rank 1``, ``rank 1 (stage 1)``, ``rank 0 (stages 0 and 3)``, ``rank 2 (shard 0)``."""
+        stages, shard = self.workers[global_rank].stages, self.workers[global_rank].shard
+        if shard is not None:
+            return f"rank {global_rank} (shard {shard})"
         if not stages:
             return f"rank {global_rank}"
         noun = "stage" if len(stages) == 1 else "stages"
@@ -105,24 +110,35 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
 
     devices = num_workers if isinstance(strategy, DPConfig) else 1
     gpus_per_worker = devices if device == "cuda" else 0
+    if isinstance(strategy, ParameterServerConfig) and device == "cuda":
+        faults.append(
+            "strategy=parameter_server: its workers compute on CPUs as yet; set cluster.device=cpu, or use strategy=ddp"
+        )
     if isinstance(strategy, HogwildConfig):
         faults += _shared_memory_faults(config, nodes, device, num_workers, oversubscribe_cpus)
     elif device == "cuda" and total_gpus == 0 and not cluster.autoscaling:
         faults.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); use cpu or auto")
     elif not cluster.autoscaling:
-        faults += _capacity_faults(config, nodes, mesh.world_size, devices, gpus_per_worker, oversubscribe_cpus)
+        faults += _capacity_faults(config, nodes, mesh, devices, gpus_per_worker, oversubscribe_cpus)
     if not isinstance(strategy, StagedConfig):
         faults += _batch_faults(config, num_workers)
     cores = sum(n.cpus for n in nodes)
-    threads = int(cores // num_workers if oversubscribe_cpus else cluster.cpus_per_worker)
-    if device == "cpu" and oversubscribe_cpus and num_workers > cores:
-        notes.append(f"{num_workers} workers share {cores:g} cores: expect no speed-up from them")
+    processes = num_workers + mesh.num_shards
+    threads = int(cores // processes if oversubscribe_cpus else cluster.cpus_per_worker)
+    if device == "cpu" and oversubscribe_cpus and processes > cores:
+        who = "workers and shards" if mesh.num_shards else "workers"
+        notes.append(f"{processes} {who} share {cores:g} cores: expect no speed-up from them")
     if faults:
         raise ConfigError(faults)
 
     samples = even_shares(train.global_batch_size, mesh.data_parallel_size)
     if isinstance(strategy, DDPPipelineConfig):
         notes.append(_placement(strategy))
+    if mesh.num_shards:
+        notes.append(
+            f"placement: {_ranks(range(mesh.num_workers))} compute gradients, "
+            f"{_ranks(mesh.shards)} hold the parameters, spread over the nodes where there are several"
+        )
     if isinstance(strategy, DPConfig):
         notes.append("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster")
     if len(set(samples)) > 1:
@@ -146,8 +162,9 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
                 global_rank=rank,
                 dp_rank=mesh.dp_rank(rank),
                 pp_rank=mesh.pp_rank(rank),
-                samples_per_step=samples[mesh.dp_rank(rank)],
+                samples_per_step=0 if rank in mesh.shards else samples[mesh.dp_rank(rank)],
                 stages=pipeline.stages_of(mesh.pp_rank(rank)) if pipeline else (),
+                shard=mesh.shard(rank),
             )
             for rank in range(mesh.world_size)
         ),
@@ -183,6 +200,8 @@ def _workers_on_cpus(strategy: StrategyConfig) -> int:
 def _mesh(strategy: StrategyConfig, num_workers: int, faults: list[str]) -> Mesh:
     if isinstance(strategy, DPConfig):
         return Mesh()
+    if isinstance(strategy, ParameterServerConfig):
+        return Mesh(data_parallel_size=num_workers, num_shards=strategy.num_shards)
     if not isinstance(strategy, StagedConfig):
         return Mesh(data_parallel_size=num_workers)
     if not isinstance(strategy, DDPPipelineConfig):
@@ -287,12 +306,14 @@ def _placement(strategy: DDPPipelineConfig) -> str:
 
 
 def _capacity_faults(
-    config: Config, nodes: tuple[Node, ...], workers: int, devices: int, gpus: int, oversubscribe_cpus: bool
+    config: Config, nodes: tuple[Node, ...], mesh: Mesh, devices: int, gpus: int, oversubscribe_cpus: bool
 ) -> list[str]:
-    cpus = config.cluster.cpus_per_worker * devices
+    workers, cpus = mesh.world_size, config.cluster.cpus_per_worker * devices
     by_cpu = [workers if oversubscribe_cpus else _how_many(cpus, n.cpus) for n in nodes]
     by_gpu = [n.gpus // gpus if gpus else workers for n in nodes]
-    asked = f"strategy.num_workers={workers * devices}"
+    asked = f"strategy.num_workers={mesh.num_workers * devices}"
+    if mesh.num_shards:
+        asked += f" and strategy.num_shards={mesh.num_shards}"
     if sum(by_gpu) < workers:
         together = " on one node" if devices > 1 else ""
         return [
@@ -306,6 +327,10 @@ def _capacity_faults(
             "lower it or cluster.cpus_per_worker, or add nodes"
         ]
     return []
+
+
+def _ranks(ranks: range) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def _how_many(share: float, total: float) -> int:

@@ -144,13 +144,14 @@ def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
         facts.add_row(name, value)
     shares = plain_table(unicode=unicode)
     staged = plan.mesh.pipeline_parallel_size > 1
-    shares.add_column("ranks" if len(plan.workers) > MOST_ROWS else "rank", no_wrap=True)
+    workers = plan.workers[: plan.mesh.num_workers]
+    shares.add_column("ranks" if len(workers) > MOST_ROWS else "rank", no_wrap=True)
     if staged:
         shares.add_column("stages", no_wrap=True)
     for head in ("samples a step", "of the batch", ""):
         shares.add_column(head, justify="right" if head else "left", no_wrap=True)
-    largest = max(w.samples_per_step for w in plan.workers)
-    for ranks, stages, samples in _shares(plan.workers):
+    largest = max(w.samples_per_step for w in workers)
+    for ranks, stages, samples in _shares(workers):
         portion = samples / plan.global_batch_size
         picture = bar(samples / largest, width=16, unicode=unicode).rstrip()
         cells = [ranks, *([stages] if staged else []), f"{samples:,}", f"{portion:.1%}", picture]
@@ -181,10 +182,17 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
         ("there", f"{count(len(nodes), 'node')}: {first_few(_inventory(nodes))}"),
         (
             "workers",
-            f"{count(plan.world_size, 'worker')} on {plan.device}, {' and '.join(each)} each; {grid}",
+            f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(each)} each; {grid}",
         ),
+        *_shards(plan),
         *_pipeline(plan),
     ]
+
+
+def _shards(plan: Plan) -> list[tuple[str, str]]:
+    if not plan.mesh.num_shards:
+        return []
+    return [("shards", f"{count(plan.mesh.num_shards, 'shard')} of the parameters, {plan.cpus_per_worker:g} CPU each")]
 
 
 def _pipeline(plan: Plan) -> list[tuple[str, str]]:

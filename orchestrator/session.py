@@ -19,6 +19,7 @@ from orchestrator.config.redact import redact_text, secret_values
 from orchestrator.config.schema import Config
 from orchestrator.driver import cluster, prepare
 from orchestrator.driver.run import Run, RunResult, RunSpec
+from orchestrator.driver.serving import serving_faults, serving_notes
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.staging import staging_faults
 from orchestrator.events import RunEnded, Sink, Warned
@@ -100,8 +101,10 @@ def _plan(
 ) -> Plan | None:
     with gathering(faults):
         plan = make_plan(config, nodes, oversubscribe_cpus=oversubscribe_cpus)
-        faults += [] if job is None else staging_faults(config, job, plan)
-        return plan
+        if job is None:
+            return plan
+        faults += staging_faults(config, job, plan) + serving_faults(config, job)
+        return replace(plan, notes=(*plan.notes, *serving_notes(config, job)))
     return None
 
 

@@ -130,6 +130,19 @@ class LockedSGDConfig(HogwildConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterServerConfig(StrategyConfig):
+    meaning = "shards that own the parameters; workers push gradients and pull parameters"
+
+    name: Literal["parameter_server"]
+    num_shards: int = option("actors beside the workers that the parameters are spread over, by bytes", minimum=1)
+    consistency: Literal["sync", "async", "stale"] = option(
+        "sync: an update by all workers, as ddp; async: one by each, as they come; stale: the same within max_staleness"
+    )
+    max_staleness: int = option("steps that a worker may be ahead of the slowest, with consistency=stale", minimum=0)
+    compression: Literal["none", "bf16"] = option("gradient compression")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StagedConfig(StrategyConfig):
     """What every strategy has that cuts the model into stages."""
 
@@ -176,6 +189,7 @@ STRATEGIES: dict[str, type[StrategyConfig]] = {
     "dp": DPConfig,
     "hogwild": HogwildConfig,
     "locked_sgd": LockedSGDConfig,
+    "parameter_server": ParameterServerConfig,
     "model_parallel": ModelParallelConfig,
     "pipeline": PipelineConfig,
     "ddp_pipeline": DDPPipelineConfig,

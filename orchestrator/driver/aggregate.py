@@ -89,12 +89,13 @@ class Aggregator:
             rate = self._global_batch_size / step_ms * 1e3
             metrics["perf/step_ms"] = step_ms
             metrics["perf/samples_per_s"] = rate
-            metrics["perf/samples_per_s_per_worker"] = rate / self._world_size
+            metrics["perf/samples_per_s_per_worker"] = rate / self._mesh.num_workers
             if self._tokens_per_sample:
                 metrics["perf/tokens_per_s"] = rate * self._tokens_per_sample
-            data_wait_ms = statistics.fmean(p.data_wait_ms for p in parts.values())
+            workers = [p for rank, p in parts.items() if rank not in self._mesh.shards]
+            data_wait_ms = statistics.fmean(p.data_wait_ms for p in workers)
             metrics["perf/data_wait_pct"] = 100 * data_wait_ms / step_ms
-            comm = [p.comm_share for p in parts.values() if p.comm_share is not None]
+            comm = [p.comm_share for p in workers if p.comm_share is not None]
             if comm:
                 metrics["perf/comm_pct"] = 100 * statistics.fmean(comm)
         peaks = [p.peak_memory_mb for p in parts.values() if p.peak_memory_mb is not None]

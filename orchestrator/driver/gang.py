@@ -178,7 +178,8 @@ class Gang:
         check_devices(places)
         members: list[Member] = []
         on_node: dict[str, int] = {}
-        for rank, index in enumerate(rank_order(places)):
+        order = shards_last(places, rank_order(places), num_shards=self._plan.mesh.num_shards)
+        for rank, index in enumerate(order):
             where = places[index]
             local_rank = on_node.setdefault(where.node_id, 0)
             on_node[where.node_id] += 1
@@ -225,6 +226,28 @@ def rank_order(places: Sequence[Whereabouts]) -> list[int]:
         return int(ipaddress.ip_address(where.node_ip)), where.node_id, gpu, index
 
     return sorted(range(len(places)), key=key)
+
+
+def shards_last(places: Sequence[Whereabouts], order: Sequence[int], *, num_shards: int) -> list[int]:
+    """``order`` with ``num_shards`` of its indices at the end, spread over the nodes: those that hold parameters.
+
+    Each in turn goes to the node with the fewest shards, of those to the one with the most workers left.
+    """
+    workers = list(order)
+    shards: list[int] = []
+
+    def crowd(index: int) -> tuple[int, int]:
+        node_id = places[index].node_id
+        return (
+            sum(places[i].node_id == node_id for i in shards),
+            -sum(places[i].node_id == node_id for i in workers),
+        )
+
+    for _ in range(num_shards):
+        chosen = min(reversed(workers), key=crowd)
+        workers.remove(chosen)
+        shards.append(chosen)
+    return workers + shards
 
 
 def check_devices(places: Sequence[Whereabouts]) -> None:

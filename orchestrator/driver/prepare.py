@@ -205,12 +205,12 @@ def _named_run(output_dir: Path, text: str) -> RunDir:
 def _job_faults(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
     """How the job's model and optimizer differ from the checkpoint's. Needs memory for neither."""
     deferred_dynamo.install()
-    model = _outline(job)
+    model = outline(job)
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
     with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    outline = TrainState(model=saved, optimizer={}, meta={})
-    faults = [f"of another model: {line}" for line in mismatches(shapes, outline)]
+    without_optimizer = TrainState(model=saved, optimizer={}, meta={})
+    faults = [f"of another model: {line}" for line in mismatches(shapes, without_optimizer)]
     optimizer = type(job.optimizer(model.parameters())).__name__
     if optimizer != meta["optimizer"]:
         faults.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
@@ -229,7 +229,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return changed
 
 
-def _outline(job: Job) -> nn.Module:
+def outline(job: Job) -> nn.Module:
     """The job's model, without memory for its numbers unless it computes with them on the way."""
     try:
         with torch.device("meta"):

@@ -7,12 +7,13 @@ import importlib
 from orchestrator.job import Job
 from orchestrator.strategies.base import Context, Strategy
 
-_CLASSES = {
+_MAKERS = {
     "single": "orchestrator.strategies.single.Single",
     "ddp": "orchestrator.strategies.ddp.DDP",
     "dp": "orchestrator.strategies.dp.DP",
     "hogwild": "orchestrator.strategies.hogwild.Hogwild",
     "locked_sgd": "orchestrator.strategies.hogwild.LockedSGD",
+    "parameter_server": "orchestrator.strategies.parameter_server.make",
     "model_parallel": "orchestrator.strategies.pipeline.Pipeline",
     "pipeline": "orchestrator.strategies.pipeline.Pipeline",
     "ddp_pipeline": "orchestrator.strategies.pipeline.Pipeline",
@@ -21,7 +22,7 @@ _CLASSES = {
 
 def make_strategy(name: str, context: Context, job: Job) -> Strategy:
     """The strategy of that word; the configuration has checked that it exists."""
-    module, _, cls = _CLASSES[name].rpartition(".")
-    strategy = getattr(importlib.import_module(module), cls)(context, job)
+    module, _, maker = _MAKERS[name].rpartition(".")
+    strategy = getattr(importlib.import_module(module), maker)(context, job)
     assert isinstance(strategy, Strategy)
     return strategy

@@ -78,6 +78,9 @@ class Strategy(abc.ABC):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Build this rank's part of model, optimizer and scheduler; seeded, so equal everywhere."""
 
+    def attach(self) -> None:  # noqa: B027 - a strategy may need none
+        """Form what needs the process group, after :meth:`setup`."""
+
     @abc.abstractmethod
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         """One optimizer update from this rank's share of the global batch."""
@@ -110,6 +113,11 @@ class Strategy(abc.ABC):
     @property
     def full_model(self) -> nn.Module | None:
         """The whole model, on the rank that has it and should show it; elsewhere None."""
+        return None
+
+    @property
+    def nonfinite_advice(self) -> str | None:
+        """What to do where the loss became NaN or infinite, if that may be the strategy's doing."""
         return None
 
     def close(self) -> None:  # noqa: B027 - a strategy that owns nothing of the process group has nothing to give up

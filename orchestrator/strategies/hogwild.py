@@ -22,6 +22,7 @@ from orchestrator.figures import Figure
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.shared_memory import SharedMemory
 from orchestrator.strategies.single import Single
+from orchestrator.strategies.staleness import staleness_figures
 from orchestrator.worker.state import TrainState
 from orchestrator.worker.transfer import broadcast_state
 
@@ -80,14 +81,10 @@ class Hogwild(Single):
         dist.barrier()
 
     def figures(self) -> Mapping[str, Figure]:
-        staleness, self._staleness = sorted(self._staleness), []
+        staleness, self._staleness = self._staleness, []
         updates = int(self._updates.sum())
-        figures = {"hogwild/lost_updates_pct": Figure(100 * (1 - float(self._probes.mean()) / max(1, updates)), "max")}
-        for name, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
-            if staleness:
-                at = min(len(staleness) - 1, int(share * len(staleness)))
-                figures[f"async/staleness_{name}"] = Figure(staleness[at], "max")
-        return figures
+        lost_pct = 100 * (1 - float(self._probes.mean()) / max(1, updates))
+        return {"hogwild/lost_updates_pct": Figure(lost_pct, "max"), **staleness_figures(staleness)}
 
     def _exclusive(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -54,15 +54,15 @@ class Single(Strategy):
         self._after_backward()
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
-            norm = nn.utils.get_total_norm([entries(p.grad) for p in self.parameters if p.grad is not None])
+            norm = self._gradient_norm()
         local_weight = torch.as_tensor(sum(weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
             # The one wait for the device that `skip` costs: the update depends on it.
             self._forget_step(buffers)
             return StepResult(loss_sum=loss_sum, weight=local_weight, grad_norm=norm, skipped=True)
         if norm is not None and train.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, train.clip_norm, norm)
-        self.optimizer.step()
+            self._clip(norm)
+        self._update()
         if self.scheduler is not None:
             self.scheduler.step()
         return StepResult(loss_sum=loss_sum, weight=local_weight, grad_norm=norm)
@@ -127,6 +127,16 @@ class Single(Strategy):
 
     def _after_backward(self) -> None:
         """After the backward passes of a step, before its update; a hook for strategies."""
+
+    def _gradient_norm(self) -> Tensor:
+        return nn.utils.get_total_norm([entries(p.grad) for p in self.parameters if p.grad is not None])
+
+    def _clip(self, norm: Tensor) -> None:
+        assert self.context.train.clip_norm is not None
+        nn.utils.clip_grads_with_norm_(self.parameters, self.context.train.clip_norm, norm)
+
+    def _update(self) -> None:
+        self.optimizer.step()
 
     def _forget_step(self, buffers: Sequence[Tensor]) -> None:
         """Undo what a skipped step has changed; ``buffers`` are the model's before it."""

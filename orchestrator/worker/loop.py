@@ -80,6 +80,7 @@ class Loop:
         self.strategy.setup(train_set)
         if self.rank == 0 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
+        self.strategy.attach()
         self._resume()
         startup["model_s"] = -began + (began := time.perf_counter())
         first_step_at: float | None = None
@@ -105,7 +106,7 @@ class Loop:
             timeout_s=self.config.cluster.collective_timeout_s,
             read=self.strategy.reads_data,
         )
-        with contextlib.closing(batches), self._profiler() as profiled:
+        with self._advising(), contextlib.closing(batches), self._profiler() as profiled:
             steps = iter(batches)
             self.outbox.at(position.step, "train")
             window.timer.restart()
@@ -145,8 +146,9 @@ class Loop:
             self._evaluate(val_set)
         final = None
         if position.step > 0:
-            window.check_finite()
-            final = self._checkpoint()
+            with self._advising():
+                window.check_finite()
+                final = self._checkpoint()
         self.outbox.at(position.step, "end")
         self._writer.drain(timeout_s=self.config.cluster.collective_timeout_s)
         self._report_written()
@@ -163,6 +165,15 @@ class Loop:
         """End the background work, whatever happened; the process group may end after it."""
         self.strategy.close()
         self._writer.close(timeout_s=self.config.cluster.stop_grace_s)
+
+    @contextlib.contextmanager
+    def _advising(self) -> Iterator[None]:
+        """Have an error about numbers that are not finite say what helps under this strategy."""
+        try:
+            yield
+        except NonFiniteError as e:
+            e.advice = self.strategy.nonfinite_advice or e.advice
+            raise
 
     def _resume(self) -> None:
         """Rank 0 reads the checkpoint, the strategy brings it to the others."""

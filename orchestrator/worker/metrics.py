@@ -25,7 +25,11 @@ WARM_UP_STEPS = 10
 
 
 class NonFiniteError(ArithmeticError):
-    """``what`` became NaN or infinite at ``step``, which may be some steps ago."""
+    """``what`` became NaN or infinite at ``step``, which may be some steps ago; ``advice`` says what to do."""
+
+    advice = (
+        "lower the learning rate, clip with train.clip_norm=1.0, or leave such steps out with train.on_nonfinite=skip"
+    )
 
     def __init__(self, what: str, step: int):
         super().__init__(what, step)
@@ -33,10 +37,7 @@ class NonFiniteError(ArithmeticError):
         self.step = step
 
     def __str__(self) -> str:
-        return (
-            f"{self.what} at step {self.step}; lower the learning rate, clip with train.clip_norm=1.0, "
-            "or leave such steps out with train.on_nonfinite=skip"
-        )
+        return f"{self.what} at step {self.step}; {self.advice}"
 
 
 class StepTimer:

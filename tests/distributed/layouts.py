@@ -46,6 +46,16 @@ def ddp_pipeline(
     )
 
 
+PARAMETER_SERVER = schema.ParameterServerConfig(
+    name="parameter_server",
+    num_workers=2,
+    num_shards=2,
+    consistency="sync",
+    max_staleness=1,
+    compression="none",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     options: schema.StrategyConfig
@@ -63,6 +73,7 @@ LAYOUTS = {
     "single": layout(DDP, 1),
     "ddp-2": layout(DDP, 2),
     "ddp-4": layout(DDP, 4),
+    "parameter_server-2+2": layout(PARAMETER_SERVER, 4),
     "model_parallel-2": layout(MODEL_PARALLEL, 2),
     "GPipe-2": layout(pipeline("GPipe", 4), 2),
     "1F1B-2": layout(pipeline("1F1B", 4), 2),

@@ -23,6 +23,7 @@ from orchestrator.messages import Assignment
 from orchestrator.plan import Node, Plan, make_plan
 from orchestrator.strategies import make_strategy
 from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.parameter_shard import Shard
 from orchestrator.strategies.pipeline import Pipeline
 from orchestrator.strategies.single import Single
 from orchestrator.worker.data import train_batches
@@ -99,8 +100,9 @@ def losses(ranks: list[Steps]) -> Tensor:
 
 
 def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
-    """The configuration of ``case`` for that many workers."""
-    options = (case.alone or SINGLE) if world_size == 1 else replace(case.options, num_workers=world_size)
+    """The configuration of ``case`` for that many workers and shards."""
+    num_workers = world_size - getattr(case.options, "num_shards", 0)
+    options = (case.alone or SINGLE) if world_size == 1 else replace(case.options, num_workers=num_workers)
     config = schema.Config(
         name="test",
         seed=case.seed,
@@ -143,6 +145,7 @@ def make(case: Case, rank: int) -> Strategy:
     strategy = make_strategy(config.strategy.name, context, case.job)
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
+    strategy.attach()
     return strategy
 
 
@@ -196,13 +199,26 @@ def watched(strategy: Strategy, results: Iterable[StepResult]) -> Steps:
 
 
 def model_of(strategy: Strategy) -> nn.Module:
-    """This rank's part of the model."""
+    """This rank's part of the model; a shard has none."""
+    if isinstance(strategy, Shard):
+        return nn.Module()
     assert isinstance(strategy, (Single, Pipeline))
     return strategy.model
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def piece(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[Steps, TrainState | None]:
+    """Train from ``state``, which rank 0 alone looks at, to step ``stop``; what rank 0 would save."""
+    strategy, done = make(case, rank), 0
+    if state is not None:
+        meta = strategy.restore(state if rank == 0 else None, source=0)
+        assert meta["samples_consumed"] == meta["step"] * case.train.global_batch_size
+        done = meta["step"]
+    seen = watched(strategy, steps(strategy, first=done + 1, last=stop))
+    return seen, strategy.capture(step=stop, samples_consumed=stop * case.train.global_batch_size, into=None)
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ import ray.exceptions
 
 from orchestrator.driver.aggregate import Aggregator, percentile
 from orchestrator.driver.failure import death, first_failure
-from orchestrator.driver.gang import GangError, check_devices, rank_order
+from orchestrator.driver.gang import GangError, check_devices, rank_order, shards_last
 from orchestrator.mesh import Mesh
 from orchestrator.messages import EvalPoint, Failure, Outcome, TrainPoint, Whereabouts
 from orchestrator.spans import Kind, Span
@@ -56,6 +56,17 @@ def test_perf_figures() -> None:
     assert logged.metrics["perf/samples_per_s_per_worker"] == 3200
     assert logged.metrics["perf/comm_pct"] == pytest.approx(30)
     assert logged.metrics["perf/data_wait_pct"] == pytest.approx(15)
+
+
+def test_shards_count_neither_as_workers_nor_in_their_wait_for_data() -> None:
+    parts = Aggregator(mesh=Mesh(data_parallel_size=2, num_shards=1), global_batch_size=64, tokens_per_sample=None)
+    parts.add(0, point())
+    parts.add(1, point())
+    logged = parts.add(2, point(loss_sum=0.0, weight=0.0, data_wait_ms=0.0, comm_share=None))
+    assert logged is not None
+    assert logged.metrics["train/loss"] == pytest.approx(2)
+    assert logged.metrics["perf/samples_per_s_per_worker"] == 3200
+    assert logged.metrics["perf/data_wait_pct"] == pytest.approx(10)
 
 
 def test_unknown_figures_are_left_out() -> None:
@@ -189,3 +200,20 @@ def test_two_workers_on_one_gpu_are_refused() -> None:
     check_devices([place("10.0.0.1", 0, "a"), place("10.0.0.1", 1, "b"), place("10.0.0.1")])
     with pytest.raises(GangError, match="workers 0 and 1 share one GPU"):
         check_devices([place("10.0.0.1", 0, "a"), place("10.0.0.1", 1, "a")])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_shards", "expected"),
+    [
+        ("aaaa", 0, [0, 1, 2, 3]),
+        ("aaaa", 2, [0, 1, 3, 2]),
+        ("aabb", 1, [0, 1, 2, 3]),
+        ("aabb", 2, [0, 2, 3, 1]),
+        ("aaab", 1, [0, 1, 3, 2]),
+        ("aaab", 2, [0, 1, 2, 3]),
+        ("aabbcc", 3, [0, 2, 4, 5, 3, 1]),
+    ],
+)
+def test_shards_come_last_and_spread_over_the_nodes(nodes: str, num_shards: int, expected: list[int]) -> None:
+    places = [Whereabouts(node_id=n, node_ip=f"10.0.0.{ord(n)}", hostname=n, pid=1) for n in nodes]
+    assert shards_last(places, range(len(nodes)), num_shards=num_shards) == expected

@@ -1,0 +1,295 @@
+"""A shard of ``parameter_server``: it owns pieces of the parameters and their part of the optimizer.
+
+In a synchronous step it adds up the gradients of all workers in the order of their ranks, updates and answers all.
+Otherwise it takes them as they come, one at a time, and answers each worker at once, or with ``stale`` as soon as
+that one is not too far ahead. Either way a step is over when every worker's gradient of it has been applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from orchestrator.config.schema import ParameterServerConfig
+from orchestrator.figures import Figure
+from orchestrator.job import Job
+from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_fault, touches_rows_alone
+from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.single import entries
+from orchestrator.strategies.staleness import staleness_figures
+from orchestrator.strategies.wire import (
+    ANSWER,
+    ANSWERED_COUNTS,
+    ANSWERED_ROWS,
+    NORM,
+    Groups,
+    Part,
+    Push,
+    Sends,
+    pack_rows,
+    parts_of,
+    whole_bytes,
+)
+from orchestrator.worker import state as train_state
+from orchestrator.worker.state import TrainState
+from orchestrator.worker.transfer import broadcast_state, gather_states
+
+CPU = torch.device("cpu")
+
+
+class Shard(Strategy):
+    reads_data = False
+
+    def __init__(self, context: Context, job: Job):
+        super().__init__(context, job)
+        options, shard = context.options, context.mesh.shard(context.global_rank)
+        assert isinstance(options, ParameterServerConfig)
+        assert shard is not None
+        self._options, self._shard = options, shard
+        self._workers = range(context.mesh.num_workers)
+        self._sync = options.consistency == "sync"
+        self._lead = options.max_staleness if options.consistency == "stale" else None
+
+    def setup(self, train_set: Dataset[Any]) -> None:
+        self._take_over(None)
+
+    def attach(self) -> None:
+        self._groups = Groups.form(self.context.mesh)
+        self._sends = Sends()
+        buffers = len(self._workers) if self._sync else 1
+        self._pushes = [Push(self._parts, compression=self._options.compression) for _ in range(buffers)]
+        self._step = 0
+        self._done = dict.fromkeys(self._workers, 0)  # steps whose gradients are applied
+        self._unanswered: set[int] = set()
+        self._updates = 0
+        self._seen = dict.fromkeys(self._workers, 0)  # updates in the parameters that a worker has
+        self._staleness: list[int] = []
+        self._most_ahead = 0
+        self._told_at, self._told_updates = time.perf_counter(), 0
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+        self._step += 1
+        self._waited_s = 0.0
+        norm: Tensor | None = None
+        skipped = False
+        if self._sync:
+            norm, skipped = self._serve_all(want_grad_norm)
+        else:
+            while min(self._done.values()) < self._step:
+                self._serve_one()
+        self._wait_for(self._sends)
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
+        nothing = torch.zeros(())
+        return StepResult(loss_sum=nothing, weight=nothing, grad_norm=norm, skipped=skipped)
+
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        return EvalSums(loss_sum=torch.zeros(()), weight=torch.zeros(()), metrics={})
+
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        tensors = {
+            f"{name}/{key}": value
+            for name, piece in self._pieces.items()
+            for key, value in self.optimizer.state.get(piece, {}).items()
+            if isinstance(value, Tensor)
+        }
+        ranks = [0, *self.context.mesh.shards]
+        state = TrainState(model={}, optimizer=tensors, meta={})
+        gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU, into=None)
+        return None
+
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        state = broadcast_state(state, source=source, rank=self.context.global_rank, device=CPU)
+        self._take_over(state)
+        return state.meta
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        if not self._sync:
+            for worker in self._workers:
+                self._answer(worker, self._groups.patient)
+            self._sends.wait()
+        yield
+
+    def comm_ms(self) -> float | None:
+        return 1e3 * self._waited_s
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def figures(self) -> Mapping[str, Figure]:
+        now = time.perf_counter()
+        rate = (self._updates - self._told_updates) / (now - self._told_at)
+        figures = {"parameter_server/updates_per_s": Figure(rate, "max")}
+        if not self._sync:
+            figures |= staleness_figures(self._staleness)
+            figures["async/steps_ahead_max"] = Figure(self._most_ahead, "max")
+        self._staleness, self._most_ahead = [], 0
+        self._told_at, self._told_updates = now, self._updates
+        return figures
+
+    def _take_over(self, state: TrainState | None) -> None:
+        """Build everything as a worker alone would, or as it was saved, and keep this shard's part."""
+        torch.manual_seed(self.context.seed)
+        model = self.job.model()
+        optimizer = self.job.optimizer([p for p in model.parameters() if p.requires_grad])
+        if fault := optimizer_fault(optimizer):
+            raise ValueError(f"Job.optimizer: {fault}")
+        self.scheduler = self.job.scheduler(optimizer, self.context.train.steps)
+        if state is not None:
+            train_state.restore(state, model, optimizer, self.scheduler)
+        parameters = dict(model.named_parameters())
+        extents = extents_of(model)
+        self._parts = parts_of(extents, parameters, self.context.mesh.num_shards)[self._shard]
+        taken = whole_bytes(self._parts)
+        self._memory = torch.zeros(taken.stop - taken.start, dtype=torch.uint8)
+        self._pieces: dict[str, nn.Parameter] = {}
+        self._unseen: dict[str, Tensor] = {}  # of each table the rows that changed, by worker
+        for part in self._parts:
+            values = part.of(parameters[part.name].detach())
+            if part.row is None:
+                piece = self._memory[part.begin - taken.start : part.end - taken.start].view(part.dtype)
+                piece.copy_(values)
+            else:
+                piece = values.clone()
+                self._unseen[part.name] = torch.zeros(len(self._workers), len(piece), dtype=torch.bool)
+            self._pieces[part.name] = nn.Parameter(piece)
+        keep_parts(optimizer, {parameters[p.name]: (p, self._pieces[p.name]) for p in self._parts})
+        self.optimizer = optimizer
+        group_of = {piece: group for group in optimizer.param_groups for piece in group["params"]}
+        self._whole_tables = {
+            name
+            for name in self._unseen
+            if not touches_rows_alone(optimizer, group_of.get(self._pieces[name], optimizer.defaults))
+        }
+
+    def _serve_all(self, want_grad_norm: bool) -> tuple[Tensor | None, bool]:
+        """A synchronous step; the norm of the whole gradient where it is needed, and whether it was skipped."""
+        train = self.context.train
+        arriving = [push.expect(worker) for push, worker in zip(self._pushes, self._workers, strict=True)]
+        for work, push, worker in zip(arriving, self._pushes, self._workers, strict=True):
+            self._wait_for(work)
+            push.complete(worker)
+        self._set_gradients(self._pushes)
+        norm: Tensor | None = None
+        if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
+            norm = self._norm()
+            if self._shard == 0:
+                for worker in self._workers:
+                    self._sends.send(norm, worker, NORM)
+        skipped = norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm)
+        if not skipped:
+            if norm is not None and train.clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(self._pieces.values(), train.clip_norm, norm)
+            self._update()
+        for worker in self._workers:
+            self._answer(worker)
+        return norm, skipped
+
+    def _serve_one(self) -> None:
+        """Apply the gradient that comes first, and answer those who may go on."""
+        (push,) = self._pushes
+        arriving = push.expect(None)
+        self._wait_for(arriving)
+        worker = arriving._source_rank()
+        push.complete(worker)
+        self._staleness.append(self._updates - self._seen[worker])
+        self._wait_for(self._sends)
+        self._set_gradients([push])
+        self._update()
+        self._done[worker] += 1
+        self._unanswered.add(worker)
+        slowest = min(self._done.values())
+        for waiting in sorted(self._unanswered):
+            ahead = self._done[waiting] - slowest
+            if self._lead is None or ahead <= self._lead:
+                self._most_ahead = max(self._most_ahead, ahead)
+                self._unanswered.remove(waiting)
+                self._answer(waiting)
+
+    def _wait_for(self, arriving: dist.Work | Sends) -> None:
+        began = time.perf_counter()
+        arriving.wait()
+        self._waited_s += time.perf_counter() - began
+
+    def _set_gradients(self, pushes: Sequence[Push]) -> None:
+        """The sum over the pushes; None where none has a gradient."""
+        for part in self._parts:
+            piece = self._pieces[part.name]
+            if part.row is None:
+                piece.grad = _sum([g for p in pushes if (g := p.whole(part.name)) is not None], part.dtype)
+            else:
+                piece.grad = self._sum_of_rows(part, pushes)
+
+    def _sum_of_rows(self, part: Part, pushes: Sequence[Push]) -> Tensor | None:
+        rows = [pair for p in pushes if (pair := p.rows(part.name)) is not None]
+        if not rows:
+            return None
+        numbers = torch.cat([n for n, _ in rows]).long()
+        values = torch.cat([v for _, v in rows]).to(part.dtype)
+        total = torch.sparse_coo_tensor(numbers[None], values, self._pieces[part.name].shape).coalesce()
+        if part.name in self._whole_tables:
+            self._unseen[part.name].fill_(True)
+            return total.to_dense()
+        self._unseen[part.name][:, total.indices()[0]] = True
+        return total
+
+    def _norm(self) -> Tensor:
+        """Of the gradients on all shards together."""
+        gradients = [entries(p.grad) for p in self._pieces.values() if p.grad is not None]
+        square = nn.utils.get_total_norm(gradients).double().square() if gradients else torch.zeros(()).double()
+        dist.all_reduce(square, group=self._groups.shards)
+        return square.sqrt().float()
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self._updates += 1
+
+    def _answer(self, worker: int, group: dist.ProcessGroup | None = None) -> None:
+        """Send a worker the parameters, of tables the rows that it has not seen."""
+        if self._memory.numel():
+            self._sends.send(self._memory, worker, ANSWER, group)
+        if self._unseen:
+            rows = []
+            for name, unseen in self._unseen.items():
+                numbers = unseen[worker].nonzero()[:, 0]
+                unseen[worker] = False
+                rows.append((numbers.int(), self._pieces[name].detach()[numbers]))
+            self._sends.send(torch.tensor([len(n) for n, _ in rows]), worker, ANSWERED_COUNTS, group)
+            if any(len(n) for n, _ in rows):
+                self._sends.send(pack_rows(rows), worker, ANSWERED_ROWS, group)
+        self._seen[worker] = self._updates
+
+
+def keep_parts(optimizer: Optimizer, parts: Mapping[Tensor, tuple[Part, nn.Parameter]]) -> None:
+    """Let an optimizer of whole parameters go on with parts of some of them, and of its state for them."""
+    state: dict[Tensor, Any] = {}
+    for parameter, (part, piece) in parts.items():
+        if values := optimizer.state.get(parameter):
+            state[piece] = {
+                key: part.of(value).clone() if isinstance(value, Tensor) and key not in PER_PARAMETER else value
+                for key, value in values.items()
+            }
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group in optimizer.param_groups:
+        group["params"] = [parts[p][1] for p in group["params"] if p in parts]
+
+
+def _sum(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """In the memory of the first, if it has this type."""
+    if not gradients:
+        return None
+    total = gradients[0].to(dtype)
+    for gradient in gradients[1:]:
+        total.add_(gradient)
+    return total
