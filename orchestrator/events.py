@@ -53,6 +53,14 @@ class GenerationStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FirstStepDone(Event):
+    """The first step of a generation has ended on rank 0; ``startup``: the seconds of the parts before it, there."""
+
+    generation: int
+    startup: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageSummary:
     """``time_share``: of the measured time of all layers, 0 to 1; None where nothing was measured."""
 
@@ -124,6 +132,49 @@ class WorkerFailed(Event):
     traceback: str
     log: str
     log_tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLost(Event):
+    """A generation has ended early, and the run goes on: fields as those of :class:`WorkerFailed`."""
+
+    rank: int
+    title: str
+    step: int
+    reason: str
+    traceback: str
+    log: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerFound(Event):
+    """A rank is persistently slower than the others: its own mean times of a step, and the median of theirs."""
+
+    rank: int
+    title: str
+    node: str
+    step: int
+    slower_by: float
+    compute_ms: float
+    others_compute_ms: float
+    data_wait_ms: float
+    others_data_wait_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """Training goes on after a failure, from ``step``.
+
+    ``replaced``: the ranks with new workers; ``in_place``: from what the survivors held, not from a checkpoint or the
+    beginning; ``seconds``: from the failure to the end of the next step.
+    """
+
+    generation: int
+    step: int
+    steps_lost: int
+    replaced: tuple[int, ...]
+    in_place: bool
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from orchestrator.chaos import Fault
 from orchestrator.config.schema import Config
 from orchestrator.events import Event
 from orchestrator.figures import Figure
@@ -32,7 +33,9 @@ class Assignment:
     """Orders for one worker in one generation.
 
     ``working_dir`` and ``import_paths``: where the driver stands and finds modules, so that the
-    user's job and its relative paths mean the same here.
+    user's job and its relative paths mean the same here. Training goes on from the state after ``source_step``,
+    which each rank gets from the one that ``sources`` names for it; or else from ``checkpoint``; or it begins.
+    ``faults``: those to rehearse.
     """
 
     generation: int
@@ -48,7 +51,10 @@ class Assignment:
     import_paths: tuple[str, ...]
     plan: Plan
     config: Config
+    sources: tuple[int, ...] | None = None
+    source_step: int = 0
     checkpoint: str | None = None
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +97,15 @@ class EvalPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A worker's answer to the driver: where it stands, and what happened since the last one."""
+    """A worker's answer to the driver: where it stands, and what happened since the last one.
+
+    ``ticks`` counts the batches that it has trained on or evaluated, ``usual_tick_s`` is what one takes.
+    """
 
     step: int
     phase: Phase
+    ticks: int = 0
+    usual_tick_s: float | None = None
     busy_ms: float | None = None
     points: tuple[TrainPoint | EvalPoint, ...] = ()
     events: tuple[Event, ...] = ()
@@ -103,23 +114,35 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a worker's part ended. ``collateral``: a broken connection, most likely another rank's fault."""
+    """Why a worker's part ended. ``collateral``: a broken connection, most likely another rank's fault; the worker can
+    go on. ``final``: trying again would end the same.
+    """
 
     message: str
     traceback: str
     time: float
     collateral: bool
     log_tail: str
+    final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """What every Python thread of a worker is doing. ``waiting``: its training thread waits for other ranks."""
+
+    text: str
+    waiting: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a worker's training ended. ``first_step_at`` is wall-clock time, seconds."""
+    """How a worker's part in a generation ended.
+
+    ``held``: of which ranks the worker still has the state, and after which steps.
+    """
 
     status: Literal["done", "stopped", "failed"]
     step: int
-    first_step_at: float | None = None
-    startup: Mapping[str, float] = field(default_factory=dict)
-    checkpoint: str | None = None
     text: str | None = None
     failure: Failure | None = None
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestrator.chaos import Fault, parse
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import (
     Config,
@@ -49,7 +50,10 @@ class WorkerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything decided before Ray starts an actor. ``split``: where stages begin; None: by measured time."""
+    """Everything decided before Ray starts an actor.
+
+    ``split``: where stages begin; None: by measured time. ``faults``: those to rehearse.
+    """
 
     run_name: str
     strategy: str
@@ -64,9 +68,11 @@ class Plan:
     devices_per_worker: int
     one_node: bool
     threads_per_worker: int
+    spares: int
     workers: tuple[WorkerPlan, ...]
     pipeline: PipelineLayout | None = None
     split: tuple[str, ...] | None = None
+    faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -128,6 +134,7 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
     if device == "cpu" and oversubscribe_cpus and processes > cores:
         who = "workers and shards" if mesh.num_shards else "workers"
         notes.append(f"{processes} {who} share {cores:g} cores: expect no speed-up from them")
+    rehearsed = _faults_to_rehearse(config, mesh.world_size, faults)
     if faults:
         raise ConfigError(faults)
 
@@ -157,6 +164,8 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         one_node=isinstance(strategy, HogwildConfig),
         gpus_per_worker=gpus_per_worker,
         threads_per_worker=max(1, threads),
+        spares=config.recovery.spares,
+        faults=rehearsed,
         workers=tuple(
             WorkerPlan(
                 global_rank=rank,
@@ -172,6 +181,20 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         split=None if not isinstance(strategy, StagedConfig) or strategy.split == "auto" else strategy.split,
         notes=tuple(notes),
     )
+
+
+def _faults_to_rehearse(config: Config, world_size: int, faults: list[str]) -> tuple[Fault, ...]:
+    planned = []
+    for word in config.recovery.chaos:
+        try:
+            fault = parse(word)
+        except ValueError as e:
+            faults.append(f"recovery.chaos={e}")
+            continue
+        if fault.rank >= world_size:
+            faults.append(f"recovery.chaos={word}: no rank {fault.rank} among {world_size} workers; ranks begin at 0")
+        planned.append(fault)
+    return tuple(planned)
 
 
 def _shared_memory_faults(
@@ -308,12 +331,14 @@ def _placement(strategy: DDPPipelineConfig) -> str:
 def _capacity_faults(
     config: Config, nodes: tuple[Node, ...], mesh: Mesh, devices: int, gpus: int, oversubscribe_cpus: bool
 ) -> list[str]:
-    workers, cpus = mesh.world_size, config.cluster.cpus_per_worker * devices
+    workers, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
     by_cpu = [workers if oversubscribe_cpus else _how_many(cpus, n.cpus) for n in nodes]
     by_gpu = [n.gpus // gpus if gpus else workers for n in nodes]
     asked = f"strategy.num_workers={mesh.num_workers * devices}"
     if mesh.num_shards:
         asked += f" and strategy.num_shards={mesh.num_shards}"
+    if config.recovery.spares:
+        asked += f" and recovery.spares={config.recovery.spares}"
     if sum(by_gpu) < workers:
         together = " on one node" if devices > 1 else ""
         return [

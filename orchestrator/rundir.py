@@ -61,6 +61,10 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def stacks_file(self, generation: int) -> Path:
+        """What every rank was doing when one of this generation hung."""
+        return self.path / "logs" / f"stacks-generation-{generation}.txt"
+
     def log_file(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
 

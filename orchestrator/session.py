@@ -169,7 +169,7 @@ def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], li
     if config.plan:
         yield (machine,), plans
         return
-    needed = max(p.world_size * p.cpus_per_worker for p in plans)
+    needed = max((p.world_size + p.spares) * p.cpus_per_worker for p in plans)
     connection = cluster.embed(config.cluster, num_cpus=max(machine.cpus, needed), num_gpus=machine.gpus)
     try:
         yield (machine,), plans

@@ -117,9 +117,13 @@ def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as nested plain values, the job under its ``_target_`` as in the files."""
-    data = dataclasses.asdict(config)
+    data = dataclasses.asdict(config, dict_factory=_with_lists)
     job = data.pop("job")
     return {**data, "job": {"_target_": job["target"], **job["fields"]}}
+
+
+def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:

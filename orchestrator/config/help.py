@@ -17,7 +17,7 @@ from orchestrator.config.schema import STRATEGIES, Config
 
 WIDTH = 98
 KEY_COLUMN = 42
-SECTIONS = ("train", "strategy", "job", "checkpoint", "data", "tracking", "cluster")
+SECTIONS = ("train", "strategy", "job", "checkpoint", "recovery", "data", "tracking", "cluster")
 """The most used first; the keys of no section stand before them."""
 
 INTRODUCTION = """\

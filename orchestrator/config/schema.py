@@ -71,6 +71,26 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    max_failures: int = option("failures of workers that a run outlives; 0: the first one ends it", minimum=0)
+    spares: int = option("workers kept ready to take the place of a lost one", minimum=0)
+    backoff_s: float = option(
+        "pause before another try where the last brought no progress, doubled each time", minimum=0
+    )
+    hang_factor: float = option("a step that takes so many times the usual one hangs", above=1)
+    hang_min_s: float = option("time that no step is said to hang before", above=0)
+    hang_max_s: float = option("time after which any step hangs, also where none is usual yet", above=0)
+    replace_stragglers: bool = option("replace a worker that is persistently slower than the others")
+    chaos: tuple[str, ...] = option("faults to rehearse: <kind>@<step>:<rank>[:<phase>], as in kill@40:1")
+
+    def __post_init__(self) -> None:
+        if self.hang_min_s > self.hang_max_s:
+            raise ValueError(
+                f"recovery.hang_min_s={self.hang_min_s:g}: more than recovery.hang_max_s={self.hang_max_s:g}; lower it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """What every strategy has; each adds its own keys below."""
 
@@ -216,6 +236,7 @@ class Config:
     train: TrainConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    recovery: RecoveryConfig
     tracking: TrackingConfig
     cluster: ClusterConfig
     strategy: StrategyConfig

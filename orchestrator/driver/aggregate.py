@@ -51,6 +51,11 @@ class Aggregator:
         self._last.update(metrics)
         return MetricsLogged(step=point.step, time=point.time, metrics=metrics)
 
+    def forget_incomplete(self) -> None:
+        """Give up the points that a rank that is gone will never complete."""
+        self._train.clear()
+        self._eval.clear()
+
     def summary(self) -> dict[str, Any]:
         """Figures of this launch; what is unknown is left out."""
         summary: dict[str, Any] = {}

@@ -144,6 +144,7 @@ def _signals_kept_from_ray() -> Iterator[None]:
 def _mute_raylet() -> None:
     """Ray prints its own words for every death across the console; ours name rank and reason."""
     global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _shown(address: str) -> str:

@@ -44,6 +44,17 @@ def silence(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failur
     )
 
 
+def hang(message: str, *, time: float) -> Failure:
+    """A process that was ended because it did not get on; ``message`` says since when and how that is known."""
+    return Failure(message=message, traceback="", time=time, collateral=False, log_tail="")
+
+
+def too_slow(slower_by: float, *, time: float) -> Failure:
+    """A process that was ended because it held the others up."""
+    message = f"it was {slower_by:.1f} times slower than the others (recovery.replace_stragglers)"
+    return Failure(message=message, traceback="", time=time, collateral=False, log_tail="")
+
+
 def standstill(timeout_s: float, *, time: float) -> Failure:
     """A process that answers and does not get on, while the others waited for it."""
     return Failure(

@@ -1,13 +1,15 @@
-"""The gang: placement group and actors of a run, acquired and released together."""
+"""The gang: placement group and actors of a run, acquired and released together, replaced one by one."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
@@ -17,7 +19,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver import cluster
@@ -27,6 +29,8 @@ from orchestrator.worker.actor import remote_worker
 
 WAITING_MESSAGE_EVERY_S = 5.0
 RELEASE_TIMEOUT_S = 5.0
+SPARE_TIMEOUT_S = 1.0
+"""A spare that does not answer at once is none."""
 
 
 class GangError(RuntimeError):
@@ -41,6 +45,7 @@ class Member:
     local_rank: int
     actor: Any
     where: Whereabouts
+    bundle: int
 
 
 class Gang:
@@ -51,7 +56,10 @@ class Gang:
         self._config = config
         self._label = label
         self._group: PlacementGroup | None = None
-        self._actors: list[Any] = []
+        self._actors: dict[int, Any] = {}  # by bundle
+        self._started = 0
+        self._spare_bundles: list[int] = []
+        self._vacant: list[int] = []
         self.members: tuple[Member, ...] = ()
 
     def __enter__(self) -> Gang:
@@ -70,20 +78,50 @@ class Gang:
             GangError: not in time, or two workers landed on one GPU.
         """
         self._reserve(on_wait, poll)
-        self._start()
-        self._seat(poll)
+        bundles = self._bundles_by_node()
+        for bundle in bundles:
+            self._start(bundle)
+        self._seat(bundles, poll)
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Give each of ``ranks`` another worker: a spare, or a new actor in the place of the old one.
+
+        Raises:
+            GangError: a new one does not start, or dies at once; the gang can be asked again.
+        """
+        for rank in ranks:
+            lost = self.members[rank]
+            self._kill(lost.bundle)
+            bundle = self._take_spare(lost.where.node_id)
+            if bundle is None:
+                bundle = lost.bundle
+                self._start(bundle)
+            else:
+                self._vacant.append(lost.bundle)
+            self._put(replace(lost, actor=self._actors[bundle], bundle=bundle))
+        places = self._whereabouts([self.members[rank].bundle for rank in ranks])
+        for rank, where in zip(ranks, places, strict=True):
+            self._put(replace(self.members[rank], where=where))
+        check_devices([m.where for m in self.members])
+
+    def refill(self) -> None:
+        """Start new spares where lost workers were; not while the others wait, for starting takes their CPUs."""
+        while self._vacant:
+            bundle = self._vacant.pop()
+            self._start(bundle)
+            self._spare_bundles.append(bundle)
 
     def release(self) -> None:
         """Kill the actors and give the resources back. Never raises."""
         with contextlib.suppress(Exception):
-            for actor in self._actors:
+            for actor in self._actors.values():
                 ray.kill(actor)
         if self._group is not None:
             # Where Ray is dead, this call would wait a minute for it.
             thread = threading.Thread(target=_remove, args=(self._group,), daemon=True)
             thread.start()
             thread.join(RELEASE_TIMEOUT_S)
-        self._actors, self._group, self.members = [], None, ()
+        self._actors, self._group, self.members = {}, None, ()
 
     def heartbeats(self, *, with_system_metrics: bool) -> dict[int, Heartbeat]:
         """What the workers answer within a heartbeat's time, by rank; the silent and dead left out."""
@@ -108,7 +146,9 @@ class Gang:
             GangError: not in time, or Ray is gone.
             RayError: a worker is gone.
         """
-        references = [getattr(m.actor, method).remote(*args) for m in self.members]
+        return self._answers([getattr(m.actor, method).remote(*args) for m in self.members], timeout_s)
+
+    def _answers(self, references: list[Any], timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         waiting = references
         while waiting:
@@ -118,12 +158,47 @@ class Gang:
                 raise GangError(f"{len(waiting)} of {len(references)} workers did not answer within {timeout_s:g} s")
         return ray.get(references)
 
+    def ask_one(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
+        """One worker's answer to a control call. Raises as :meth:`ask`."""
+        return self._answers([getattr(self.members[rank].actor, method).remote(*args)], timeout_s)[0]
+
+    def poll(self, method: str, *args: Any, ranks: Collection[int] | None = None, timeout_s: float) -> dict[int, Any]:
+        """The answers to a control call of those workers that give one in time, by rank."""
+        asked = {
+            getattr(m.actor, method).remote(*args): m.global_rank
+            for m in self.members
+            if ranks is None or m.global_rank in ranks
+        }
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+        answers: dict[int, Any] = {}
+        for reference in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                answers[asked[reference]] = ray.get(reference)
+        return answers
+
+    def tell(self, method: str, *args: Any, ranks: Collection[int]) -> None:
+        """A control call to some workers whose answer nobody waits for."""
+        for member in self.members:
+            if member.global_rank in ranks:
+                getattr(member.actor, method).remote(*args)
+
+    def kill(self, rank: int) -> None:
+        """End the process of a rank on its own node, at once: a stopped one outlives Ray's own way for seconds."""
+        member = self.members[rank]
+        if member.where.node_id == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.where.pid, signal.SIGKILL)
+        else:
+            here = NodeAffinitySchedulingStrategy(member.where.node_id, soft=False)
+            _kill_process.options(scheduling_strategy=here).remote(member.where.pid)
+        self._kill(member.bundle)
+
     def _reserve(self, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> None:
         bundle: dict[str, float] = {"CPU": self._plan.cpus_per_worker}
         if self._plan.gpus_per_worker:
             bundle["GPU"] = self._plan.gpus_per_worker
         self._group = placement_group(
-            [dict(bundle) for _ in self._plan.workers],
+            [dict(bundle) for _ in range(self._plan.world_size + self._plan.spares)],
             strategy="STRICT_PACK" if self._plan.one_node else "PACK",
             name=self._label,
         )
@@ -141,30 +216,76 @@ class Gang:
                 said = now
                 on_wait(now - began, self._holders())
 
-    def _start(self) -> None:
+    def _start(self, bundle: int) -> None:
+        """Start an actor in a bundle; whether it comes up is seen later."""
         assert self._group is not None
-        worker = remote_worker()
-        self._actors = [
-            worker.options(
-                name=f"{self._label}/worker-{number}",
+        name = f"{self._label}/worker-{self._started}"
+        self._started += 1
+        self._actors[bundle] = (
+            remote_worker()
+            .options(
+                name=name,
                 num_cpus=self._plan.cpus_per_worker,
                 num_gpus=self._plan.gpus_per_worker,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
-            ).remote(
-                f"{self._label}/worker-{number}",
-                heartbeat_timeout_s=self._config.heartbeat_timeout_s,
             )
-            for number, bundle in enumerate(self._bundles_by_node())
-        ]
+            .remote(name, heartbeat_timeout_s=self._config.heartbeat_timeout_s)
+        )
 
-    def _seat(self, poll: Callable[[], None]) -> None:
-        references = [a.whereabouts.remote() for a in self._actors]
+    def _kill(self, bundle: int) -> None:
+        with contextlib.suppress(Exception):
+            ray.kill(self._actors[bundle])
+
+    def _put(self, member: Member) -> None:
+        self.members = tuple(member if m.global_rank == member.global_rank else m for m in self.members)
+
+    def _take_spare(self, node_id: str) -> int | None:
+        """The bundle of a spare that lives, on this node if there is one."""
+        asked = {self._actors[bundle].whereabouts.remote(): bundle for bundle in self._spare_bundles}
+        if not asked:
+            return None
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SPARE_TIMEOUT_S)
+        alive: dict[int, Whereabouts] = {}
+        for reference in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                alive[asked[reference]] = cast(Whereabouts, ray.get(reference))
+        if not alive:
+            return None
+        chosen = min(alive, key=lambda bundle: (alive[bundle].node_id != node_id, bundle))
+        self._spare_bundles.remove(chosen)
+        return chosen
+
+    def _seat(self, bundles: Sequence[int], poll: Callable[[], None]) -> None:
+        places = self._whereabouts(bundles, poll)
+        check_devices(places)
+        order = rank_order(places)
+        seated = shards_last(places, order[: self._plan.world_size], num_shards=self._plan.mesh.num_shards)
+        members: list[Member] = []
+        on_node: dict[str, int] = {}
+        for rank, index in enumerate(seated):
+            where = places[index]
+            local_rank = on_node.setdefault(where.node_id, 0)
+            on_node[where.node_id] += 1
+            bundle = bundles[index]
+            actor = self._actors[bundle]
+            members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, where=where, bundle=bundle))
+        self.members = tuple(members)
+        self._spare_bundles = [bundles[index] for index in order[self._plan.world_size :]]
+
+    def _whereabouts(self, bundles: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[Whereabouts]:
+        """Where the actors of these bundles landed, once they are up.
+
+        Raises:
+            GangError: one is not, in time.
+        """
+        references = [self._actors[bundle].whereabouts.remote() for bundle in bundles]
         deadline = time.monotonic() + self._config.rendezvous_timeout_s
         waiting = list(references)
         while waiting:
             poll()
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+            check_ray()
             if waiting and time.monotonic() > deadline:
                 raise GangError(
                     f"{len(waiting)} of {len(references)} workers did not start within "
@@ -172,19 +293,9 @@ class Gang:
                     "cluster.rendezvous_timeout_s"
                 )
         try:
-            places = cast("list[Whereabouts]", ray.get(references))
+            return cast("list[Whereabouts]", ray.get(references))
         except ray.exceptions.RayError as e:
             raise GangError(f"a worker died while it started: {e}") from e
-        check_devices(places)
-        members: list[Member] = []
-        on_node: dict[str, int] = {}
-        order = shards_last(places, rank_order(places), num_shards=self._plan.mesh.num_shards)
-        for rank, index in enumerate(order):
-            where = places[index]
-            local_rank = on_node.setdefault(where.node_id, 0)
-            on_node[where.node_id] += 1
-            members.append(Member(global_rank=rank, local_rank=local_rank, actor=self._actors[index], where=where))
-        self.members = tuple(members)
 
     def _bundles_by_node(self) -> list[int]:
         """Bundle indices with those of a node together: Ray promises no order of its own."""
@@ -200,6 +311,12 @@ class Gang:
             if group["state"] == "CREATED"
         ]
         return ", ".join(others) or "other Ray tasks"
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _remove(group: PlacementGroup) -> None:

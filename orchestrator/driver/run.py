@@ -1,50 +1,49 @@
-"""The life of a run on the driver: acquire, watch, stop or fail, release. Its states are events."""
+"""The life of a run on the driver: acquire, watch, heal or fail or stop, release. Its states are events."""
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import ray
 import ray.exceptions
 
+from orchestrator import chaos
 from orchestrator.config.redact import redact_text
 from orchestrator.config.schema import Config
 from orchestrator.driver.aggregate import Aggregator
-from orchestrator.driver.failure import death, first_failure, silence, standstill
-from orchestrator.driver.gang import Gang, GangError, Member, check_ray
+from orchestrator.driver.gang import Gang, GangError
+from orchestrator.driver.generation import Generation
+from orchestrator.driver.recovery import Continuation, GiveUp, Setback, decide
 from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.telemetry import Telemetry
 from orchestrator.events import (
+    CheckpointSaved,
     Event,
-    GenerationStarted,
-    RankProgress,
+    FirstStepDone,
+    Recovered,
     RunStarted,
     Sink,
-    StopRequested,
-    SystemMetricsLogged,
     TextSampled,
     WaitingForResources,
     Warned,
     WorkerFailed,
+    WorkerLost,
 )
-from orchestrator.messages import Assignment, Outcome
+from orchestrator.messages import Failure
 from orchestrator.plan import Plan
 from orchestrator.rundir import CRASH, RunDir, log_tail
 from orchestrator.spans import Timeline
+from orchestrator.worker.checkpoint import CheckpointError, find_newest, read_manifest
 
-SETTLE_S = 2.0
-"""After a failure, time for the other ranks to say what they saw."""
-
-
-TRACKING_CHECK_EVERY_S = 5.0
+REPLACEMENTS_TRIED = 3
 
 
 class Interrupted(Exception):
-    """Asked to stop before training began."""
+    """Asked to stop while no step is being made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +73,16 @@ class RunSpec:
     secrets: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """A recovery that is going on: what was decided, when the failure was seen, how far training had come."""
+
+    failed_at: float
+    reached: int
+    resumed_at: int
+    decision: Continuation
+
+
 class Run:
     """``tracking_problem()`` says why nothing reaches the tracking server at present, if so."""
 
@@ -89,20 +98,23 @@ class Run:
         self.config = spec.config
         self._sinks = sinks
         self._stop = stop
-        self._stop_sent = False
-        self._outcomes: dict[int, Outcome] = {}
         self._aggregator = Aggregator(
             mesh=spec.plan.mesh,
             global_batch_size=spec.plan.global_batch_size,
             tokens_per_sample=spec.tokens_per_sample,
         )
-        self._tracking_problem = tracking_problem
-        self._known_problem: str | None = None
-        self._next_tracking_check = time.monotonic() + TRACKING_CHECK_EVERY_S
-        self._system_readings = 0
-        self._next_system_reading = time.monotonic()
-        self._silent_since: dict[int, float] = {}
-        self._last_step: dict[int, int] = {}
+        self._telemetry = Telemetry(
+            spec.config, spec.plan, self._aggregator, self._emit, tracking_problem=tracking_problem
+        )
+        self._gang: Gang | None = None
+        self._startup: dict[str, float] = {}
+        self._first_step_at: float | None = None
+        self._checkpoint = spec.checkpoint
+        self._checkpoint_step = spec.resumed_from_step or 0
+        self._faults = spec.plan.faults
+        self._recovery: Recovery | None = None
+        self._recovery_s: list[float] = []
+        self._steps_lost = 0
 
     def execute(self) -> RunResult:
         """Train to the end, a stop or a failure. No actor of the run is left when it returns."""
@@ -119,239 +131,197 @@ class Run:
                 notes=plan.notes,
             )
         )
-        startup = {"driver_s": time.time() - spec.started_at}
+        self._startup["driver_s"] = time.time() - spec.started_at
         label = f"{plan.run_name}-{spec.run_uid[:6]}"
         with Gang(plan, self.config.cluster, label=label) as gang:
+            self._gang = gang
             try:
                 began = time.perf_counter()
                 gang.acquire(on_wait=self._on_wait, poll=self._raise_if_stopped)
-                startup["workers_s"] = time.perf_counter() - began
-                self._train(gang)
+                self._startup["workers_s"] = time.perf_counter() - began
+                return self._train(gang)
             except (GangError, ray.exceptions.RayError) as e:
                 if self._stop.received is None:
-                    return self._end("FAILED", 1, self._clean(str(e)), startup)
-                return self._end(*self._interrupted(), startup)
+                    return self._end("FAILED", 1, self._clean(str(e)))
+                return self._end(*self._interrupted(None))
             except Interrupted:
-                return self._end(*self._interrupted(), startup)
-        return self._judge(startup)
+                return self._end(*self._interrupted(None))
 
-    def _train(self, gang: Gang) -> None:
-        lead = gang.members[0]
-        cluster = self.config.cluster
-        host, port = ray.get(
-            lead.actor.open_store.remote(cluster.rendezvous_timeout_s),
-            timeout=cluster.rendezvous_timeout_s,
+    def _train(self, gang: Gang) -> RunResult:
+        """Generation after generation, until one comes to its end or nothing more can be done."""
+        setbacks: list[Setback] = []
+        continuation: Continuation | None = None
+        number = 1
+        while True:
+            generation = self._generation(number, gang)
+            generation.begin(self.spec.run_uid, continuation, checkpoint=self._checkpoint, faults=self._faults)
+            generation.watch()
+            guilty = generation.guilty()
+            if guilty is None or generation.stop_sent:
+                break
+            setbacks.append(self._setback(generation, guilty))
+            decision = decide(
+                setbacks,
+                generation.survivors(),
+                world_size=self.spec.plan.world_size,
+                config=self.config.recovery,
+            )
+            if isinstance(decision, GiveUp):
+                self._settle(gang, generation)
+                return self._fail(generation, guilty, decision.why)
+            self._heal(gang, generation, guilty, decision)
+            continuation = decision
+            number += 1
+        self._settle(gang, generation)
+        return self._judge(generation)
+
+    def _generation(self, number: int, gang: Gang) -> Generation:
+        spec = self.spec
+        return Generation(
+            number,
+            gang,
+            self.config,
+            spec.plan,
+            spec.run_dir,
+            telemetry=self._telemetry,
+            stop=self._stop,
+            emit=self._emit,
         )
-        backend: Literal["gloo", "nccl"] = "nccl" if all(m.where.gpu_uuid for m in gang.members) else "gloo"
-        if backend == "gloo" and self.spec.plan.device == "cuda":
-            self._emit(Warned(message="Ray has GPUs, the workers see no CUDA device: on CPUs with gloo"))
+
+    def _setback(self, generation: Generation, guilty: int) -> Setback:
+        failure = self._failure(generation, guilty)
+        return Setback(
+            rank=guilty,
+            step=self._reached(generation),
+            message=failure.message,
+            raised=bool(failure.traceback),
+            final=failure.final,
+        )
+
+    def _reached(self, generation: Generation) -> int:
+        """The last step that any rank has completed."""
+        ended = [o.step for o in generation.outcomes.values()]
+        return max([*ended, *self._telemetry.last_step.values()], default=0)
+
+    def _heal(self, gang: Gang, generation: Generation, guilty: int, decision: Continuation) -> None:
+        """Replace what was lost; the next generation can begin."""
+        failure, reached = self._failure(generation, guilty), self._reached(generation)
+        if decision.sources is None:
+            self._find_checkpoint()
+        resumed_at = self._checkpoint_step if decision.sources is None else decision.step
         self._emit(
-            GenerationStarted(
-                generation=1,
-                backend=backend,
-                device="cuda" if backend == "nccl" else "cpu",
-                workers=tuple(_describe(m) for m in gang.members),
+            WorkerLost(
+                rank=guilty,
+                title=self.spec.plan.title(guilty),
+                step=reached,
+                reason=self._clean(self._message(guilty, failure)),
+                traceback=self._clean(failure.traceback),
+                log=str(self.spec.run_dir.log_file(guilty)),
             )
         )
-        pending = {
-            m.actor.train.remote(
-                Assignment(
-                    generation=1,
-                    global_rank=m.global_rank,
-                    local_rank=m.local_rank,
-                    store_host=host,
-                    store_port=port,
-                    backend=backend,
-                    num_threads=self.spec.plan.threads_per_worker,
-                    run_dir=str(self.spec.run_dir.path),
-                    run_uid=self.spec.run_uid,
-                    working_dir=str(Path.cwd()),
-                    import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
-                    plan=self.spec.plan,
-                    config=self.config,
-                    checkpoint=None if self.spec.checkpoint is None else str(self.spec.checkpoint),
-                )
-            ): m
-            for m in gang.members
-        }
-        give_up_at: float | None = None
-        while pending:
-            wait_s = cluster.heartbeat_s if give_up_at is None else 0.1
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=wait_s)
-            check_ray()
-            for reference in ready:
-                self._take_outcome(reference, pending.pop(reference))
-            self._collect(gang)
-            self._check_tracking(time.monotonic())
-            if give_up_at is None and any(o.status == "failed" for o in self._outcomes.values()):
-                give_up_at = time.monotonic() + SETTLE_S
-            if give_up_at is not None and time.monotonic() > give_up_at:
-                return
-            if self._stop.received and not self._stop_sent:
-                self._coordinate_stop(gang)
-                give_up_at = time.monotonic() + cluster.stop_grace_s
+        if self._recovery is None:
+            self._recovery = Recovery(failed_at=failure.time, reached=reached, resumed_at=resumed_at, decision=decision)
+        else:  # it failed while it recovered: one recovery, that takes longer and starts from here
+            self._recovery = replace(self._recovery, resumed_at=resumed_at, decision=decision)
+        for rank in decision.lost:
+            self._faults = chaos.without_next(self._faults, rank)
+        self._telemetry.begin_generation(decision.lost, resumed_at)
+        # A stop waits for the next generation: it has something to save.
+        deadline = time.monotonic() + decision.pause_s
+        while time.monotonic() < deadline and self._stop.received is None:
+            time.sleep(0.1)
+        for attempt in range(1, REPLACEMENTS_TRIED + 1):
+            try:
+                return gang.replace(decision.lost)
+            except GangError:
+                if attempt == REPLACEMENTS_TRIED:
+                    raise
 
-    def _take_outcome(self, reference: Any, member: Member) -> None:
-        where = member.where
-        try:
-            outcome = cast(Outcome, ray.get(reference))
-        except ray.exceptions.RayError as e:
-            failure = death(e, pid=where.pid, hostname=where.hostname, time=time.time())
-            outcome = Outcome(status="failed", step=self._last_step.get(member.global_rank, 0), failure=failure)
-        self._outcomes[member.global_rank] = outcome
+    def _find_checkpoint(self) -> None:
+        """The newest whole one, of which its writer may not have told before it died."""
 
-    def _collect(self, gang: Gang) -> None:
-        """Ask every worker where it stands, and pass on what it has to tell."""
-        every = self.config.tracking.system_metrics_every_s
-        now = time.monotonic()
-        due = every > 0 and now >= self._next_system_reading
-        if due:
-            self._next_system_reading = now + every
-        beats = gang.heartbeats(with_system_metrics=due)
-        node_names = _node_names(gang.members)
-        system: dict[str, float] = {}
-        told: list[Event] = []
-        for member in gang.members:
-            beat = beats.get(member.global_rank)
-            if beat is None:
-                self._notice_silence(member, now)
-                continue
-            self._silent_since.pop(member.global_rank, None)
-            self._last_step[member.global_rank] = beat.step
-            node = node_names[member.where.node_id]
-            system |= {f"system/{node}/{name}": value for name, value in beat.system.items()}
-            told += beat.events
-            for point in beat.points:
-                logged = self._aggregator.add(member.global_rank, point)
-                if logged is not None:
-                    self._emit(logged)
-            self._emit(
-                RankProgress(
-                    rank=member.global_rank,
-                    step=beat.step,
-                    phase=beat.phase,
-                    step_ms=beat.busy_ms,
-                    node=node,
-                )
+        def warn(error: CheckpointError) -> None:
+            self._emit(Warned(message=f"checkpoint skipped: {error}"))
+
+        newest = find_newest(self.spec.run_dir.checkpoints, warn)
+        if newest is not None:
+            self._checkpoint, self._checkpoint_step = newest, int(read_manifest(newest)["step"])
+
+    def _settle(self, gang: Gang, generation: Generation) -> None:
+        """Let the workers that are left finish their checkpoints, and take their last words."""
+        with contextlib.suppress(GangError, ray.exceptions.RayError):
+            grace_s = self.config.cluster.stop_grace_s
+            gang.poll("finish", grace_s, ranks=generation.returned, timeout_s=grace_s)
+            self._telemetry.collect(gang)
+
+    def _fail(self, generation: Generation, guilty: int, why: str) -> RunResult:
+        """``why`` it is not tried again."""
+        plan, outcome = self.spec.plan, generation.outcomes[guilty]
+        failure = self._failure(generation, guilty)
+        log = self.spec.run_dir.log_file(guilty)
+        message = self._message(guilty, failure)
+        self._emit(
+            WorkerFailed(
+                rank=guilty,
+                title=plan.title(guilty),
+                step=outcome.step,
+                reason=self._clean(message),
+                traceback=self._clean(failure.traceback),
+                log=str(log),
+                log_tail=self._clean(failure.log_tail or log_tail(log)),
             )
-        for event in told:  # after the figures of all ranks: a checkpoint of a step after its loss
-            self._emit(event)
-        if system:
-            self._system_readings += 1
-            self._emit(SystemMetricsLogged(step=self._system_readings, metrics=system))
+        )
+        reason = f"{plan.title(guilty)} failed at step {outcome.step}: {message}" + (f" ({why})" if why else "")
+        return self._end("FAILED", 1, self._clean(reason))
 
-    def _check_tracking(self, now: float) -> None:
-        """Say once that the tracking server is away, and once that it is back."""
-        if now < self._next_tracking_check:
-            return
-        self._next_tracking_check = now + TRACKING_CHECK_EVERY_S
-        problem = self._tracking_problem()
-        if problem and not self._known_problem:
-            self._emit(Warned(message=f"MLflow is not reached ({problem}); training goes on, no point is lost"))
-        elif self._known_problem and not problem:
-            self._emit(Warned(message="MLflow is reached again"))
-        self._known_problem = problem
+    def _failure(self, generation: Generation, rank: int) -> Failure:
+        failure = generation.outcomes[rank].failure
+        assert failure is not None
+        return failure
 
-    def _notice_silence(self, member: Member, now: float) -> None:
-        """A worker that has answered nothing for too long counts as lost."""
-        rank = member.global_rank
-        if rank in self._outcomes:
-            return
-        since = self._silent_since.setdefault(rank, now)
-        timeout_s = self.config.cluster.heartbeat_timeout_s
-        if now - since > timeout_s:
-            where = member.where
-            failure = silence(timeout_s, pid=where.pid, hostname=where.hostname, time=time.time())
-            self._outcomes[rank] = Outcome(status="failed", step=self._last_step.get(rank, 0), failure=failure)
+    def _message(self, rank: int, failure: Failure) -> str:
+        """What went wrong, and how the process crashed where its log says so."""
+        tail = failure.log_tail or log_tail(self.spec.run_dir.log_file(rank))
+        crash = f": {tail.splitlines()[0]}" if not failure.traceback and tail.startswith(CRASH) else ""
+        return failure.message + crash
 
-    def _coordinate_stop(self, gang: Gang) -> None:
-        """Let all ranks finish the most advanced step that any of them has begun."""
-        assert self._stop.received is not None
-        self._stop_sent = True
-        self._emit(StopRequested(signal=self._stop.received.name))
-        grace_s = self.config.cluster.stop_grace_s
-        try:
-            begun = gang.ask("hold", timeout_s=grace_s)
-            gang.ask("stop_after", max(begun), timeout_s=grace_s)
-        except (GangError, ray.exceptions.RayError) as e:
-            self._emit(Warned(message=f"not every rank could be asked to stop: {e}"))
+    def _judge(self, generation: Generation) -> RunResult:
+        outcomes = generation.outcomes
+        lead = outcomes.get(0)
+        if lead is not None and lead.text:
+            self._emit(TextSampled(text=lead.text))
+        done = len(outcomes) == self.spec.plan.world_size and all(o.status == "done" for o in outcomes.values())
+        if generation.stop_sent and not done:
+            return self._end(*self._interrupted(generation))
+        return self._end("FINISHED", 0, "")
 
-    def _judge(self, startup: dict[str, float]) -> RunResult:
-        plan = self.spec.plan
-        guilty = self._guilty()
-        if guilty is not None and not self._stop_sent:
-            outcome = self._outcomes[guilty]
-            assert outcome.failure is not None
-            log = self.spec.run_dir.log_file(guilty)
-            tail = outcome.failure.log_tail or log_tail(log)
-            message = outcome.failure.message
-            if not outcome.failure.traceback and tail.startswith(CRASH):
-                message += f": {tail.splitlines()[0]}"
-            reason = f"{plan.title(guilty)} failed at step {outcome.step}: {message}"
-            self._emit(
-                WorkerFailed(
-                    rank=guilty,
-                    title=plan.title(guilty),
-                    step=outcome.step,
-                    reason=self._clean(message),
-                    traceback=self._clean(outcome.failure.traceback),
-                    log=str(log),
-                    log_tail=self._clean(tail),
-                )
-            )
-            return self._end("FAILED", 1, self._clean(reason), startup)
-        lead = self._outcomes.get(0)
-        if lead is not None:
-            startup |= dict(lead.startup)
-            if lead.text:
-                self._emit(TextSampled(text=lead.text))
-        if self._stop_sent and not (
-            len(self._outcomes) == plan.world_size and all(o.status == "done" for o in self._outcomes.values())
-        ):
-            return self._end(*self._interrupted(), startup)
-        return self._end("FINISHED", 0, "", startup)
-
-    def _guilty(self) -> int | None:
-        """The rank that failed first; where the others only waited in vain, the one that stands still."""
-        guilty = first_failure(self._outcomes)
-        still = [rank for rank in range(self.spec.plan.world_size) if rank not in self._outcomes]
-        failure = None if guilty is None else self._outcomes[guilty].failure
-        if failure is None or not failure.collateral or not still:
-            return guilty
-        rank = min(still, key=lambda r: (self._last_step.get(r, 0), r))
-        failure = standstill(self.config.cluster.collective_timeout_s, time=time.time())
-        self._outcomes[rank] = Outcome(status="failed", step=self._last_step.get(rank, 0), failure=failure)
-        return rank
-
-    def _interrupted(self) -> tuple[Literal["KILLED"], int, str]:
+    def _interrupted(self, generation: Generation | None) -> tuple[Literal["KILLED"], int, str]:
         assert self._stop.received is not None
         name = self._stop.received.name
-        steps = [o.step for o in self._outcomes.values() if o.status == "stopped"]
-        if len(steps) < self.spec.plan.world_size:
-            where = "without a last checkpoint" if any(self._last_step.values()) else "before training began"
-        else:
+        outcomes = generation.outcomes.values() if generation is not None else []
+        steps = [o.step for o in outcomes if o.status == "stopped"]
+        if len(steps) == self.spec.plan.world_size:
             where = f"at step {max(steps)}"
+        elif any(self._telemetry.last_step.values()):
+            where = "without a last checkpoint"
+        else:
+            where = "before training began"
         return "KILLED", 128 + int(self._stop.received), f"stopped by {name} {where}"
 
-    def _end(
-        self,
-        status: Literal["FINISHED", "FAILED", "KILLED"],
-        exit_code: int,
-        reason: str,
-        startup: dict[str, float],
-    ) -> RunResult:
-        lead = self._outcomes.get(0)
-        first_step_at = lead.first_step_at if lead is not None else None
+    def _end(self, status: Literal["FINISHED", "FAILED", "KILLED"], exit_code: int, reason: str) -> RunResult:
         summary: dict[str, Any] = {
             **self._aggregator.summary(),
-            "steps": max([*self._last_step.values(), *(o.step for o in self._outcomes.values())], default=0),
-            "restarts": 0,
-            "steps_lost": 0,
-            "recovery_s": [],
+            "steps": max(self._telemetry.last_step.values(), default=0),
+            "restarts": len(self._recovery_s),
+            "steps_lost": self._steps_lost,
+            "recovery_s": self._recovery_s,
         }
-        if first_step_at is not None:
-            summary["startup_s"] = first_step_at - self.spec.started_at
-            summary["startup"] = startup
+        if self._recovery_s:
+            summary["recovery_s_max"] = max(self._recovery_s)
+        if self._first_step_at is not None:
+            summary["startup_s"] = self._first_step_at - self.spec.started_at
+            summary["startup"] = self._startup
+            summary["effective_time_pct"] = self._effective_time_pct(summary)
         return RunResult(
             status=status,
             exit_code=exit_code,
@@ -361,16 +331,22 @@ class Run:
             timeline=self._aggregator.timeline,
         )
 
+    def _effective_time_pct(self, summary: Mapping[str, Any]) -> float:
+        """How much of the time since the first step was not spent on recovering and on steps that were made again."""
+        assert self._first_step_at is not None
+        elapsed_s = max(time.time() - self._first_step_at, 1e-9)
+        lost_s = sum(self._recovery_s) + self._steps_lost * float(summary.get("step_ms_p50", 0.0)) / 1e3
+        return 100 * max(0.0, 1 - lost_s / elapsed_s)
+
     def _on_wait(self, waited_s: float, holders: str) -> None:
         plan = self.spec.plan
-        wanted = f"{plan.world_size} x {plan.cpus_per_worker:g} CPU"
+        wanted = f"{plan.world_size + plan.spares} x {plan.cpus_per_worker:g} CPU"
         if plan.gpus_per_worker:
             wanted += f" and {plan.gpus_per_worker} GPU"
         self._emit(WaitingForResources(waited_s=waited_s, wanted=wanted, holders=holders))
 
     def _raise_if_stopped(self) -> None:
         if self._stop.received is not None:
-            self._stop_sent = True
             raise Interrupted
 
     def _clean(self, text: str) -> str:
@@ -379,15 +355,32 @@ class Run:
     def _emit(self, event: Event) -> None:
         for sink in self._sinks:
             sink.emit(event)
+        match event:
+            case CheckpointSaved():
+                self._checkpoint, self._checkpoint_step = Path(event.path), event.step
+            case FirstStepDone():
+                self._training_goes(event)
 
-
-def _node_names(members: tuple[Member, ...]) -> dict[str, str]:
-    """``node_0``, ``node_1``, ... in the order of the ranks: MLflow charts such names together."""
-    ordered = dict.fromkeys(m.where.node_id for m in members)
-    return {node_id: f"node_{number}" for number, node_id in enumerate(ordered)}
-
-
-def _describe(member: Member) -> str:
-    where = member.where
-    gpu = "" if where.gpu_index is None else f" gpu {where.gpu_index}"
-    return f"{where.hostname} ({where.node_ip}){gpu} pid {where.pid}"
+    def _training_goes(self, event: FirstStepDone) -> None:
+        """The first step of a generation is done: the start, or the end of a recovery."""
+        if self._first_step_at is None:
+            self._first_step_at = event.time
+            self._startup |= event.startup
+        recovery, self._recovery = self._recovery, None
+        if recovery is None or self._gang is None:
+            return
+        self._gang.refill()
+        seconds = event.time - recovery.failed_at
+        lost = max(0, recovery.reached - recovery.resumed_at)
+        self._recovery_s.append(seconds)
+        self._steps_lost += lost
+        self._emit(
+            Recovered(
+                generation=event.generation,
+                step=recovery.resumed_at,
+                steps_lost=lost,
+                replaced=recovery.decision.lost,
+                in_place=recovery.decision.sources is not None,
+                seconds=seconds,
+            )
+        )

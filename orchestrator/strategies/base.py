@@ -79,7 +79,13 @@ class Strategy(abc.ABC):
         """Build this rank's part of model, optimizer and scheduler; seeded, so equal everywhere."""
 
     def attach(self) -> None:  # noqa: B027 - a strategy may need none
-        """Form what needs the process group, after :meth:`setup`."""
+        """Form what needs the process group, after :meth:`setup` and again in each later generation.
+
+        The model and the optimizer are those of this rank's last completed step.
+        """
+
+    def begin_equal(self) -> None:  # noqa: B027 - ranks that have no parameter in common need nothing
+        """Give what several ranks have the same first values, however random the model's constructor is."""
 
     @abc.abstractmethod
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
@@ -95,6 +101,20 @@ class Strategy(abc.ABC):
 
         Every rank calls it at the same step. ``into`` is an old snapshot whose memory may be used.
         """
+
+    def held(self, step: int) -> Mapping[int, tuple[int, ...]]:
+        """Of which ranks this one could hand over the state, and after which steps; ``step`` is its own last one."""
+        return {}
+
+    def hand_over(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        """Bring every rank to the state after ``source_step``; returns its ``meta``.
+
+        ``sources`` has for each rank the one that holds its state; all ranks call it, after :meth:`attach`. ``step``
+        and ``samples_consumed`` are where this rank stands.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
@@ -121,7 +141,8 @@ class Strategy(abc.ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - a strategy that owns nothing of the process group has nothing to give up
-        """Give up what must not outlive the process group, whatever happened. The model stays usable."""
+        """Give up what must not outlive the process group, whatever happened. The model stays usable, and
+        :meth:`attach` may follow in another group."""
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Around what all ranks do with one state of the model; asynchronous strategies wait for each other."""

@@ -9,7 +9,7 @@ same update and has the buffers of rank 0 after it; rank 0 saves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,17 @@ class DDP(Single):
         super().setup(train_set)
         options = self.context.options
         assert isinstance(options, DDPConfig)
+        self._options = options
+        self._step = 0
+        self._timed = False
+        self._has_buffers = any(True for _ in self.model.buffers())
+        self._powersgd: PowerSGD | None = None
+        if options.comm_hook == "powersgd":
+            self._powersgd = PowerSGD(self.model, approximation_rank=options.powersgd_rank)
+
+    def attach(self) -> None:
+        super().attach()
+        options = self._options
         # With it, DDP's own errors name parameters instead of counting them.
         dist.set_debug_level(dist.DebugLevel.INFO)
         self.replica = DistributedDataParallel(
@@ -42,21 +53,20 @@ class DDP(Single):
             bucket_cap_mb=options.bucket_mb,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=True,
+            init_sync=False,  # the ranks may stand at different steps yet
             forward_sync_buffers=False,  # before the next forward pass is too late for evaluation
         )
         self.forward_model = self.replica
-        self._step = 0
-        self._timed = False
-        self._may_be_unused = options.find_unused_parameters
-        self._has_buffers = any(True for _ in self.model.buffers())
-        self._powersgd: PowerSGD | None = None
         # Lambdas, because DDP compares the annotations of a hook, which are mere text in this file.
         if options.comm_hook in ("bf16", "fp16"):
             dtype = torch.bfloat16 if options.comm_hook == "bf16" else torch.float16
             self.replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
-        elif options.comm_hook == "powersgd":
-            self._powersgd = PowerSGD(self.model, approximation_rank=options.powersgd_rank)
+        elif self._powersgd is not None:
             self.replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
+
+    def begin_equal(self) -> None:
+        for tensor in self.model.state_dict().values():
+            dist.broadcast(tensor, src=0)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         train = self.context.train
@@ -82,6 +92,22 @@ class DDP(Single):
         meta = super().restore(state, source=context.global_rank)
         self._step = meta["step"]
         return meta
+
+    def held(self, step: int) -> Mapping[int, tuple[int, ...]]:
+        """Everything, except where it is not known whether the last update was made, which GPUs make on their own, and
+        where ranks have something of their own, as the errors of PowerSGD are."""
+        if self.context.device.type != "cpu" or self._powersgd is not None:
+            return {}
+        return {rank: (step,) for rank in range(self.context.mesh.world_size)}
+
+    def hand_over(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        source, state = sources[0], None  # all have the same state
+        if self.context.global_rank == source:
+            assert step == source_step
+            state = self.snapshot(step=step, samples_consumed=samples_consumed)
+        return self.restore(state, source=source)
 
     def close(self) -> None:
         """Give up the reducer, which must not outlive the process group: as its last owner it would
@@ -120,7 +146,7 @@ class DDP(Single):
                 raise ValueError(f"set strategy.find_unused_parameters=true: {e}") from e
 
     def _after_backward(self) -> None:
-        if not self._may_be_unused and any(p.grad is None for p in self.parameters):
+        if not self._options.find_unused_parameters and any(p.grad is None for p in self.parameters):
             unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
             raise ValueError(
                 f"parameters that take no part in the loss: {', '.join(unused)}; the other ranks "
@@ -130,7 +156,7 @@ class DDP(Single):
         if self._has_buffers:
             self.replica._sync_buffers()
 
-    def _forget_step(self, buffers: Sequence[Tensor]) -> None:
-        super()._forget_step(buffers)
+    def forget_step(self) -> None:
+        super().forget_step()
         if self._powersgd is not None:
             self._powersgd.forget()

@@ -36,12 +36,20 @@ class Single(Strategy):
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.job.optimizer(self.parameters)
         self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
+        self._in_step = False
+
+    def attach(self) -> None:
+        if self._in_step:
+            self.forget_step()
+            self._in_step = False
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         train = self.context.train
         batches = [to_device(b, self.context.device) for b in microbatches]
         weights, total_weight = self._weights([target for _, target in batches])
-        buffers = [b.clone() for b in self.model.buffers()] if train.on_nonfinite == "skip" else []
+        may_fail = train.on_nonfinite == "skip" or self.context.mesh.world_size > 1
+        self._buffers_before = [b.clone() for b in self.model.buffers()] if may_fail else []
+        self._in_step = True
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.context.device)
         last = len(batches) - 1
@@ -58,13 +66,15 @@ class Single(Strategy):
         local_weight = torch.as_tensor(sum(weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
             # The one wait for the device that `skip` costs: the update depends on it.
-            self._forget_step(buffers)
+            self.forget_step()
+            self._in_step = False
             return StepResult(loss_sum=loss_sum, weight=local_weight, grad_norm=norm, skipped=True)
         if norm is not None and train.clip_norm is not None:
             self._clip(norm)
         self._update()
         if self.scheduler is not None:
             self.scheduler.step()
+        self._in_step = False
         return StepResult(loss_sum=loss_sum, weight=local_weight, grad_norm=norm)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
@@ -82,6 +92,9 @@ class Single(Strategy):
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank != 0:
             return None
+        return self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
+
+    def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
         return train_state.capture(
             self.model,
             self.optimizer,
@@ -138,9 +151,9 @@ class Single(Strategy):
     def _update(self) -> None:
         self.optimizer.step()
 
-    def _forget_step(self, buffers: Sequence[Tensor]) -> None:
-        """Undo what a skipped step has changed; ``buffers`` are the model's before it."""
-        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+    def forget_step(self) -> None:
+        """Undo what a step without an update has changed: the buffers that its forward pass wrote."""
+        for buffer, before in zip(self.model.buffers(), self._buffers_before, strict=True):
             buffer.copy_(before)
 
     @contextlib.contextmanager

@@ -23,20 +23,24 @@ from orchestrator.events import (
     CheckpointFailed,
     CheckpointSaved,
     Event,
+    FirstStepDone,
     GenerationStarted,
     MetricsLogged,
     ModelCut,
     RankProgress,
+    Recovered,
     RunEnded,
     RunStarted,
     Sink,
     StageSummary,
     StopRequested,
+    StragglerFound,
     SystemMetricsLogged,
     TextSampled,
     WaitingForResources,
     Warned,
     WorkerFailed,
+    WorkerLost,
 )
 from orchestrator.report import clean, count, first_few, first_line, takes_unicode, verdict, writable
 from orchestrator.tracking.panel import (
@@ -246,11 +250,17 @@ def words(event: Event) -> list[Line]:
             return [(f"{text}; training goes on", "yellow")]
         case WorkerFailed():
             return _worker_failed(event)
+        case WorkerLost():
+            return [(f"{event.title} lost at step {event.step}: {first_line(event.reason)}", "yellow")]
+        case StragglerFound():
+            return [(_straggler(event), "yellow")]
+        case Recovered():
+            return [(_recovered(event), "green")]
         case StopRequested():
             return [(stop_words(event), "yellow")]
         case Warned():
             return [(f"warning: {event.message}", "yellow")]
-        case RankProgress() | SystemMetricsLogged() | MetricsLogged() | TextSampled() | RunEnded():
+        case FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged() | TextSampled() | RunEnded():
             return []
         case _:
             return [(event.kind.replace("_", " "), "")]
@@ -270,6 +280,20 @@ def _generation(event: GenerationStarted) -> list[Line]:
     ranks = [f"rank {rank} on {where}" for rank, where in enumerate(event.workers)]
     where = f"{event.backend} on {event.device}: {first_few(ranks)}"
     return [(where if event.generation <= 1 else f"generation {event.generation}: {where}", "")]
+
+
+def _straggler(event: StragglerFound) -> str:
+    compute = f"computing {event.compute_ms:.3g} ms a step (the others {event.others_compute_ms:.3g})"
+    data = f"waiting for data {event.data_wait_ms:.3g} ms (the others {event.others_data_wait_ms:.3g})"
+    who = f"{event.title} on {event.node}"
+    return f"warning: {who} is {event.slower_by:.1f} times slower than the others: {compute}, {data}"
+
+
+def _recovered(event: Recovered) -> str:
+    ranks = ", ".join(str(rank) for rank in event.replaced)
+    replaced = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced" if ranks else "the group formed anew"
+    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "nothing lost"
+    return f"back at step {event.step} after {event.seconds:.1f} s: {replaced}, {lost} (generation {event.generation})"
 
 
 def stage_words(number: int, stage: StageSummary) -> str:

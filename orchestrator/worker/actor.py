@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -15,15 +17,17 @@ import ray
 import torch
 import torch.distributed as dist
 
-from orchestrator.job import load_job
-from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Whereabouts
+from orchestrator.job import Job, load_job
+from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, Whereabouts
 from orchestrator.rundir import RunDir, log_tail
 from orchestrator.strategies import make_strategy
 from orchestrator.strategies.base import Context
 from orchestrator.worker import allocator, deferred_dynamo, rendezvous
 from orchestrator.worker.control import Outbox, StepGate
+from orchestrator.worker.faults import strike
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
+from orchestrator.worker.stacks import all_stacks
 
 
 class Worker:
@@ -34,11 +38,15 @@ class Worker:
 
     def __init__(self, label: str, *, heartbeat_timeout_s: float):
         self.label = label
+        self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None
         self.outbox = Outbox()
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
         self.cpu = CpuMeter()
+        self.job: Job | None = None
+        self.loop: Loop | None = None
+        self.training_thread: int | None = None
 
     def __repr__(self) -> str:
         return self.label
@@ -59,10 +67,10 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def open_store(self, timeout_s: float) -> tuple[str, int]:
-        """Open the store of the run here; returns host and port."""
+        """Open the store of a generation here; returns host and port."""
         host = ray.util.get_node_ip_address()
-        self.store = rendezvous.open_store(host, timeout_s=timeout_s)
-        return host, self.store.port
+        self.own_store = rendezvous.open_store(host, timeout_s=timeout_s)
+        return host, self.own_store.port
 
     @ray.method(concurrency_group="control")
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
@@ -76,26 +84,53 @@ class Worker:
     def stop_after(self, step: int) -> None:
         self.gate.stop_after(step)
 
+    @ray.method(concurrency_group="control")
+    def abandon(self, generation: int) -> None:
+        self.gate.abandon(generation)
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> Stacks:
+        return all_stacks(self.training_thread)
+
+    @ray.method(concurrency_group="control")
+    def finish(self, timeout_s: float) -> None:
+        """Let what is still being written be written."""
+        if self.loop is not None:
+            self.loop.finish(timeout_s)
+
     def train(self, assignment: Assignment) -> Outcome:
-        """The whole training of this rank. Never raises: a failure is an outcome too."""
-        rank = assignment.global_rank
-        log = RunDir(Path(assignment.run_dir)).log_file(rank)
-        _redirect_output(log)
-        loop: Loop | None = None
+        """This rank's part in a generation. Never raises: a failure is an outcome too.
+
+        The process keeps its model and its place in the data, for the next generation to go on with.
+        """
+        log = RunDir(Path(assignment.run_dir)).log_file(assignment.global_rank)
+        self.training_thread = threading.get_ident()
+        startup: dict[str, float] = {}
         try:
-            loop, startup = self._prepare(assignment)
-            return loop.run(startup)
+            if self.job is None:
+                _redirect_output(log)
+                self.job = self._set_up(assignment, startup)
+            self._join(assignment, startup)
+            if self.loop is None or (assignment.sources is None and assignment.generation > 1):
+                self.loop = None  # two models at a time might be too many
+                self.loop = self._make_loop(assignment, self.job)
+            return self.loop.run(assignment, startup)
         except BaseException as e:
             traceback.print_exc()
-            return Outcome(status="failed", step=_step(loop, e), failure=_failure(e, log))
+            return Outcome(
+                status="failed",
+                step=_step(self.loop, e),
+                failure=_failure(e, log),
+                held={} if self.loop is None else self.loop.held,
+            )
         finally:
-            if loop is not None:
-                loop.close()
+            if self.loop is not None:
+                self.loop.strategy.close()
             rendezvous.leave()
 
-    def _prepare(self, assignment: Assignment) -> tuple[Loop, dict[str, float]]:
+    def _set_up(self, assignment: Assignment, startup: dict[str, float]) -> Job:
+        """What holds as long as the process lives."""
         began = time.perf_counter()
-        startup: dict[str, float] = {}
         config = assignment.config
         deferred_dynamo.install()
         allocator.keep_freed_memory()
@@ -114,26 +149,38 @@ class Worker:
         job = load_job(config.job, faults)
         if job is None:
             raise ValueError("\n".join(faults))
-        startup["job_s"] = -began + (began := time.perf_counter())
-        self.outbox.at(0, "join")
+        startup["job_s"] = time.perf_counter() - began
+        return job
+
+    def _join(self, assignment: Assignment, startup: dict[str, float]) -> None:
+        """Form the group of a generation."""
+        began = time.perf_counter()
+        rank = assignment.global_rank
+        step = 0 if self.loop is None else self.loop.position.step
+        self.outbox.at(step, "join")
+        strike(assignment.faults, rank=rank, phase="join", step=step)
         self.store = rendezvous.join(
             assignment,
             node_ip=ray.util.get_node_ip_address(),
-            store=self.store,
+            store=self.own_store if rank == 0 else None,
             device=self.device,
+            check=functools.partial(self.gate.check, assignment.generation),
         )
         startup["rendezvous_s"] = time.perf_counter() - began
+
+    def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
+        config, plan = assignment.config, assignment.plan
         context = Context(
-            mesh=assignment.plan.mesh,
+            mesh=plan.mesh,
             global_rank=assignment.global_rank,
             device=self.device,
             seed=config.seed,
             train=config.train,
             options=config.strategy,
-            pipeline=assignment.plan.pipeline,
-            num_devices=assignment.plan.devices_per_worker,
+            pipeline=plan.pipeline,
+            num_devices=plan.devices_per_worker,
         )
-        loop = Loop(
+        return Loop(
             assignment=assignment,
             job=job,
             strategy=make_strategy(config.strategy.name, context, job),
@@ -141,7 +188,6 @@ class Worker:
             gate=self.gate,
             outbox=self.outbox,
         )
-        return loop, startup
 
 
 def remote_worker() -> Any:
@@ -177,6 +223,7 @@ def _failure(error: BaseException, log: Path) -> Failure:
         time=time.time(),
         collateral=_is_connection_error(error),
         log_tail=log_tail(log),
+        final=isinstance(error, NonFiniteError),
     )
 
 

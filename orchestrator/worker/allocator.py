@@ -1,7 +1,7 @@
 """The C library's memory: what a training step frees stays with the process, for the next step.
 
-glibc gives big freed blocks back to the system at once, and learns not to in the main thread's heap alone. Training runs
-in another thread: every step would map its activations anew, and the system would fill them with zeros.
+glibc gives big freed blocks back to the system at once, and learns not to in the main thread's heap alone. Training
+runs in another thread: every step would map its activations anew, and the system would fill them with zeros.
 """
 
 from __future__ import annotations

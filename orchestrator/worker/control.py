@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 
 from orchestrator.events import Event
 from orchestrator.messages import EvalPoint, Heartbeat, Phase, TrainPoint
 
+MEMORY = 0.1
+"""The weight of the newest batch in the mean time of one."""
+
+
+class AbandonedError(ConnectionError):
+    """The driver has ended this generation: another rank was lost."""
+
 
 class StepGate:
-    """Lets all ranks stop after the same step, at no cost while nobody asks.
+    """Lets all ranks stop after the same step, or at once, at no cost while nobody asks.
 
     Synchronous ranks are at most one step apart. The driver first holds every rank, learns the last
     step that each has begun, and then lets all of them finish the most advanced of these steps.
@@ -22,6 +30,7 @@ class StepGate:
         self._begun = 0
         self._held = False
         self._last: int | None = None
+        self._abandoned = 0
 
     def begin(self, step: int) -> bool:
         """Ask to begin ``step``; waits while held. False: stop instead.
@@ -44,6 +53,20 @@ class StepGate:
             self._held = True
             return self._begun
 
+    def abandon(self, generation: int) -> None:
+        """This generation and those before it have ended, even if this rank has not noticed."""
+        with self._changed:
+            self._abandoned = max(self._abandoned, generation)
+
+    def check(self, generation: int) -> None:
+        """To be called where a rank could go on for long without any other.
+
+        Raises:
+            AbandonedError: the generation has ended.
+        """
+        if generation <= self._abandoned:
+            raise AbandonedError(f"generation {generation} has ended: another rank was lost")
+
     def stop_after(self, step: int) -> None:
         """Steps up to ``step`` may begin, none after it."""
         with self._changed:
@@ -58,13 +81,28 @@ class Outbox:
         self._lock = threading.Lock()
         self._step = 0
         self._phase: Phase = "start"
+        self._ticks = 0
+        self._ticked_at: float | None = None
+        self._usual_tick_s: float | None = None
         self._busy_ms: float | None = None
         self._points: list[TrainPoint | EvalPoint] = []
         self._events: list[Event] = []
 
     def at(self, step: int, phase: Phase) -> None:
         # Two assignments; the lock would cost more than a torn pair, which the next beat mends.
+        if phase != self._phase:
+            self._ticked_at = None  # what happened in between is no batch
         self._step, self._phase = step, phase
+
+    def tick(self) -> None:
+        """The rank has got on: another batch."""
+        now = time.monotonic()
+        if self._ticked_at is not None:
+            took_s = now - self._ticked_at
+            before_s = self._usual_tick_s or took_s
+            self._usual_tick_s = before_s + MEMORY * (took_s - before_s)
+        self._ticked_at = now
+        self._ticks += 1
 
     def put_point(self, point: TrainPoint | EvalPoint) -> None:
         with self._lock:
@@ -85,6 +123,8 @@ class Outbox:
             return Heartbeat(
                 step=self._step,
                 phase=self._phase,
+                ticks=self._ticks,
+                usual_tick_s=self._usual_tick_s,
                 busy_ms=self._busy_ms,
                 points=tuple(points),
                 events=tuple(events),

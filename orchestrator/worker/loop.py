@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config
-from orchestrator.events import CheckpointFailed, CheckpointSaved, ModelCut, Warned
+from orchestrator.events import CheckpointFailed, CheckpointSaved, FirstStepDone, ModelCut, Warned
 from orchestrator.job import Job
-from orchestrator.messages import Assignment, EvalPoint, Outcome
+from orchestrator.messages import Assignment, EvalPoint, Outcome, Phase
 from orchestrator.rundir import RunDir
 from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.worker import faults
 from orchestrator.worker.checkpoint import load
 from orchestrator.worker.checkpoint_writer import CheckpointWriter, WriteFailed
 from orchestrator.worker.control import Outbox, StepGate
@@ -62,7 +64,7 @@ class Loop:
         self.rank = assignment.global_rank
         self.mesh = assignment.plan.mesh
         self.position = Position()
-        self.last_checkpoint: str | None = None
+        self._data: tuple[Dataset[Any], Dataset[Any]] | None = None
         self._stall_ms = 0.0
         self._writer = CheckpointWriter(
             RunDir(Path(assignment.run_dir)).checkpoints,
@@ -70,22 +72,63 @@ class Loop:
             run_uid=assignment.run_uid,
         )
 
-    def run(self, startup: dict[str, float]) -> Outcome:
-        """Train; ``startup`` receives the seconds of the parts up to the end of the first step."""
+    def run(self, assignment: Assignment, startup: dict[str, float]) -> Outcome:
+        """This rank's part in a generation, whose group has been formed.
+
+        The first time model and data are made; later they are as the generation before has left them. ``startup``
+        receives the seconds of the parts up to the end of the first step.
+        """
         began = time.perf_counter()
-        self.outbox.at(0, "build")
-        train_set = self.job.dataset("train")
-        val_set = self.job.dataset("val")
-        startup["dataset_s"] = -began + (began := time.perf_counter())
-        self.strategy.setup(train_set)
-        if self.rank == 0 and (stages := self.strategy.stage_summaries()):
-            self.outbox.put_event(ModelCut(stages=stages))
+        self.assignment = assignment
+        self._at("build")
+        if self._data is None:
+            self._data = self.job.dataset("train"), self.job.dataset("val")
+            startup["dataset_s"] = -began + (began := time.perf_counter())
+            self.strategy.setup(self._data[0])
+            if self.rank == 0 and (stages := self.strategy.stage_summaries()):
+                self.outbox.put_event(ModelCut(stages=stages))
         self.strategy.attach()
-        self._resume()
-        startup["model_s"] = -began + (began := time.perf_counter())
-        first_step_at: float | None = None
-        stopped = False
-        train, position = self.config.train, self.position
+        self._continue_together()
+        startup["model_s"] = time.perf_counter() - began
+        with self._advising():
+            stopped = self._train(startup)
+            if not stopped:
+                self._evaluate()
+            final = self._checkpoint() if self.position.step > 0 else None
+        self._at("end")
+        self._writer.drain(timeout_s=self.config.cluster.collective_timeout_s)
+        self._report_written()
+        return Outcome(
+            status="stopped" if stopped else "done",
+            step=self.position.step,
+            text=None if stopped else self._sample(final),
+            held=self.held,
+        )
+
+    @property
+    def held(self) -> Mapping[int, tuple[int, ...]]:
+        """As :meth:`Strategy.held`; nothing before there is a model."""
+        return {} if self._data is None else self.strategy.held(self.position.step)
+
+    def finish(self, timeout_s: float) -> None:
+        """End the background work."""
+        self._writer.close(timeout_s=timeout_s)
+        self._report_written()
+
+    @contextlib.contextmanager
+    def _advising(self) -> Iterator[None]:
+        """Have an error about numbers that are not finite say what helps under this strategy."""
+        try:
+            yield
+        except NonFiniteError as e:
+            e.advice = self.strategy.nonfinite_advice or e.advice
+            raise
+
+    def _train(self, startup: dict[str, float]) -> bool:
+        """Step by step to the last one; True: the driver has stopped it before."""
+        began = time.perf_counter()
+        assert self._data is not None
+        train, position, train_set = self.config.train, self.position, self._data[0]
         window = Window(
             device=self.device,
             total_steps=train.steps - position.step,
@@ -106,19 +149,22 @@ class Loop:
             timeout_s=self.config.cluster.collective_timeout_s,
             read=self.strategy.reads_data,
         )
-        with self._advising(), contextlib.closing(batches), self._profiler() as profiled:
+        first = True
+        with contextlib.closing(batches), self._profiler() as profiled:
             steps = iter(batches)
-            self.outbox.at(position.step, "train")
+            self._at("train")
             window.timer.restart()
             while position.step < train.steps:
                 step = position.step + 1
+                self.gate.check(self.assignment.generation)
                 if not self.gate.begin(step):
-                    stopped = True
-                    break
+                    window.check_finite()
+                    return True
                 seed_step(self.config.seed, step, self.rank)
                 waited = time.perf_counter()
                 batch = next(steps)
                 window.data_wait_s += time.perf_counter() - waited
+                self._strike("train", step)
                 log_now = step % train.log_every == 0 or step in (1, train.steps)
                 result = self.strategy.train_step(
                     batch, want_grad_norm=log_now and (step % GRAD_NORM_EVERY == 0 or step == 1)
@@ -126,63 +172,58 @@ class Loop:
                 window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
                 position.step = step
                 position.samples_consumed += train.global_batch_size
-                self.outbox.at(step, "train")
+                self._at("train")
+                self.outbox.tick()
                 profiled()
                 if result.skipped and self.rank == 0:
                     self.outbox.put_event(Warned(message=f"step {step} skipped: gradient not finite"))
-                if first_step_at is None:
-                    first_step_at = time.time()
+                if first and self.rank == 0:
                     startup["first_step_s"] = time.perf_counter() - began
+                    self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
+                first = False
                 if log_now:
                     self._log(window, result, len(train_set))  # type: ignore[arg-type]
-                if train.eval_every and step % train.eval_every == 0 and step < train.steps:
-                    self._evaluate(val_set)
-                    window.timer.restart()
-                if self._checkpoint_due():
+                if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
-                    self._checkpoint()
+                    self._look_up()
                     window.timer.restart()
-        if not stopped:
-            self._evaluate(val_set)
-        final = None
-        if position.step > 0:
-            with self._advising():
-                window.check_finite()
-                final = self._checkpoint()
-        self.outbox.at(position.step, "end")
-        self._writer.drain(timeout_s=self.config.cluster.collective_timeout_s)
-        self._report_written()
-        return Outcome(
-            status="stopped" if stopped else "done",
-            step=position.step,
-            first_step_at=first_step_at,
-            startup=startup,
-            checkpoint=self.last_checkpoint,
-            text=None if stopped else self._sample(final),
-        )
+        window.check_finite()
+        return False
 
-    def close(self) -> None:
-        """End the background work, whatever happened; the process group may end after it."""
-        self.strategy.close()
-        self._writer.close(timeout_s=self.config.cluster.stop_grace_s)
+    def _look_up(self) -> None:
+        """Between two steps: what is due after the last one."""
+        if self._evaluation_due():
+            self._evaluate()
+        if self._checkpoint_due():
+            self._checkpoint()
 
-    @contextlib.contextmanager
-    def _advising(self) -> Iterator[None]:
-        """Have an error about numbers that are not finite say what helps under this strategy."""
-        try:
-            yield
-        except NonFiniteError as e:
-            e.advice = self.strategy.nonfinite_advice or e.advice
-            raise
-
-    def _resume(self) -> None:
-        """Rank 0 reads the checkpoint, the strategy brings it to the others."""
-        if self.assignment.checkpoint is None:
+    def _continue_together(self) -> None:
+        """Bring every rank to one state: that of the most advanced survivor, the checkpoint's, or the first."""
+        assignment, position = self.assignment, self.position
+        if assignment.sources is not None:
+            meta = self.strategy.hand_over(
+                assignment.sources,
+                source_step=assignment.source_step,
+                step=position.step,
+                samples_consumed=position.samples_consumed,
+            )
+        elif assignment.checkpoint is not None:
+            state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
+            meta = self.strategy.restore(state, source=0)
+        else:
+            self.strategy.begin_equal()
             return
-        state = load(Path(self.assignment.checkpoint)) if self.rank == 0 else None
-        meta = self.strategy.restore(state, source=0)
-        self.position.step = meta["step"]
-        self.position.samples_consumed = meta["samples_consumed"]
+        position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
+        if assignment.sources is not None:
+            self._look_up()  # which the failure may have cut short
+
+    def _at(self, phase: Phase) -> None:
+        self.outbox.at(self.position.step, phase)
+        if phase != "train":
+            self._strike(phase, self.position.step)
+
+    def _strike(self, phase: str, step: int) -> None:
+        faults.strike(self.assignment.faults, rank=self.rank, phase=phase, step=step)
 
     def _log(self, window: Window, result: StepResult, samples: int) -> None:
         consumed = self.position.samples_consumed
@@ -199,12 +240,13 @@ class Loop:
         )
         self._report_written()
 
-    def _evaluate(self, dataset: Any) -> None:
+    def _evaluate(self) -> None:
         """Every rank evaluates its part; the driver adds the parts up."""
-        self.outbox.at(self.position.step, "eval")
+        assert self._data is not None
+        self._at("eval")
         with self.strategy.together():
-            self._evaluate_together(dataset)
-        self.outbox.at(self.position.step, "train")
+            self._evaluate_together(self._data[1])
+        self._at("train")
 
     def _evaluate_together(self, dataset: Any) -> None:
         loss_sum, weight = torch.zeros((), device=self.device), torch.zeros(())
@@ -220,6 +262,8 @@ class Loop:
             timeout_s=self.config.cluster.collective_timeout_s,
             read=self.strategy.reads_data,
         ):
+            self.gate.check(self.assignment.generation)
+            self.outbox.tick()
             if valid == 0:
                 continue
             result = self.strategy.evaluate(batch, valid)
@@ -237,9 +281,15 @@ class Loop:
             )
         )
 
+    def _evaluation_due(self) -> bool:
+        return self._is_due(self.config.train.eval_every)
+
     def _checkpoint_due(self) -> bool:
-        every, step = self.config.checkpoint.every, self.position.step
-        return every > 0 and step % every == 0 and step < self.config.train.steps
+        return self._is_due(self.config.checkpoint.every)
+
+    def _is_due(self, every: int) -> bool:
+        step = self.position.step
+        return every > 0 and step % every == 0 and 0 < step < self.config.train.steps
 
     def _checkpoint(self) -> TrainState | None:
         """Returns what is being saved, on the rank that saves.
@@ -247,7 +297,7 @@ class Loop:
         Raises:
             NonFiniteError: there a parameter is not finite; nothing is saved.
         """
-        self.outbox.at(self.position.step, "checkpoint")
+        self._at("checkpoint")
         began = time.perf_counter()
         with self.strategy.together():
             state = self.strategy.capture(
@@ -261,7 +311,7 @@ class Loop:
                 raise NonFiniteError(f"the parameter {name} is no longer finite", self.position.step)
             self._writer.submit(state, timeout_s=self.config.cluster.collective_timeout_s)
             self._stall_ms = (time.perf_counter() - began) * 1e3
-        self.outbox.at(self.position.step, "train")
+        self._at("train")
         return state
 
     def _report_written(self) -> None:
@@ -269,7 +319,6 @@ class Loop:
             if isinstance(result, WriteFailed):
                 self.outbox.put_event(CheckpointFailed(step=result.step, reason=result.reason))
                 continue
-            self.last_checkpoint = str(result.path)
             self.outbox.put_event(
                 CheckpointSaved(
                     step=result.step,

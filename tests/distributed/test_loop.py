@@ -43,7 +43,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
     orders = assignment(
         rank=rank,
         world_size=world_size,
-        generation=0,
+        generation=1,
         store_port=0,
         run_dir=run_dir,
         case=case,
@@ -60,10 +60,11 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         outbox=outbox,
     )
     try:
-        outcome = loop.run({})
+        outcome = loop.run(orders, {})
     finally:
-        made.clear()  # closing the loop has to be enough
-        loop.close()
+        made.clear()  # closing the loop's strategy has to be enough
+        strategy.close()
+        loop.finish(timeout_s=5)
     return Ran(
         outcome=outcome,
         points=list(outbox.collect({}).points),

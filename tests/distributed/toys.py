@@ -67,6 +67,17 @@ CLUSTER = schema.ClusterConfig(
 )
 
 
+RECOVERY = schema.RecoveryConfig(
+    max_failures=0,
+    spares=0,
+    backoff_s=1,
+    hang_factor=10,
+    hang_min_s=10,
+    hang_max_s=20,
+    replace_stragglers=False,
+    chaos=(),
+)
+
 made: list[Strategy] = []
 """To be closed before the process group ends, as the training loop does."""
 
@@ -113,6 +124,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         train=case.train,
         data=schema.DataConfig(num_workers=0),
         checkpoint=schema.CheckpointConfig(every=0, keep=3),
+        recovery=RECOVERY,
         tracking=schema.TrackingConfig(
             uri=None, experiment="test", request_timeout_s=1, flush_timeout_s=1, system_metrics_every_s=0
         ),
@@ -146,6 +158,7 @@ def make(case: Case, rank: int) -> Strategy:
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
     strategy.attach()
+    strategy.begin_equal()
     return strategy
 
 

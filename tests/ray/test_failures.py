@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import events
 
-SHORT = ("strategy=ddp", "train.steps=40", "train.eval_every=0")
+SHORT = ("strategy=ddp", "train.steps=40", "train.eval_every=0", "recovery.max_failures=0")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -25,6 +25,7 @@ WALLS = {
     "config.help":      ("config config.overrides config.compose",                             ""),
     "events":           ("",                                                                   ""),
     "rundir":           ("",                                                                   ""),
+    "chaos":            ("",                                                                   ""),
     "mesh":             ("",                                                                   "(torch)"),
     "schedules":        ("",                                                                   ""),
     "spans":            ("",                                                                   ""),
@@ -33,9 +34,9 @@ WALLS = {
     "model.cut":        ("config",                                                             ""),
     "model":            ("config model.cut",                                                   "torch"),
     "job":              ("config",                                                             "(torch)"),
-    "plan":             ("config mesh schedules",                                              ""),
+    "plan":             ("chaos config mesh schedules",                                        ""),
     "figures":          ("",                                                                   ""),
-    "messages":         ("config events figures plan spans",                                   ""),
+    "messages":         ("chaos config events figures plan spans",                             ""),
     "report":           ("events plan",                                                        ""),
     "tracking":         ("config events rundir report",                                        "(mlflow)"),
     "worker.state":     ("",                                                                   "torch"),
@@ -43,11 +44,11 @@ WALLS = {
     "worker.data":      ("job mesh",                                                           "torch"),
     "strategies":       ("config events figures mesh schedules spans job model model.cut worker.state "
                          "worker.transfer worker.data",                                        "torch"),
-    "worker":           ("config events figures rundir spans job messages strategies worker.state "
+    "worker":           ("chaos config events figures rundir spans job messages strategies worker.state "
                          "worker.data",                                                        "torch"),
     "worker.actor":     ("rundir job messages strategies worker",                              "torch ray"),
-    "driver":           ("config config.compose events figures rundir job mesh model model.cut plan messages tracking "
-                         "spans schedule_model worker worker.state worker.actor",              "torch ray"),
+    "driver":           ("chaos config config.compose events figures rundir job mesh model model.cut plan messages "
+                         "tracking spans schedule_model worker worker.state worker.actor",              "torch ray"),
     "session":          ("config config.compose events rundir job plan report timeline tracking "
                          "driver",                                                             "torch"),
     "launch":           ("config config.overrides config.compose config.help report session",  ""),

@@ -1,0 +1,55 @@
+"""Faults to rehearse, as written in ``recovery.chaos``: what, at which step, on which rank, in which phase."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+KINDS = {
+    "raise": "an exception in the training thread",
+    "exit": "os._exit(1)",
+    "kill": "SIGKILL",
+    "segv": "a segmentation fault",
+    "stop": "SIGSTOP: the process stands still",
+    "sleep": "the training thread sleeps for ever",
+    "gil": "the training thread sleeps for ever and lets no other thread run",
+}
+PHASES = ("join", "build", "train", "eval", "checkpoint", "end")
+_WORD = re.compile(r"(?P<kind>\w+)@(?P<step>\d+):(?P<rank>\d+)(:(?P<phase>\w+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """In phase ``train`` it strikes while ``step`` is worked on, in the others when that is the last step done."""
+
+    kind: str
+    step: int
+    rank: int
+    phase: str = "train"
+
+
+def parse(word: str) -> Fault:
+    """``kill@40:1`` or ``stop@40:0:eval``.
+
+    Raises:
+        ValueError: it is none; the text says what is wrong.
+    """
+    match = _WORD.fullmatch(word)
+    if match is None:
+        raise ValueError(f"{word}: expected <kind>@<step>:<rank> or <kind>@<step>:<rank>:<phase>, as in kill@40:1")
+    kind, phase = match["kind"], match["phase"] or "train"
+    if kind not in KINDS:
+        raise ValueError(f"{word}: unknown kind; valid: {', '.join(KINDS)}")
+    if phase not in PHASES:
+        raise ValueError(f"{word}: unknown phase; valid: {', '.join(PHASES)}")
+    return Fault(kind=kind, step=int(match["step"]), rank=int(match["rank"]), phase=phase)
+
+
+def without_next(faults: Iterable[Fault], rank: int) -> tuple[Fault, ...]:
+    """``faults`` without the next one of ``rank``, which has struck."""
+    left = list(faults)
+    planned = [f for f in left if f.rank == rank]
+    if planned:
+        left.remove(min(planned, key=lambda f: f.step))
+    return tuple(left)

@@ -1,0 +1,250 @@
+"""One generation: the group formed, watched until every rank has come to an end, or one has failed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import ray
+import ray.exceptions
+
+from orchestrator.chaos import Fault
+from orchestrator.config.schema import Config
+from orchestrator.driver.failure import death, first_failure, hang, silence, standstill, too_slow
+from orchestrator.driver.gang import Gang, GangError, Member, check_ray
+from orchestrator.driver.pace import Pace, culprit
+from orchestrator.driver.recovery import Continuation, Held
+from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.telemetry import Telemetry
+from orchestrator.events import Event, GenerationStarted, StopRequested, Warned
+from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks
+from orchestrator.plan import Plan
+from orchestrator.rundir import RunDir
+
+SETTLE_S = 3.0
+"""After a failure, time for the other ranks to say what they saw."""
+STACKS_TIMEOUT_S = 2.0
+LISTENING_S = 0.1
+"""Between two looks while something is known to be wrong."""
+
+
+class Generation:
+    """``outcomes``: what became of each rank, as far as it is known; ``returned``: the ranks whose process lives on."""
+
+    def __init__(
+        self,
+        number: int,
+        gang: Gang,
+        config: Config,
+        plan: Plan,
+        run_dir: RunDir,
+        *,
+        telemetry: Telemetry,
+        stop: StopSignals,
+        emit: Callable[[Event], None],
+    ):
+        self.number = number
+        self.outcomes: dict[int, Outcome] = {}
+        self.returned: set[int] = set()
+        self.stop_sent = False
+        self._gang = gang
+        self._config = config
+        self._plan = plan
+        self._run_dir = run_dir
+        self._telemetry = telemetry
+        self._stop = stop
+        self._emit = emit
+        self._pending: dict[Any, Member] = {}
+        self._silent_since: dict[int, float] = {}
+        self._pace = Pace(config.recovery)
+
+    def begin(
+        self,
+        run_uid: str,
+        continuation: Continuation | None,
+        *,
+        checkpoint: Path | None,
+        faults: tuple[Fault, ...],
+    ) -> None:
+        """Have every rank join and train; ``continuation``: where it goes on from, after a failure.
+
+        Raises:
+            GangError: Ray is gone.
+        """
+        members, cluster = self._gang.members, self._config.cluster
+        timeout_s = cluster.rendezvous_timeout_s
+        try:
+            host, port = self._gang.ask_one(0, "open_store", timeout_s, timeout_s=timeout_s)
+        except ray.exceptions.RayError as e:
+            self._lost_before(members[0], e)
+            return
+        backend: Literal["gloo", "nccl"] = "nccl" if all(m.where.gpu_uuid for m in members) else "gloo"
+        if backend == "gloo" and self._plan.device == "cuda":
+            self._emit(Warned(message="Ray has GPUs, the workers see no CUDA device: on CPUs with gloo"))
+        self._emit(
+            GenerationStarted(
+                generation=self.number,
+                backend=backend,
+                device="cuda" if backend == "nccl" else "cpu",
+                workers=tuple(_describe(m) for m in members),
+            )
+        )
+        for member in members:
+            orders = Assignment(
+                generation=self.number,
+                global_rank=member.global_rank,
+                local_rank=member.local_rank,
+                store_host=host,
+                store_port=port,
+                backend=backend,
+                num_threads=self._plan.threads_per_worker,
+                run_dir=str(self._run_dir.path),
+                run_uid=run_uid,
+                working_dir=str(Path.cwd()),
+                import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
+                plan=self._plan,
+                config=self._config,
+                sources=None if continuation is None else continuation.sources,
+                source_step=0 if continuation is None else continuation.step,
+                checkpoint=None if checkpoint is None else str(checkpoint),
+                faults=faults,
+            )
+            self._pending[member.actor.train.remote(orders)] = member
+
+    def watch(self) -> None:
+        """Returns when every rank has come to an end, when one has failed and the others have had time to notice, or
+        when the time after a stop is over."""
+        give_up_at: float | None = None
+        abandoned = False
+        while self._pending:
+            wait_s = self._config.cluster.heartbeat_s if give_up_at is None else LISTENING_S
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
+            check_ray()
+            for reference in ready:
+                self._take_outcome(reference, self._pending.pop(reference))
+            now = time.monotonic()
+            self._look_after(self._telemetry.collect(self._gang), now)
+            if not abandoned and self._failed():
+                abandoned = True
+                give_up_at = now + SETTLE_S
+                left = [m.global_rank for m in self._pending.values()]
+                self._gang.tell("abandon", self.number, ranks=left)
+            if give_up_at is not None and now > give_up_at:
+                return
+            if self._stop.received and not self.stop_sent:
+                self._coordinate_stop()
+                give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
+
+    def guilty(self) -> int | None:
+        """The rank that failed first; where the others only waited in vain, the one that stands still."""
+        guilty = first_failure(self.outcomes)
+        failure = None if guilty is None else self.outcomes[guilty].failure
+        still = [rank for rank in range(self._plan.world_size) if rank not in self.outcomes]
+        if failure is None or not failure.collateral or not still:
+            return guilty
+        rank = min(still, key=lambda r: (self._telemetry.last_step.get(r, 0), r))
+        self._fail(rank, standstill(self._config.cluster.collective_timeout_s, time=time.time()))
+        return rank
+
+    def survivors(self) -> dict[int, Held]:
+        """The ranks whose process can go on, and what they hold."""
+        return {
+            rank: outcome.held
+            for rank, outcome in self.outcomes.items()
+            if rank in self.returned and (outcome.failure is None or outcome.failure.collateral)
+        }
+
+    def _failed(self) -> bool:
+        return any(o.status == "failed" for o in self.outcomes.values())
+
+    def _take_outcome(self, reference: Any, member: Member) -> None:
+        where, rank = member.where, member.global_rank
+        try:
+            outcome = cast(Outcome, ray.get(reference))
+        except ray.exceptions.RayError as e:
+            if rank not in self.outcomes:  # otherwise it has been ended for a reason that is known
+                self._fail(rank, death(e, pid=where.pid, hostname=where.hostname, time=time.time()))
+            return
+        self.returned.add(rank)
+        self.outcomes.setdefault(rank, outcome)
+
+    def _lost_before(self, member: Member, error: Exception) -> None:
+        """A worker is gone before the generation has begun; the others are as they were."""
+        where = member.where
+        for other in self._gang.members:
+            if other is not member:
+                self.returned.add(other.global_rank)
+                step = self._telemetry.last_step.get(other.global_rank, 0)
+                self.outcomes[other.global_rank] = Outcome(status="stopped", step=step)
+        self._fail(member.global_rank, death(error, pid=where.pid, hostname=where.hostname, time=time.time()))
+
+    def _fail(self, rank: int, failure: Failure) -> None:
+        self.outcomes[rank] = Outcome(status="failed", step=self._telemetry.last_step.get(rank, 0), failure=failure)
+
+    def _look_after(self, beats: Mapping[int, Heartbeat], now: float) -> None:
+        """End what does not answer any more, or does not get on."""
+        waited_for = [m for m in self._pending.values() if m.global_rank not in self.outcomes]
+        for member in waited_for:
+            rank, beat = member.global_rank, beats.get(member.global_rank)
+            if beat is None:
+                self._silent_since.setdefault(rank, now)
+            else:
+                self._silent_since.pop(rank, None)
+                self._pace.observe(rank, beat, now)
+        if self._failed():
+            return
+        slow = self._telemetry.straggler
+        if slow is not None and self._config.recovery.replace_stragglers and slow.rank not in self.outcomes:
+            self._end(slow.rank, too_slow(slow.slower_by, time=time.time()))
+            return
+        timeout_s = self._config.cluster.heartbeat_timeout_s
+        for member in waited_for:
+            rank, where = member.global_rank, member.where
+            if now - self._silent_since.get(rank, now) > timeout_s:
+                self._end(rank, silence(timeout_s, pid=where.pid, hostname=where.hostname, time=time.time()))
+        if not self._failed() and any(rank not in self.outcomes for rank in self._pace.hanging(now)):
+            self._end_hanging(now)
+
+    def _end_hanging(self, now: float) -> None:
+        """Write down what every rank is doing, and end the one that is most likely to blame."""
+        stacks = cast("dict[int, Stacks]", self._gang.poll("stacks", timeout_s=STACKS_TIMEOUT_S))
+        waited_for = [m.global_rank for m in self._pending.values() if m.global_rank not in self.outcomes]
+        rank, why = culprit(
+            waited_for,
+            waiting={rank: stack.waiting for rank, stack in stacks.items()},
+            steps=self._telemetry.last_step,
+        )
+        path = self._run_dir.stacks_file(self.number)
+        path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
+        stood_s = self._pace.standing_s(now)
+        message = f"it has not got on for {stood_s:.0f} s: {why}; the stacks of all ranks: {path}"
+        self._end(rank, hang(message, time=time.time()))
+
+    def _stack(self, rank: int, stacks: Stacks | None) -> str:
+        return f"==== {self._plan.title(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"
+
+    def _end(self, rank: int, failure: Failure) -> None:
+        """End a rank's process. That closes its connections, which frees the ranks that wait for it."""
+        self._fail(rank, failure)
+        self._gang.kill(rank)
+
+    def _coordinate_stop(self) -> None:
+        """Let all ranks finish the most advanced step that any of them has begun."""
+        assert self._stop.received is not None
+        self.stop_sent = True
+        self._emit(StopRequested(signal=self._stop.received.name))
+        grace_s = self._config.cluster.stop_grace_s
+        try:
+            begun = self._gang.ask("hold", timeout_s=grace_s)
+            self._gang.ask("stop_after", max(begun), timeout_s=grace_s)
+        except (GangError, ray.exceptions.RayError) as e:
+            self._emit(Warned(message=f"not every rank could be asked to stop: {e}"))
+
+
+def _describe(member: Member) -> str:
+    where = member.where
+    gpu = "" if where.gpu_index is None else f" gpu {where.gpu_index}"
+    return f"{where.hostname} ({where.node_ip}){gpu} pid {where.pid}"

@@ -1,0 +1,107 @@
+"""What to do when a generation fails. Pure: from the failures so far and from who is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.config.schema import RecoveryConfig
+
+GENERATIONS_WITHOUT_PROGRESS = 3
+MOST_PAUSE_S = 60.0
+
+Held = Mapping[int, Sequence[int]]
+"""The ranks whose state a worker has, and after which steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setback:
+    """The end of a generation that failed.
+
+    ``step``: the last one that any rank had completed. ``raised``: by an exception, which the same code may well raise
+    again. ``final``: trying again would end the same.
+    """
+
+    rank: int
+    step: int
+    message: str
+    raised: bool
+    final: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """The next generation: ``lost`` ranks get new workers, after ``pause_s``.
+
+    ``sources``: for each rank the survivor that holds its state after ``step``; None: all are built anew, from the
+    newest checkpoint.
+    """
+
+    lost: tuple[int, ...]
+    sources: tuple[int, ...] | None
+    step: int
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """``why`` is empty where the failure speaks for itself."""
+
+    why: str = ""
+
+
+def decide(
+    setbacks: Sequence[Setback],
+    survivors: Mapping[int, Held],
+    *,
+    world_size: int,
+    config: RecoveryConfig,
+) -> Continuation | GiveUp:
+    """How the run goes on after the last of ``setbacks``; ``survivors``: the ranks that can, and what they hold."""
+    last = setbacks[-1]
+    if config.max_failures == 0 or last.final:
+        return GiveUp()
+    if last.raised and len(setbacks) == 1 and last.step == 0:
+        return GiveUp()  # the job has never done a step: its code is at fault, not the machine
+    if len(setbacks) > 1 and _same(last, setbacks[-2]):
+        return GiveUp("the same error at the same step as before: no accident")
+    if len(setbacks) > config.max_failures:
+        return GiveUp(f"{len(setbacks)} failures, recovery.max_failures={config.max_failures}")
+    if len(setbacks) >= GENERATIONS_WITHOUT_PROGRESS and _standing(setbacks) + 1 >= GENERATIONS_WITHOUT_PROGRESS:
+        return GiveUp(f"{GENERATIONS_WITHOUT_PROGRESS} times without progress in between")
+    standing = _standing(setbacks)
+    pause_s = min(MOST_PAUSE_S, config.backoff_s * 2 ** (standing - 1)) if standing else 0.0
+    step, sources = newest_state(survivors, world_size)
+    lost = tuple(rank for rank in range(world_size) if rank not in survivors)
+    return Continuation(lost=lost, sources=sources, step=step, pause_s=pause_s)
+
+
+def newest_state(survivors: Mapping[int, Held], world_size: int) -> tuple[int, tuple[int, ...] | None]:
+    """The last step after which the survivors together hold the states of all ranks, and for each rank who holds it:
+    itself, if it does. None: there is no such step."""
+    steps = {step for held in survivors.values() for of_rank in held.values() for step in of_rank}
+    for step in sorted(steps, reverse=True):
+        sources = [_holder(survivors, rank, step) for rank in range(world_size)]
+        found = [source for source in sources if source is not None]
+        if len(found) == world_size:
+            return step, tuple(found)
+    return 0, None
+
+
+def _holder(survivors: Mapping[int, Held], rank: int, step: int) -> int | None:
+    holders = [other for other, held in sorted(survivors.items()) if step in held.get(rank, ())]
+    return rank if rank in holders else next(iter(holders), None)
+
+
+def _same(one: Setback, other: Setback) -> bool:
+    return one.raised and other.raised and (one.step, one.message) == (other.step, other.message)
+
+
+def _standing(setbacks: Sequence[Setback]) -> int:
+    """How many of the last setbacks came without progress after the one before."""
+    number = 0
+    for before, after in zip(reversed(setbacks[:-1]), reversed(setbacks), strict=False):
+        if after.step > before.step:
+            break
+        number += 1
+    return number

@@ -1,0 +1,113 @@
+"""What the workers tell, a few times a second: the heartbeat, and with it progress, figures and events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+
+from orchestrator.config.schema import Config
+from orchestrator.driver.aggregate import Aggregator
+from orchestrator.driver.gang import Gang, Member
+from orchestrator.driver.straggler import Straggler, StragglerWatch
+from orchestrator.events import Event, MetricsLogged, RankProgress, StragglerFound, SystemMetricsLogged, Warned
+from orchestrator.messages import Heartbeat, TrainPoint
+from orchestrator.plan import Plan
+
+TRACKING_CHECK_EVERY_S = 5.0
+
+
+class Telemetry:
+    """Collects for the whole run and passes on.
+
+    ``last_step`` is the last completed one of each rank; ``straggler`` the one found in this generation, if any.
+
+    ``tracking_problem()`` says why nothing reaches the tracking server at present, if so.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        aggregator: Aggregator,
+        emit: Callable[[Event], None],
+        *,
+        tracking_problem: Callable[[], str | None],
+    ):
+        self.last_step: dict[int, int] = {}
+        self.straggler: Straggler | None = None
+        self._config = config
+        self._plan = plan
+        self._stragglers = StragglerWatch(plan.mesh.num_workers)
+        self._aggregator = aggregator
+        self._emit = emit
+        self._tracking_problem = tracking_problem
+        self._known_problem: str | None = None
+        self._next_tracking_check = time.monotonic() + TRACKING_CHECK_EVERY_S
+        self._system_readings = 0
+        self._next_system_reading = time.monotonic()
+
+    def collect(self, gang: Gang) -> Mapping[int, Heartbeat]:
+        """Ask every worker where it stands, and pass on what it has to tell; the answers of those that gave one."""
+        every = self._config.tracking.system_metrics_every_s
+        now = time.monotonic()
+        due = every > 0 and now >= self._next_system_reading
+        if due:
+            self._next_system_reading = now + every
+        beats = gang.heartbeats(with_system_metrics=due)
+        names = node_names(gang.members)
+        system: dict[str, float] = {}
+        told: list[Event] = []
+        for rank, beat in sorted(beats.items()):
+            node = names[gang.members[rank].where.node_id]
+            self.last_step[rank] = beat.step
+            system |= {f"system/{node}/{name}": value for name, value in beat.system.items()}
+            told += beat.events
+            for point in beat.points:
+                logged = self._aggregator.add(rank, point)
+                if logged is not None:
+                    self._emit(logged)
+                if rank in self._plan.mesh.shards:
+                    continue
+                if isinstance(point, TrainPoint) and (found := self._stragglers.add(rank, point)):
+                    self._name_straggler(found, names[gang.members[found.rank].where.node_id])
+            self._emit(RankProgress(rank=rank, step=beat.step, phase=beat.phase, step_ms=beat.busy_ms, node=node))
+        for event in told:  # after the figures of all ranks: a checkpoint of a step after its loss
+            self._emit(event)
+        if system:
+            self._system_readings += 1
+            self._emit(SystemMetricsLogged(step=self._system_readings, metrics=system))
+        self._check_tracking(now)
+        return beats
+
+    def begin_generation(self, lost: Collection[int], step: int) -> None:
+        """All ranks are at ``step`` again; the ``lost`` have new workers."""
+        self._aggregator.forget_incomplete()
+        self.last_step = dict.fromkeys(self.last_step, step)
+        self.straggler = None
+        for rank in lost:
+            self._stragglers.forget(rank)
+
+    def _name_straggler(self, found: Straggler, node: str) -> None:
+        self.straggler = found
+        figures = {f.name: getattr(found, f.name) for f in fields(found)}
+        self._emit(StragglerFound(**figures, slower_by=found.slower_by, title=self._plan.title(found.rank), node=node))
+        self._emit(MetricsLogged(step=found.step, metrics={"recovery/straggler_rank": float(found.rank)}))
+
+    def _check_tracking(self, now: float) -> None:
+        """Say once that the tracking server is away, and once that it is back."""
+        if now < self._next_tracking_check:
+            return
+        self._next_tracking_check = now + TRACKING_CHECK_EVERY_S
+        problem = self._tracking_problem()
+        if problem and not self._known_problem:
+            self._emit(Warned(message=f"MLflow is not reached ({problem}); training goes on, no point is lost"))
+        elif self._known_problem and not problem:
+            self._emit(Warned(message="MLflow is reached again"))
+        self._known_problem = problem
+
+
+def node_names(members: tuple[Member, ...]) -> dict[str, str]:
+    """``node_0``, ``node_1``, ... in the order of the ranks: MLflow charts such names together."""
+    ordered = dict.fromkeys(m.where.node_id for m in members)
+    return {node_id: f"node_{number}" for number, node_id in enumerate(ordered)}

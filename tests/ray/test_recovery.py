@@ -1,0 +1,143 @@
+"""Workers die, hang and raise; the run goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import events, losses
+from safetensors.torch import load_file
+
+STEPS = 24
+WORDS = (
+    f"train.steps={STEPS}",
+    "train.log_every=1",
+    "train.eval_every=8",
+    "checkpoint.every=8",
+    "job.hidden=16",
+    "recovery.backoff_s=0.1",
+    "recovery.hang_min_s=2",
+    "recovery.hang_max_s=20",
+)
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[tuple[str, ...], Any]:
+    return {}
+
+
+@pytest.fixture
+def reference(run: Callable[..., Any], undisturbed: dict[tuple[str, ...], Any]) -> Callable[..., Any]:
+    """The weights and losses of a run without faults, made once."""
+
+    def get(*words: str) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
+        if words not in undisturbed:
+            result = run(*WORDS, *words)
+            assert result.exit_code == 0, result.reason
+            undisturbed[words] = weights(result.run_dir), losses(result.run_dir)
+        return undisturbed[words]  # type: ignore[no-any-return]
+
+    return get
+
+
+def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
+    """The points that there are; those of a rank that died before it was asked are missing."""
+    seen = losses(run_dir)
+    assert seen.keys() <= expected.keys()
+    assert len(seen) >= len(expected) // 2
+    assert {step: pytest.approx(expected[step], rel=1e-6) for step in seen} == seen
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spares: int) -> None:
+    result = run(*WORDS, f"recovery.chaos=[kill@13:{rank}]", f"recovery.spares={spares}")
+    assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
+    expected, curve = reference()
+    final = weights(result.run_dir)
+    assert final.keys() == expected.keys()
+    assert [n for n in final if not torch.equal(final[n], expected[n])] == []
+    assert_same_curve(result.run_dir, curve)
+    assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
+    (lost,) = events(result.run_dir, "worker_lost")
+    assert (lost["rank"], "died" in lost["reason"]) == (rank, True)
+    (recovered,) = events(result.run_dir, "recovered")
+    assert (recovered["step"], recovered["replaced"], recovered["in_place"]) == (12, [rank], True)
+    assert recovered["seconds"] == pytest.approx(result.summary["recovery_s"][0])
+    assert [e["generation"] for e in events(result.run_dir, "generation_started")] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit", "segv", "stop", "sleep", "gil"])
+def test_every_kind_of_failure_is_outlived(run: Any, reference: Any, kind: str) -> None:
+    result = run(*WORDS, f"recovery.chaos=[{kind}@13:1]")
+    assert result.exit_code == 0, result.reason
+    assert_same_weights(result.run_dir, reference()[0])
+    (lost,) = events(result.run_dir, "worker_lost")
+    assert lost["rank"] == 1
+    if kind in ("stop", "sleep", "gil"):
+        assert "it has not got on for" in lost["reason"]
+        stacks = (result.run_dir / "logs" / "stacks-generation-1.txt").read_text()
+        assert "training thread:" in stacks.split("==== rank 1")[0]
+
+
+def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> None:
+    final = weights(run_dir)
+    assert final.keys() == expected.keys()
+    assert [n for n in final if not torch.equal(final[n], expected[n])] == []
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "kill@0:1:join",
+        "kill@0:1:build",
+        "kill@8:1:eval",
+        "kill@8:0:checkpoint",
+        f"kill@{STEPS}:1:eval",
+        f"kill@{STEPS}:0:checkpoint",
+        f"kill@{STEPS}:0:end",
+        "kill@13:1,kill@12:0:build",
+        "kill@13:1,kill@20:0,kill@22:1",
+        "kill@13:0,kill@13:1",
+    ],
+)
+def test_whenever_it_happens(run: Any, reference: Any, faults: str) -> None:
+    result = run(*WORDS, f"recovery.chaos=[{faults}]")
+    assert result.exit_code == 0, result.reason
+    assert_same_weights(result.run_dir, reference()[0])
+
+
+def test_a_crash_loop_ends_with_its_cause_said_once(run: Any) -> None:
+    faults = ",".join(["kill@13:1"] * 5)
+    result = run(*WORDS, f"recovery.chaos=[{faults}]")
+    assert (result.status, result.exit_code) == ("FAILED", 1)
+    assert "3 times without progress" in result.reason
+    assert len(events(result.run_dir, "worker_lost")) == 2
+    assert len(events(result.run_dir, "worker_failed")) == 1
+
+
+def test_an_error_that_comes_again_is_no_accident(run: Any) -> None:
+    result = run(*WORDS, "recovery.chaos=[raise@13:1,raise@13:1]")
+    assert (result.status, result.exit_code) == ("FAILED", 1)
+    assert "the same error at the same step as before" in result.reason
+
+
+@pytest.mark.parametrize("strategy", ["single", "pipeline", "hogwild"])
+def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, strategy: str) -> None:
+    rank = 0 if strategy == "single" else 1
+    result = run(*WORDS, f"strategy={strategy}", f"recovery.chaos=[kill@13:{rank}]")
+    assert result.exit_code == 0, result.reason
+    assert result.summary["restarts"] == 1
+    assert result.summary["steps"] == STEPS
+    (recovered,) = events(result.run_dir, "recovered")
+    assert recovered["step"] in (0, 8)  # the checkpoint may not have been whole yet
+    assert not recovered["in_place"]
+    if strategy != "hogwild":
+        assert_same_weights(result.run_dir, reference(f"strategy={strategy}")[0])

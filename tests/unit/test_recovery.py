@@ -1,0 +1,212 @@
+"""What is done about failures: decided without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.chaos import Fault, parse, without_next
+from orchestrator.config.schema import RecoveryConfig
+from orchestrator.driver.pace import Pace, culprit
+from orchestrator.driver.recovery import Continuation, GiveUp, Held, Setback, decide, newest_state
+from orchestrator.driver.straggler import Straggler, StragglerWatch
+from orchestrator.messages import Heartbeat, Phase, TrainPoint
+
+CONFIG = RecoveryConfig(
+    max_failures=10,
+    spares=0,
+    backoff_s=1,
+    hang_factor=10,
+    hang_min_s=5,
+    hang_max_s=100,
+    replace_stragglers=False,
+    chaos=(),
+)
+DEATH = Setback(rank=1, step=40, message="died", raised=False, final=False)
+ERROR = Setback(rank=1, step=40, message="RuntimeError: x", raised=True, final=False)
+
+
+def everything(step: int) -> Held:
+    """What a replica of the whole model holds."""
+    return {rank: (step,) for rank in range(3)}
+
+
+LEFT = {0: everything(40), 2: everything(39)}
+
+
+def after(*setbacks: Setback, survivors: Mapping[int, Held] = LEFT, **changes: int) -> object:
+    config = replace(CONFIG, **changes)  # type: ignore[arg-type]
+    return decide(setbacks, survivors, world_size=3, config=config)
+
+
+def going_on(pause_s: float = 0) -> Continuation:
+    return Continuation(lost=(1,), sources=(0, 0, 0), step=40, pause_s=pause_s)
+
+
+def test_all_go_on_from_the_most_advanced_survivor_and_who_is_gone_is_replaced() -> None:
+    assert after(DEATH) == going_on()
+    other = after(DEATH, survivors={0: everything(39), 2: everything(40)})
+    assert other == Continuation(lost=(1,), sources=(2, 2, 2), step=40, pause_s=0)
+
+
+def test_without_a_survivor_that_has_it_all_the_checkpoint_is_the_source() -> None:
+    nothing = Continuation(lost=(1,), sources=None, step=0, pause_s=0)
+    assert after(DEATH, survivors={0: {}, 2: {}}) == nothing
+    assert after(DEATH, survivors={}) == replace(nothing, lost=(0, 1, 2))
+
+
+def test_stages_go_on_from_the_last_step_that_every_one_of_them_is_held_after() -> None:
+    """Ranks 0 and 1 are the stages of one pipeline, 2 and 3 those of its replica; 1 is lost."""
+    replicas = {0: {0: (40,), 2: (40,)}, 2: {0: (40,), 2: (40,)}, 3: {1: (40,), 3: (40,)}}
+    assert newest_state(replicas, 4) == (40, (0, 3, 2, 3))
+    uneven = {**replicas, 3: {1: (39,), 3: (39,)}}
+    assert newest_state(uneven, 4) == (0, None)
+    with_copies = {0: {0: (40, 30), 1: (30, 20)}, 2: {2: (40, 30), 3: (30, 20)}, 3: {3: (39, 30)}}
+    assert newest_state(with_copies, 4) == (30, (0, 0, 2, 3))
+
+
+def test_no_failure_is_outlived_where_none_is_allowed_or_all_are_used_up() -> None:
+    assert after(DEATH, max_failures=0) == GiveUp()
+    on_and_on = [replace(DEATH, step=step) for step in (10, 20, 30)]
+    assert isinstance(after(*on_and_on, max_failures=3), Continuation)
+    assert after(*on_and_on, max_failures=2) == GiveUp("3 failures, recovery.max_failures=2")
+
+
+def test_three_generations_without_progress_end_the_run() -> None:
+    assert isinstance(after(DEATH, DEATH), Continuation)
+    assert after(DEATH, DEATH, DEATH) == GiveUp("3 times without progress in between")
+    assert isinstance(after(DEATH, DEATH, replace(DEATH, step=41)), Continuation)
+
+
+def test_pauses_come_with_standstill_alone_and_grow() -> None:
+    earlier = replace(DEATH, step=30)
+    assert after(earlier, DEATH) == going_on()
+    assert after(earlier, DEATH, DEATH) == going_on(pause_s=1)
+
+
+def test_an_error_of_the_code_is_not_tried_for_ever() -> None:
+    assert after(replace(ERROR, step=0)) == GiveUp()
+    assert isinstance(after(replace(DEATH, step=0)), Continuation)
+    assert isinstance(after(ERROR), Continuation)
+    assert after(ERROR, ERROR) == GiveUp("the same error at the same step as before: no accident")
+    assert isinstance(after(ERROR, replace(ERROR, message="another")), Continuation)
+    assert after(replace(ERROR, final=True)) == GiveUp()
+
+
+# Hangs --------------------------------------------------------------------------------------------
+
+
+def beat(ticks: int, phase: Phase = "train", usual_tick_s: float | None = 1.0) -> Heartbeat:
+    return Heartbeat(step=ticks, phase=phase, ticks=ticks, usual_tick_s=usual_tick_s)
+
+
+def pace(*beats: Heartbeat) -> Pace:
+    """A rank for each of the heartbeats, which came at time 0."""
+    seen = Pace(CONFIG)
+    for rank, one in enumerate(beats):
+        seen.observe(rank, one, 0.0)
+    return seen
+
+
+def test_a_rank_hangs_when_it_takes_many_times_the_usual() -> None:
+    seen = pace(beat(5), beat(5))
+    assert seen.hanging(9.9) == []
+    assert seen.hanging(10.1) == [0, 1]
+    seen.observe(0, beat(6), 10.0)
+    seen.observe(1, beat(5), 10.0)
+    assert seen.hanging(10.1) == [1]
+
+
+def test_short_steps_have_the_least_patience_and_unknown_ones_the_most() -> None:
+    short, unknown = pace(beat(5, usual_tick_s=0.01)), pace(beat(0, usual_tick_s=None))
+    assert (short.hanging(4.9), short.hanging(5.1)) == ([], [0])
+    assert (unknown.hanging(99.9), unknown.hanging(100.1)) == ([], [0])
+
+
+@pytest.mark.parametrize("phase", ["start", "join", "build", "checkpoint", "end"])
+def test_other_phases_may_take_what_they_take_and_the_others_wait_for_them(phase: Phase) -> None:
+    seen = pace(beat(5), beat(5, phase))
+    assert seen.hanging(99.9) == []
+    assert seen.hanging(100.1) == [0]
+
+
+def test_a_phase_without_ticks_does_not_count_against_the_steps_after_it() -> None:
+    seen = pace(beat(5, "checkpoint"))
+    seen.observe(0, beat(5), 90.0)
+    assert (seen.hanging(99.9), seen.hanging(100.1)) == ([], [0])
+
+
+def test_who_is_to_blame() -> None:
+    steps = {0: 7, 1: 7, 2: 6}
+    assert culprit([0, 1, 2], waiting={0: True, 2: False}, steps=steps)[0] == 1
+    assert culprit([0, 1, 2], waiting={0: True, 1: False, 2: True}, steps=steps)[0] == 1
+    assert culprit([0, 1, 2], waiting={0: True, 1: True, 2: True}, steps=steps)[0] == 2
+    assert culprit([0, 2], waiting={0: True, 1: False, 2: True}, steps=steps)[0] == 2
+
+
+# Faults to rehearse -------------------------------------------------------------------------------
+
+
+def test_faults_as_they_are_written() -> None:
+    assert parse("kill@40:1") == Fault(kind="kill", step=40, rank=1)
+    assert parse("stop@7:0:eval") == Fault(kind="stop", step=7, rank=0, phase="eval")
+
+
+@pytest.mark.parametrize(
+    ("word", "why"), [("kill", "expected <kind>@"), ("burn@1:0", "unknown kind"), ("kill@1:0:lunch", "unknown phase")]
+)
+def test_what_is_no_fault_is_refused(word: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse(word)
+
+
+def test_a_fault_strikes_once() -> None:
+    first, second, others = (parse(word) for word in ("kill@10:1", "kill@20:1", "kill@5:0"))
+    assert without_next([second, first, others], 1) == (second, others)
+    assert without_next([others], 1) == (others,)
+
+
+# Stragglers ---------------------------------------------------------------------------------------
+
+
+def times(step: int, step_ms: float, *, comm_share: float = 0.0, data_wait_ms: float = 0.0) -> TrainPoint:
+    return TrainPoint(
+        step=step, time=0.0, samples_seen=0, epoch=0.0, loss_sum=0.0, weight=1.0, lr=0.1, grad_norm=None,
+        step_ms=(step_ms,) * 5, data_wait_ms=data_wait_ms, comm_share=comm_share,
+    )  # fmt: skip
+
+
+def watched(*rounds: tuple[TrainPoint, TrainPoint, TrainPoint]) -> list[Straggler]:
+    watch = StragglerWatch(3)
+    found = [watch.add(rank, point) for parts in rounds for rank, point in enumerate(parts)]
+    return [straggler for straggler in found if straggler is not None]
+
+
+def slow_round(step: int) -> tuple[TrainPoint, TrainPoint, TrainPoint]:
+    """All take 40 ms, of which ranks 0 and 1 wait three quarters for rank 2, which waits 30 ms for data."""
+    waiting = times(step, 40.0, comm_share=0.75)
+    return waiting, waiting, times(step, 40.0, data_wait_ms=30.0)
+
+
+def even_round(step: int) -> tuple[TrainPoint, TrainPoint, TrainPoint]:
+    return times(step, 40.0), times(step, 50.0), times(step, 45.0)
+
+
+def test_a_rank_that_is_slower_twice_in_a_row_is_named_with_what_it_spends_its_time_on() -> None:
+    (found,) = watched(slow_round(5), slow_round(10), slow_round(15))
+    assert (found.rank, found.step) == (2, 10)
+    assert (found.compute_ms, found.others_compute_ms) == pytest.approx((10.0, 10.0))
+    assert (found.data_wait_ms, found.others_data_wait_ms) == pytest.approx((30.0, 0.0))
+    assert found.slower_by == pytest.approx(4.0)
+
+
+def test_passing_slowness_names_nobody() -> None:
+    assert watched(slow_round(5), even_round(10), slow_round(15), even_round(20)) == []
+    assert watched(even_round(5), even_round(10), even_round(15)) == []
+
+
+def test_it_is_named_again_after_it_was_itself() -> None:
+    rounds = [slow_round(5), slow_round(10), even_round(15), slow_round(20), slow_round(25)]
+    assert [found.step for found in watched(*rounds)] == [10, 25]
