@@ -23,7 +23,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 WORKERS = 2
 WARM_UP_STEPS = 10
-"""Left out by every arm; ours leaves out as many."""
+"""Left out by every arm, or a fifth of a short run; ours leaves out as many."""
 ARM_TIMEOUT_S = 240
 RAY_START_TIMEOUT_S = 60
 
@@ -70,42 +70,65 @@ Arm = Callable[[Path], Timing]
 
 
 def ours(
-    work: Work, *, strategy: str = "ddp", address: str = "local", tracking: Sequence[str] = ("tracking=none",)
+    work: Work,
+    *,
+    strategy: str = "ddp",
+    address: str = "local",
+    tracking: Sequence[str] = ("tracking=none",),
+    settings: Sequence[str] = (),
 ) -> Arm:
-    """``python -m orchestrator.launch``, on the Ray at ``address`` or (``local``) on one of its own."""
+    """Our command on the Ray at ``address``, or (``local``) on one of its own; ``settings``: more words of it."""
 
     def run(folder: Path) -> Timing:
-        words = [
-            f"strategy={strategy}",
-            f"strategy.num_workers={1 if strategy == 'single' else WORKERS}",
-            f"job._target_={work.job}",
-            *(f"job.{name}={value}" for name, value in work.fields.items()),
-            f"train.steps={work.steps}",
-            f"train.global_batch_size={work.global_batch_size}",
-            f"train.log_every={work.log_every}",
-            "train.eval_every=0",
-            "checkpoint.every=0",
-            f"cluster.address={address}",
-            *tracking,
-        ]
-        _execute(["-m", "orchestrator.launch", *words], folder)
-        (record,) = folder.glob("outputs/*/*/run.json")
+        workers = 1 if strategy == "single" else WORKERS
+        words = [f"strategy={strategy}", f"strategy.num_workers={workers}", f"cluster.address={address}"]
+        record = launch(work, [*words, *tracking, *settings], folder) / "run.json"
         summary = json.loads(record.read_text())["summary"]
         return Timing(**{name: summary[name] for name in Timing.__dataclass_fields__})
 
     return run
 
 
+def launch(work: Work, words: Sequence[str], folder: Path) -> Path:
+    """``python -m orchestrator.launch`` with these words for the work; the run directory that it leaves."""
+    common = [
+        f"job._target_={work.job}",
+        *(f"job.{name}={value}" for name, value in work.fields.items()),
+        f"train.steps={work.steps}",
+        f"train.global_batch_size={work.global_batch_size}",
+        f"train.log_every={work.log_every}",
+        "train.eval_every=0",
+        "checkpoint.every=0",
+    ]
+    execute(["-m", "orchestrator.launch", *common, *words], folder)
+    (record,) = folder.glob("outputs/*/*/run.json")
+    return record.parent
+
+
 def torchrun(work: Work) -> Arm:
     """Plain ``DistributedDataParallel`` under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
-    return _peer([*launcher, str(HERE / "peers" / "torchrun_ddp.py")], work)
+    return _peer(_torchrun("torchrun_ddp.py"), work)
+
+
+def torch_pipeline(work: Work, *, split: str, schedule: str, num_microbatches: int) -> Arm:
+    """Two stages of plain ``torch.distributed.pipelining`` under torchrun; the second begins with layer ``split``."""
+    flags = [f"--split={split}", f"--schedule={schedule}", f"--num-microbatches={num_microbatches}"]
+    return _peer([*_torchrun("torch_pipeline.py"), *flags], work)
 
 
 def ray_train(work: Work, *, address: str = "local", dashboard: bool = True) -> Arm:
     """Ray Train's ``TorchTrainer`` with gloo; without a dashboard as far as it starts a Ray of its own."""
     flags = [f"--workers={WORKERS}", f"--address={address}", *([] if dashboard else ["--no-dashboard"])]
     return _peer([str(HERE / "peers" / "ray_train_ddp.py"), *flags], work)
+
+
+def python_of_torchrun(*flags: str) -> list[str]:
+    """What to give Python, without the script."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}", *flags]
+
+
+def _torchrun(script: str) -> list[str]:
+    return [*python_of_torchrun(), str(HERE / "peers" / script)]
 
 
 def _peer(command: Sequence[str], work: Work) -> Arm:
@@ -120,9 +143,9 @@ def _peer(command: Sequence[str], work: Work) -> Arm:
             f"--result={result}",
         ]
         created = time.time()
-        _execute([*command, *words], folder)
+        execute([*command, *words], folder)
         measured = json.loads(result.read_text())
-        step_ms = measured["step_ms"][WARM_UP_STEPS:]
+        step_ms = measured["step_ms"][min(WARM_UP_STEPS, work.steps // 5) :]
         return Timing(
             startup_s=measured["first_step_at"] - created,
             startup={},
@@ -133,7 +156,7 @@ def _peer(command: Sequence[str], work: Work) -> Arm:
     return run
 
 
-def _execute(words: Sequence[str], folder: Path) -> None:
+def execute(words: Sequence[str], folder: Path) -> None:
     """Python with these words, to its end.
 
     Raises:
@@ -160,13 +183,14 @@ def _execute(words: Sequence[str], folder: Path) -> None:
 
 
 @contextmanager
-def running_ray() -> Iterator[str]:
+def running_ray(num_cpus: int | None = None) -> Iterator[str]:
     """A Ray of ``ray start --head``, beside any other of this machine; yields its address."""
     port = free_port()
     # Ray's sockets lie below this directory, and their paths may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
         flags = ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
+        flags += [] if num_cpus is None else [f"--num-cpus={num_cpus}"]
         head = subprocess.Popen(
             [*command, *flags],
             env={**environment(), "PYTHONUNBUFFERED": "1"},

@@ -11,7 +11,7 @@ from arms import Work, ours, running_ray
 from ceiling import ceiling
 from rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
-ROUNDS = 9
+ROUNDS = 5
 NEVER = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=100_000)
 EVERY = replace(NEVER, log_every=1)
 SQLITE = ("tracking.uri=sqlite:///mlflow.db",)

@@ -11,7 +11,7 @@ from arms import Timing, Work, ours, running_ray
 from ceiling import ceiling
 from rounds import Claim, argument_parser, rates_table, ratios, report, run_round
 
-ROUNDS = 5
+ROUNDS = 3
 WORKS = {
     "digits": Work(
         job="jobs.digits.Digits", fields={"hidden": 1024, "depth": 4}, global_batch_size=512, steps=50, log_every=10

@@ -21,7 +21,7 @@ from arms import Arm, Timing, Work, end_tree, environment, free_port, ours, runn
 from ceiling import ceiling
 from rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
-ROUNDS = 5
+ROUNDS = 3
 WORK = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=1)
 SERVER_START_TIMEOUT_S = 90
 Server = tuple[subprocess.Popen[bytes], str]

@@ -25,6 +25,11 @@ class Settings:
     workers: int
     address: str
     dashboard: bool
+    split: str
+    schedule: str
+    num_microbatches: int
+    kill_at: int
+    checkpoint_every: int
 
     def make_job(self) -> Job:
         module, _, name = self.job.rpartition(".")
@@ -44,6 +49,11 @@ def parse() -> Settings:
     parser.add_argument("--workers", type=int, default=0, help="Ray Train's; torchrun has its own")
     parser.add_argument("--address", default="local", help="of the Ray to use; local: a new one")
     parser.add_argument("--no-dashboard", dest="dashboard", action="store_false")
+    parser.add_argument("--split", default="", help="the layer that a pipeline's second stage begins with")
+    parser.add_argument("--schedule", default="1F1B")
+    parser.add_argument("--num-microbatches", type=int, default=1)
+    parser.add_argument("--kill-at", type=int, default=0, help="the step in which rank 1 dies; 0: it does not")
+    parser.add_argument("--checkpoint-every", type=int, default=20)
     return Settings(**vars(parser.parse_args()))
 
 

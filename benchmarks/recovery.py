@@ -1,0 +1,136 @@
+"""What the death of a worker costs: seconds from SIGKILL to the end of the next step, and steps made again.
+
+python benchmarks/recovery.py
+
+Rank 1 of two kills itself before step 100. Ours goes on in place, with a spare and without; torchrun (--max-restarts)
+and Ray Train (FailureConfig) begin anew from a checkpoint that they write every 20 steps. Ours and Ray Train use a Ray
+that runs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from arms import WORKERS, Work, execute, launch, python_of_torchrun, running_ray
+from rounds import HERE, Claim, argument_parser, report, table
+
+ROUNDS = 5
+KILL_AT, CHECKPOINT_EVERY = 100, 20
+WORK = Work(
+    job="jobs.digits.Digits", fields={"hidden": 1024, "depth": 3}, global_batch_size=128, steps=200, log_every=20
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """``run_s``: the whole command."""
+
+    seconds: float
+    steps_lost: int
+    run_s: float
+
+
+def ours(address: str, spares: int) -> Callable[[Path], Cost]:
+    def run(folder: Path) -> Cost:
+        words = [
+            "strategy=ddp",
+            f"strategy.num_workers={WORKERS}",
+            f"cluster.address={address}",
+            "tracking=none",
+            f"checkpoint.every={CHECKPOINT_EVERY}",
+            f"recovery.spares={spares}",
+            f"recovery.chaos=[kill@{KILL_AT}:1]",
+        ]
+        began = time.monotonic()
+        summary = json.loads((launch(WORK, words, folder) / "run.json").read_text())["summary"]
+        (seconds,) = summary["recovery_s"]
+        return Cost(seconds=seconds, steps_lost=summary["steps_lost"], run_s=time.monotonic() - began)
+
+    return run
+
+
+def peer(command: list[str]) -> Callable[[Path], Cost]:
+    def run(folder: Path) -> Cost:
+        words = [
+            f"--job={WORK.job}",
+            f"--fields={json.dumps(dict(WORK.fields))}",
+            f"--steps={WORK.steps}",
+            f"--global-batch-size={WORK.global_batch_size}",
+            f"--log-every={WORK.log_every}",
+            f"--result={folder / 'result.json'}",
+            f"--kill-at={KILL_AT}",
+            f"--checkpoint-every={CHECKPOINT_EVERY}",
+        ]
+        began = time.monotonic()
+        execute([*command, *words], folder)
+        run_s = time.monotonic() - began
+        return Cost(**json.loads((folder / "recovery.json").read_text()), run_s=run_s)
+
+    return run
+
+
+def main() -> None:
+    arguments = argument_parser(__doc__).parse_args()
+    peers = HERE / "peers"
+    results: list[dict[str, Cost]] = []
+    with running_ray(num_cpus=WORKERS + 1) as address:
+        arms = {
+            "ours, a spare": ours(address, 1),
+            "ours": ours(address, 0),
+            "torchrun": peer([*python_of_torchrun("--max-restarts=3"), str(peers / "torchrun_elastic.py")]),
+            "Ray Train": peer([str(peers / "ray_train_elastic.py"), f"--workers={WORKERS}", f"--address={address}"]),
+        }
+        for number in range(1 if arguments.quick else ROUNDS):
+            results.append(run_round(arms, number))
+    report(
+        "recovery",
+        [
+            Claim(
+                name=f"kill to the next step, ours{spare} / {other}",
+                ratios=ratios(results, f"ours{spare}", other),
+                at_most=1,
+            )
+            for other in ("torchrun", "Ray Train")
+            for spare in (", a spare", "")
+        ],
+        ceiling=None,
+        rounds={},
+        notes=costs_table(results),
+        keep=not arguments.quick,
+    )
+
+
+def run_round(arms: Mapping[str, Callable[[Path], Cost]], number: int) -> dict[str, Cost]:
+    costs = {}
+    for name in arms if number % 2 == 0 else reversed(list(arms)):
+        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+            costs[name] = cost = arms[name](Path(folder))
+        print(f"  round {number + 1}, {name}: {cost.seconds:.2f} s, {cost.steps_lost} steps", flush=True)
+    return costs
+
+
+def ratios(results: list[dict[str, Cost]], over: str, under: str) -> list[float]:
+    return [r[over].seconds / r[under].seconds for r in results]
+
+
+def costs_table(results: list[dict[str, Cost]]) -> str:
+    rows = [
+        [
+            name,
+            f"{statistics.median(r[name].seconds for r in results):.2f} s",
+            f"{statistics.median(r[name].steps_lost for r in results):.0f}",
+            f"{statistics.median(r[name].run_s for r in results):.1f} s",
+        ]
+        for name in results[0]
+    ]
+    return table(["arm", "kill to the end of the next step", "steps lost", "the whole command"], rows)
+
+
+if __name__ == "__main__":
+    main()
