@@ -1,7 +1,7 @@
 """``model_parallel``, ``pipeline`` and ``ddp_pipeline``: the model cut into stages, a chain of workers a replica.
 
-Each worker builds only its own stages. Micro-batches flow through the chain in the order of a schedule of
-``torch.distributed.pipelining``; one micro-batch is the naive split. The loss of a micro-batch is weighted by its
+Each worker builds only its own stages. Micro-batches flow through the chain (``chain.py``); one micro-batch is the
+naive split. The loss of a micro-batch is weighted by its
 part of the global weight, so that the gradients that add up, over micro-batches, slices and replicas, are those
 of ``single``. Gradients are brought together after the last backward pass, in one way for every schedule: the
 zero-bubble ones go around DDP's hooks.
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
 from orchestrator.config.schema import StagedConfig
@@ -37,11 +35,10 @@ from orchestrator.model.stages import (
 )
 from orchestrator.spans import Span
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
-from orchestrator.strategies.forward_pass import forward_only
+from orchestrator.strategies.chain import Chain
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.sharing import Sharing
-from orchestrator.strategies.single import first_rows, weighted
-from orchestrator.strategies.timed_stage import Clock, TimedStage
+from orchestrator.strategies.timed_stage import TimedStage
 from orchestrator.worker import state as train_state
 from orchestrator.worker.data import to_device
 from orchestrator.worker.state import TrainState
@@ -57,21 +54,13 @@ class Pipeline(Strategy):
         share = even_shares(train.global_batch_size, mesh.data_parallel_size)[context.dp_rank]
         self._rows = share // train.grad_accumulation // self.layout.num_microbatches
         self._own = self.layout.stages_of(context.pp_rank)
-        self._feeds = 0 in self._own
-        self._has_loss = self.layout.num_stages - 1 in self._own
-        self.reads_data = self._feeds or self._has_loss
-        self._clock = Clock(context.device)
+        self.reads_data = 0 in self._own or self.layout.num_stages - 1 in self._own
         self._comm_ms: float | None = None
-        self._inputs: list[Any] = []
-        self._targets: list[Any] = []
-        self._weights: Sequence[float | Tensor] = []
-        self._total_weight: float | Tensor = 1.0
-        self._loss_sum = torch.zeros(())
 
     def setup(self, train_set: Dataset[Any]) -> None:
         context = self.context
         grid = context.mesh.device_mesh(context.device.type)
-        self._chain, self._replicas = grid.get_group("pp"), grid.get_group("dp")
+        self._pipeline, self._replicas = grid.get_group("pp"), grid.get_group("dp")
         collate = self.job.collate or default_collate
         inputs, target = to_device(collate([train_set[0]] * self._rows), context.device)
         split = self._split()
@@ -105,7 +94,15 @@ class Pipeline(Strategy):
         self.optimizer = self.job.optimizer(self.parameters)
         self.scheduler = self.job.scheduler(self.optimizer, context.train.steps)
         self._names = list(sequence.outline.model.state_dict())
-        self._make_schedule()
+        self._chain = Chain(
+            self.stages,
+            self.layout,
+            job=self.job,
+            rows=self._rows,
+            device=context.device,
+            group=self._pipeline,
+            precision=self._precision,
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -115,66 +112,30 @@ class Pipeline(Strategy):
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         context, train = self.context, self.context.train
         slices = [to_device(b, context.device) for b in microbatches]
-        targets, weights = self._weigh(slices)
+        weights, total_weight = self._weigh(slices)
         buffers = [b.clone() for b in self._buffers()] if train.on_nonfinite == "skip" else []
         self.optimizer.zero_grad()
-        self._loss_sum = torch.zeros((), device=context.device)
-        self._clock.restart()
-        m = self.layout.num_microbatches
-        for number, batch in enumerate(slices):
-            self._clock.first_microbatch = number * m
-            if self._feeds:
-                self._inputs = self._cut_rows(batch[0])
-            if self._has_loss:
-                self._targets, self._weights = targets[number], weights[number * m : (number + 1) * m]
-            self._run_schedule()
+        loss_sum = self._chain.train(slices, weights, total_weight)
         self._bring_gradients_together()
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
             elsewhere = self._sharing.counted_elsewhere
             counted = [p.grad for p in self.parameters if p.grad is not None and p not in elsewhere]
-            norm = norm_over(self._chain, counted, context.device)
+            norm = norm_over(self._pipeline, counted, context.device)
         weight = torch.as_tensor(sum(w for w in weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
             for buffer, before in zip(self._buffers(), buffers, strict=True):
                 buffer.copy_(before)
-            return StepResult(loss_sum=self._loss_sum, weight=weight, grad_norm=norm, skipped=True)
+            return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, skipped=True)
         if norm is not None and train.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, train.clip_norm, norm)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        return StepResult(loss_sum=self._loss_sum, weight=weight, grad_norm=norm)
+        return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        device = self.context.device
-        inputs, target = to_device(batch, device) if self.reads_data else (None, None)
-        for stage in self.stages:
-            stage.module.eval()
-        with torch.no_grad(), self._precision():
-            outputs = forward_only(
-                self.stages,
-                self._cut_rows(inputs) if self._feeds else [],
-                layout=self.layout,
-                chain=self._chain,
-                device=device,
-            )
-            loss_sum, total = torch.zeros((), device=device), torch.zeros((), device=device)
-            sums: dict[str, Tensor] = {}
-            for number, output in enumerate(outputs):
-                rows = min(max(valid - number * self._rows, 0), self._rows)
-                if rows == 0:
-                    break
-                output, wanted = first_rows(output, rows), first_rows(self._cut_rows(target)[number], rows)
-                weight = self.job.weight(wanted)
-                weight = rows if weight is None else weight
-                loss_sum += weighted(self.job.loss(output, wanted), weight)
-                total += weight
-                for name, value in self.job.metrics(output, wanted).items():
-                    sums[name] = sums[name] + value if name in sums else value
-        for stage in self.stages:
-            stage.module.train()
-        return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
+        return self._chain.evaluate(to_device(batch, self.context.device), valid)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         context = self.context
@@ -203,8 +164,14 @@ class Pipeline(Strategy):
 
     def close(self) -> None:
         """Give up all that holds a process group."""
-        for owner in ("_chain", "_replicas", "_sharing", "_schedule", "timed_stages"):
+        if "_chain" in vars(self):
+            self._chain.close()
+        for owner in ("_chain", "_pipeline", "_replicas", "_sharing"):
             vars(self).pop(owner, None)
+
+    @property
+    def timed_stages(self) -> list[TimedStage]:
+        return self._chain.timed_stages
 
     @property
     def eval_batch_size(self) -> int:
@@ -215,7 +182,7 @@ class Pipeline(Strategy):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def spans(self) -> tuple[Span, ...]:
-        return self._clock.spans()
+        return self._chain.spans()
 
     def stage_summaries(self) -> tuple[StageSummary, ...]:
         summaries = []
@@ -277,68 +244,17 @@ class Pipeline(Strategy):
         """Those of this worker's stages as they are now, also those that are not saved."""
         return list(nn.ModuleList(stage.module for stage in self.stages).buffers())
 
-    def _make_schedule(self) -> None:
-        layout = self.layout
-        self.timed_stages = [
-            TimedStage(
-                stage,
-                num_stages=layout.num_stages,
-                device=self.context.device,
-                group=self._chain,
-                clock=self._clock,
-                first_input=lambda number: self._inputs[number],
-                precision=self._precision,
-            )
-            for stage in self.stages
-        ]
-        cls: Any = get_schedule_class(layout.schedule)
-        several = issubclass(cls, PipelineScheduleMulti)
-        self._schedule = cls(
-            self.timed_stages if several else self.timed_stages[0],
-            layout.num_microbatches,
-            loss_fn=self._loss,
-            scale_grads=False,
-        )
-
-    def _run_schedule(self) -> None:
-        """One slice of the batch: the schedule passes micro-batch numbers around, inputs and targets stay here."""
-        numbers = torch.arange(self.layout.num_microbatches)
-        self._schedule.step(
-            *([numbers] if self._feeds else []), target=numbers if self._has_loss else None, return_outputs=False
-        )
-
-    def _loss(self, _: Any, number: Tensor) -> Tensor:
-        """That of the micro-batch that has just gone through the last stage."""
-        last = self.timed_stages[-1]
-        target, weight = self._targets[int(number)], self._weights[int(number)]
-        with self._clock.span("F", last.stage_index, int(number)), self._precision():
-            loss = self.job.loss(last.output, target)
-        last.output = None
-        self._loss_sum += weighted(loss.detach(), weight)
-        return loss * (weight / self._total_weight)
-
-    def _weigh(self, slices: Sequence[Any]) -> tuple[list[list[Any]], list[float | Tensor]]:
-        """The targets of each slice by micro-batch, and the weight of every micro-batch, where the loss is."""
-        if not self._has_loss:
-            return [], []
-        targets = [self._cut_rows(target) for _, target in slices]
-        weights = [self.job.weight(target) for slice_ in targets for target in slice_]
+    def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
+        """The weight of every micro-batch and that of the global batch, where the loss is."""
+        if not self._chain.has_loss:
+            return [], 1.0
+        weights = [self.job.weight(t) for _, target in slices for t in self._chain.microbatches(target)]
         if weights[0] is None:
-            self._total_weight = self.context.train.global_batch_size
-            return targets, [self._rows] * len(weights)
+            return [self._rows] * len(weights), self.context.train.global_batch_size
         counted = [w for w in weights if w is not None]
         total = torch.as_tensor(sum(counted), dtype=torch.float32, device=self.context.device).clone()
         dist.all_reduce(total, group=self._replicas)
-        self._total_weight = total
-        return targets, list(counted)
-
-    def _cut_rows(self, value: Any) -> list[Any]:
-        """Nested tensors of a slice as those of its micro-batches."""
-
-        def rows(start: int) -> Any:
-            return pytree.tree_map_only(Tensor, lambda t: t[start : start + self._rows], value)
-
-        return [rows(number * self._rows) for number in range(self.layout.num_microbatches)]
+        return counted, total
 
     def _bring_gradients_together(self) -> None:
         """Every parameter's over the replicas of its stage, then those that several stages have over these."""
