@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.build import did_you_mean
 
+MEASURED_WITHIN = 0.02
+"""Costs are measured, and say no more than this, as a fraction, about which of two stages is the dearer one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A piece that is never cut. ``trainable``: it has parameters to train."""
+    """A piece that is never cut. ``trainable``: some of its parameters are not frozen."""
 
     name: str
+    num_parameters: int
     trainable: bool
-    num_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,39 +52,56 @@ def cut_at(layers: Sequence[Layer], names: Sequence[str], num_stages: int) -> tu
     cut = Cut((0, *starts))
     for stage in range(num_stages):
         own = cut.layers_of(stage, len(layers))
-        if not any(layers[i].trainable for i in own):
+        if not any(layers[i].num_parameters for i in own):
             listed = ", ".join(known[i] for i in own)
-            return None, [f"{shown}: stage {stage} ({listed}) has no parameters to train; move a cut"]
+            return None, [f"{shown}: stage {stage} ({listed}) has no parameters; move a cut"]
     return cut, []
 
 
 def balance(layers: Sequence[Layer], costs: Sequence[float], num_stages: int) -> Cut:
-    """The cut whose dearest stage is cheapest, each stage with something to train.
+    """The cut whose dearest stage is cheapest, each stage with parameters.
 
-    The classic partition of a sequence, by dynamic programming over (layers, stages). Among equal cuts the one
-    with the smallest sum of squares, which keeps the other stages even too.
+    Among cuts that are as good, within ``MEASURED_WITHIN``, the one with the smallest sum of squares: the other stages
+    are even too, and what is measured twice is cut the same way twice.
 
     Raises:
-        ValueError: fewer trainable layers than stages.
+        ValueError: fewer layers with parameters than stages.
+    """
+    if (found := sum(layer.num_parameters > 0 for layer in layers)) < num_stages:
+        raise ValueError(f"{found} layers with parameters, too few for {num_stages} stages")
+    dearest, _ = _partition(layers, costs, num_stages, join=max, most=math.inf)
+    _, starts = _partition(
+        layers, costs, num_stages, join=lambda sum_, cost: sum_ + cost * cost, most=dearest * (1 + MEASURED_WITHIN)
+    )
+    return Cut(starts)
+
+
+def _partition(
+    layers: Sequence[Layer],
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    join: Callable[[float, float], float],
+    most: float,
+) -> tuple[float, tuple[int, ...]]:
+    """The smallest total and the starts of its stages, none of which costs more than ``most``.
+
+    ``join`` adds a stage's cost to a total. The classic partition of a sequence, by dynamic programming over (layers,
+    stages).
     """
     n = len(layers)
-    prefix_cost, prefix_trainable = [0.0], [0]
-    for layer, cost in zip(layers, costs, strict=True):
-        prefix_cost.append(prefix_cost[-1] + cost)
-        prefix_trainable.append(prefix_trainable[-1] + layer.trainable)
-    if prefix_trainable[-1] < num_stages:
-        raise ValueError(f"{prefix_trainable[-1]} layers with parameters to train, too few for {num_stages} stages")
-    # best[end] = (dearest stage, sum of squares, starts) of layers[:end] in the stages so far
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    cost_before = list(itertools.accumulate(costs, initial=0.0))
+    before = list(itertools.accumulate((layer.num_parameters for layer in layers), initial=0))
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by the layers that the stages so far have
     for _ in range(num_stages):
-        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for begin, (dearest, squares, starts) in best.items():
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for begin, (total, starts) in best.items():
             for end in range(begin + 1, n + 1):
-                if prefix_trainable[end] == prefix_trainable[begin]:
+                cost = cost_before[end] - cost_before[begin]
+                if before[end] == before[begin] or cost > most:
                     continue
-                cost = prefix_cost[end] - prefix_cost[begin]
-                found = (max(dearest, cost), squares + cost * cost, (*starts, begin))
+                found = (join(total, cost), (*starts, begin))
                 if end not in longer or found < longer[end]:
                     longer[end] = found
         best = longer
-    return Cut(best[n][2])
+    return best[n]

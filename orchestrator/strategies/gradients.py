@@ -12,9 +12,13 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over the ranks of ``group``, several in one collective operation."""
+    """Replace each tensor by its sum over the ranks of ``group``: dense ones several in one collective operation,
+    sparse ones each by itself."""
     pending = []
-    for bucket in _buckets(tensors):
+    for tensor in tensors:
+        if tensor.is_sparse:
+            dist.all_reduce(tensor, group=group)
+    for bucket in _buckets([t for t in tensors if not t.is_sparse]):
         flat = torch.cat([t.reshape(-1) for t in bucket])
         pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in pending:

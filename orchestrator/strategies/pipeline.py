@@ -1,10 +1,9 @@
 """``model_parallel``, ``pipeline`` and ``ddp_pipeline``: the model cut into stages, a chain of workers a replica.
 
 Each worker builds only its own stages. Micro-batches flow through the chain (``chain.py``); one micro-batch is the
-naive split. The loss of a micro-batch is weighted by its
-part of the global weight, so that the gradients that add up, over micro-batches, slices and replicas, are those
-of ``single``. Gradients are brought together after the last backward pass, in one way for every schedule: the
-zero-bubble ones go around DDP's hooks.
+naive split. The loss of a micro-batch is weighted by its part of the global weight, so that the gradients that add up,
+over micro-batches, slices and replicas, are those of ``single``. Gradients are brought together after the last backward
+pass, in one way for every schedule: the zero-bubble ones go around DDP's hooks.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from orchestrator.config.schema import StagedConfig
@@ -38,6 +38,7 @@ from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.chain import Chain
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.sharing import Sharing
+from orchestrator.strategies.single import entries
 from orchestrator.strategies.timed_stage import TimedStage
 from orchestrator.worker import state as train_state
 from orchestrator.worker.data import to_device
@@ -91,7 +92,7 @@ class Pipeline(Strategy):
             stage_ranks=self.layout.stage_ranks,
         )
         self._begin_equal()
-        self.optimizer = self.job.optimizer(self.parameters)
+        self.optimizer = _optimizer_of(self.job, self.parameters)
         self.scheduler = self.job.scheduler(self.optimizer, context.train.steps)
         self._names = list(sequence.outline.model.state_dict())
         self._chain = Chain(
@@ -120,7 +121,7 @@ class Pipeline(Strategy):
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
             elsewhere = self._sharing.counted_elsewhere
-            counted = [p.grad for p in self.parameters if p.grad is not None and p not in elsewhere]
+            counted = [entries(p.grad) for p in self.parameters if p.grad is not None and p not in elsewhere]
             norm = norm_over(self._pipeline, counted, context.device)
         weight = torch.as_tensor(sum(w for w in weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
@@ -278,3 +279,13 @@ class Pipeline(Strategy):
         enabled = self.context.train.precision == "bf16"
         with torch.autocast(self.context.device.type, dtype=torch.bfloat16, enabled=enabled):
             yield
+
+
+def _optimizer_of(job: Job, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The job's, with the same groups where there is nothing to train: a frozen stage has a learning rate too."""
+    if parameters:
+        return job.optimizer(parameters)
+    optimizer = job.optimizer([nn.Parameter(torch.empty(0))])  # torch makes none of nothing
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return optimizer

@@ -65,10 +65,12 @@ class Sharing:
             dist.broadcast(parameter, group=group, group_src=0)
 
     def add_gradients(self) -> None:
-        """Replace the gradient of each parameter by its sum over the workers that have it."""
+        """Replace the gradient of each parameter by its sum over the workers that have it, a dense one: it may be
+        sparse in one stage and dense in another."""
         for parameter, group in self._held:
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:  # one of the stages makes no use of it
                 parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             dist.all_reduce(parameter.grad, group=group)

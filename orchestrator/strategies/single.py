@@ -181,9 +181,9 @@ def entries(gradient: Tensor) -> Tensor:
 
 
 def first_rows(value: Any, rows: int) -> Any:
-    """The first ``rows`` samples of nested tensors."""
+    """The first ``rows`` samples of nested tensors; a scalar is of no sample."""
     if isinstance(value, Tensor):
-        return value[:rows]
+        return value[:rows] if value.dim() else value
     if isinstance(value, dict):
         return {k: first_rows(v, rows) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

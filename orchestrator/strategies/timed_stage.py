@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
 
 from orchestrator.model.layers import Precision
 from orchestrator.model.stages import Stage
@@ -98,6 +100,7 @@ class TimedStage(PipelineStage):
         self._clock = clock
         self._first_input = first_input
         self._precision = precision
+        self._halves: bool | None = None  # known with the first backward pass
         self.output: Any = None
         self.live = 0
 
@@ -119,14 +122,49 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        whole = full_backward or not self._in_halves(bwd_chunk_id, loss)
         with self._clock.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id), _own_error():
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         gradients = self.bwd_cache[bwd_chunk_id]
         self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._clock.span("W", self.stage_index, bwd_chunk_id), _own_error():
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            if bwd_chunk_id in self.backward_state:  # else the first half was all of it
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _in_halves(self, chunk_id: int, loss: Tensor | None) -> bool:
+        """Whether the gradients of the parameters can wait until those of the inputs have gone back."""
+        if self._halves is None:
+            outputs, inputs = self.fwd_cache[chunk_id]
+            # The first stage has nothing to send back: torch leaves all of it to the second half.
+            self._halves = self.is_first or gradients_part([loss] if self.is_last else outputs, inputs)
+        return self._halves
+
+
+def gradients_part(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> bool:
+    """Whether torch's backward pass in halves finds every gradient.
+
+    In its second half it goes on from the ways that lead from outputs to inputs. What a parameter contributes beside
+    all of these, by a branch that takes no input or one without a gradient, it leaves out.
+    """
+    roots, ends = ([_node(t) for t in tensors if t is not None and t.requires_grad] for tensors in (outputs, inputs))
+    behind = construct_reverse_graph(roots)
+    on_the_way, _ = reverse_closure(ends, set(), behind)
+    beside = [node for node in roots if node not in on_the_way]
+    seen = set(beside)
+    while beside:
+        node = beside.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return False
+        found = {n for n, _ in node.next_functions if n is not None} - on_the_way - seen
+        seen |= found
+        beside += found
+    return True
+
+
+def _node(tensor: Tensor) -> Node:
+    return get_gradient_edge(tensor).node
 
 
 @contextlib.contextmanager

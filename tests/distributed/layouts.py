@@ -127,6 +127,6 @@ def assert_as_alone(
             assert rank.skipped == alone.skipped
             assert [n is None for n in rank.norms] == [n is None for n in alone.norms]
             if None not in rank.norms:
-                torch.testing.assert_close(rank.norms, alone.norms, rtol=100 * rtol, atol=0)
+                torch.testing.assert_close(rank.norms, alone.norms, rtol=100 * rtol, atol=0, equal_nan=True)
         seen[name] = ranks
     return seen

@@ -43,7 +43,7 @@ class TokenChain(Tokens):
     """Sequences of 12 tokens with valid ones among them, through the model that ``build`` returns."""
 
     build: Callable[[], nn.Module]
-    lr: float = 0.5
+    lr: float = 0.1
 
     def model(self) -> nn.Module:
         return self.build()
@@ -147,9 +147,11 @@ def frozen_in_between() -> nn.Module:
     return nn.Sequential(*model[:3], nn.Linear(24, 24).requires_grad_(False), *model[3:])
 
 
-def frozen_body() -> nn.Module:
+def frozen(*layers: str) -> nn.Module:
+    """Of the layers of :func:`plain`, those named cannot be trained."""
     model = plain()
-    model[:-1].requires_grad_(False)
+    for name in layers:
+        model.get_submodule(name).requires_grad_(False)
     return model
 
 
@@ -231,6 +233,27 @@ class Mean(nn.Module):
         return x.unflatten(1, (4, 6)).sum(1)
 
 
+class Beside(nn.Module):
+    """Returns, beside what it makes of its input, something that its parameters alone make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 24))
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 24))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.scale, self.scale.sin() * self.shift
+
+
+def beside() -> nn.Module:
+    return chain(
+        first=nn.Linear(10, 24),
+        beside=Beside(),
+        second=With(24, 24, lambda x, got: x + got[1]),
+        head=nn.Linear(24, 4),
+    )
+
+
 def text_between() -> nn.Module:
     return through(lambda x, got: (x, "text"), lambda x, got: x, lambda x, got: x)
 
@@ -300,6 +323,61 @@ class NestedBatches(Chain):
 
     def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
         return {"accuracy": (output.argmax(dim=-1) == target["class"][0]).sum()}
+
+
+# Gradients that are not as usual ------------------------------------------------------------------
+
+
+class BadGradient(nn.Module):
+    """The gradient of its weight, and of nothing else, is NaN where a sample's mark is set. Returns what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mark = value
+        fine = 1 - (mark > 0).any().float()
+        return x + ((0 * self.weight).sum() + fine).sqrt() - fine, mark
+
+
+def bad_gradient() -> nn.Module:
+    """The last of the ten numbers is the mark, which no other layer sees."""
+    return chain(
+        first=With(9, 24, lambda x, got: (x, got[1])),
+        second=With(24, 24, lambda x, got: (x, got[1])),
+        bad=BadGradient(),
+        head=With(24, 4, lambda x, got: x),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marked(Chain):
+    """The samples numbered ``marked`` have a gradient that is NaN in the layer ``bad`` alone; the loss is finite."""
+
+    build: Callable[[], nn.Module] = bad_gradient
+    marked: tuple[int, ...] = ()
+
+    def item(self, index: int, inputs: Tensor, target: int) -> tuple[Any, int]:
+        return (inputs[:9], torch.tensor([float(index in self.marked)])), target
+
+
+def sparse_ends() -> nn.Module:
+    """The embedding's gradient is sparse."""
+    return chain(
+        embed=nn.Embedding(20, 12, sparse=True),
+        first=nn.Linear(12, 12),
+        act=nn.Tanh(),
+        second=nn.Linear(12, 12),
+        head=nn.Linear(12, 20),
+    )
+
+
+def sparse_and_tied() -> nn.Module:
+    """The embedding's table is the output layer's too, where its gradient is dense."""
+    model = sparse_ends()
+    model.head.weight = model.embed.weight
+    return model
 
 
 # Randomness and statistics ------------------------------------------------------------------------

@@ -51,8 +51,6 @@ def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
             ("second",),
             "norm0.num_batches_tracked: forward ",
         ),
-        (Chain(build=of.frozen_body), "model_parallel-2", "auto", "1 layers with parameters to train, too few for 2"),
-        (Chain(build=of.frozen_body), "model_parallel-2", ("head",), "has no parameters to train; move a cut"),
         (
             Chain(build=of.text_between),
             "model_parallel-2",
@@ -61,7 +59,7 @@ def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
         ),
         (Lengths(build=of.tied_ends), "model_parallel-2", ("second",), "pad the samples to one length in job.collate"),
     ],
-    ids=["statistics-twice", "frozen-auto", "frozen-first-stage", "text", "lengths"],
+    ids=["statistics-twice", "text", "lengths"],
 )
 def test_what_cannot_be_is_refused_by_every_worker(gang: Gang, job, name: str, split, said: str) -> None:
     layout = LAYOUTS[name]

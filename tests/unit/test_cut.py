@@ -10,40 +10,66 @@ import pytest
 from orchestrator.model.cut import Cut, Layer, balance, cut_at
 
 
-def layers(trainable: str) -> list[Layer]:
-    """A layer for each letter; ``x`` has parameters to train."""
-    return [Layer(name=f"layer{i}", trainable=letter == "x") for i, letter in enumerate(trainable)]
+def layers(letters: str) -> list[Layer]:
+    """A layer for each letter: ``x`` has parameters to train, ``f`` frozen ones."""
+    return [
+        Layer(name=f"layer{i}", num_parameters=int(letter in "xf"), trainable=letter == "x")
+        for i, letter in enumerate(letters)
+    ]
 
 
 def every_cut(of: list[Layer], num_stages: int) -> list[Cut]:
-    """Those whose stages all have something to train."""
+    """Those whose stages all have parameters."""
     cuts = [Cut((0, *starts)) for starts in itertools.combinations(range(1, len(of)), num_stages - 1)]
-    return [c for c in cuts if all(any(of[i].trainable for i in c.layers_of(s, len(of))) for s in range(num_stages))]
+
+    def has_parameters(cut: Cut, stage: int) -> bool:
+        return any(of[i].num_parameters for i in cut.layers_of(stage, len(of)))
+
+    return [cut for cut in cuts if all(has_parameters(cut, stage) for stage in range(num_stages))]
 
 
 def loads(cut: Cut, costs: list[float]) -> list[float]:
     return [sum(costs[i] for i in cut.layers_of(stage, len(costs))) for stage in range(cut.num_stages)]
 
 
+def squares(of_stages: list[float]) -> float:
+    return sum(load * load for load in of_stages)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_balanced_cut_is_the_best_of_all(seed: int) -> None:
     chance = random.Random(seed)
-    of = layers("".join(chance.choices("x.", weights=(3, 1), k=chance.randint(2, 9))))
+    of = layers("".join(chance.choices("xf.", weights=(3, 1, 1), k=chance.randint(2, 9))))
     costs = [float(chance.randint(0, 5)) for _ in of]
     for num_stages in range(1, len(of) + 1):
         possible = every_cut(of, num_stages)
-        if sum(layer.trainable for layer in of) < num_stages:
+        if sum(layer.num_parameters for layer in of) < num_stages:
             with pytest.raises(ValueError, match=rf"too few for {num_stages} stages"):
                 balance(of, costs, num_stages)
             assert not possible
             continue
         found = balance(of, costs, num_stages)
         assert found in possible
-        assert max(loads(found, costs)) == min(max(loads(cut, costs)) for cut in possible)
+        least = min(max(loads(cut, costs)) for cut in possible)
+        assert max(loads(found, costs)) == least
+        as_good = [loads(cut, costs) for cut in possible if max(loads(cut, costs)) == least]
+        assert squares(loads(found, costs)) == min(map(squares, as_good))
 
 
 def test_stages_that_are_not_the_dearest_are_even_too() -> None:
     assert balance(layers("xxxxx"), [9, 1, 1, 1, 1], 3).starts == (0, 1, 3)
+
+
+@pytest.mark.parametrize("noise", [-0.01, 0, 0.01])
+def test_a_difference_that_measurements_do_not_show_decides_nothing(noise: float) -> None:
+    """Of the cuts [3 | 7 3 | 5 4.9] and [3 7 | 3 5 | 4.9] the second has the more even stages."""
+    assert balance(layers("xxxxx"), [3 + noise, 7, 3, 5, 4.9], 3).starts == (0, 2, 4)
+
+
+def test_a_difference_that_measurements_show_decides() -> None:
+    assert balance(layers("xxx"), [10, 1, 10], 2).starts == (0, 1)
+    assert balance(layers("xxx"), [10, 1, 9], 2).starts == (0, 1)
+    assert balance(layers("xxx"), [9, 1, 10], 2).starts == (0, 2)
 
 
 def test_many_layers_take_no_time() -> None:
@@ -79,8 +105,8 @@ def test_stages_begin_where_they_are_asked_to() -> None:
         ("xxxx", ["layer2", "layer1"], 3, ["in the model's order: layer0, layer1, layer2, layer3"]),
         ("xxxx", ["layer1", "layer1"], 3, ["give each once"]),
         ("xxxx", ["layer0"], 2, ["after the first layer"]),
-        ("x..x", ["layer1", "layer3"], 3, ["stage 1 (layer1, layer2) has no parameters to train; move a cut"]),
-        ("..x", ["layer2"], 2, ["stage 0 (layer0, layer1) has no parameters to train"]),
+        ("x..x", ["layer1", "layer3"], 3, ["stage 1 (layer1, layer2) has no parameters; move a cut"]),
+        ("..x", ["layer2"], 2, ["stage 0 (layer0, layer1) has no parameters; move"]),
     ],
 )
 def test_what_cannot_be_cut_is_said(trainable: str, names: list[str], num_stages: int, said: list[str]) -> None:

@@ -1,0 +1,243 @@
+"""Training a model in stages beyond its plain gradients: clipped, not finite, shared, frozen, random, sparse; and its
+evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import stage_toys as of
+import torch
+from gang import Gang
+from layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, whole_model
+from stage_toys import AdamTokenChain, Chain, Marked, TokenChain
+from toys import Case, Steps, Toy, digits, having, losses, make, piece, steps, train, watched
+
+from jobs.sparse import MatrixCompletion
+from orchestrator.strategies.base import EvalSums
+from orchestrator.worker.data import SampleOrder, eval_batches
+from orchestrator.worker.state import TrainState
+
+PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
+"""A stage a worker; backward passes in halves, neighbours on one worker; replicas."""
+EACH = [PLAIN, HALVED, SHARED]
+
+
+def case(job: Toy, **changes: object) -> Case:
+    return Case(job=job, train=having(**{"steps": 10, "global_batch_size": 16, **changes}))
+
+
+# Clipping and gradients that are not finite -------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*EACH, "GPipe-2x2"])
+def test_the_norm_that_is_clipped_is_that_of_all_stages(gang: Gang, name: str) -> None:
+    clipped = case(digits(depth=3, lr=0.3), steps=20, global_batch_size=32, grad_accumulation=2, clip_norm=0.2)
+    ranks = assert_as_alone(gang, clipped, name)[name]
+    free = replace(clipped, train=replace(clipped.train, clip_norm=None))
+    (unclipped,) = gang.run(train, free, world_size=1)
+    assert any(norm is not None and norm > 0.2 for norm in ranks[0].norms), "nothing was clipped"
+    assert (unclipped.model["head.weight"] - whole_model(ranks)["head.weight"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_shared_parameter_counts_once_in_the_norm(gang: Gang, name: str) -> None:
+    assert_as_alone(gang, case(TokenChain(build=of.tied_ends), clip_norm=0.1), name)
+
+
+@pytest.mark.parametrize("name", [*EACH, "model_parallel-2", "GPipe-2x2"])
+def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(gang: Gang, name: str) -> None:
+    bad_step = 3
+    (bad,) = SampleOrder(n=200, seed=3).indices((bad_step - 1) * 16, 1)
+    skipping = case(Marked(marked=(bad,)), on_nonfinite="skip")
+    for rank in assert_as_alone(gang, skipping, name)[name]:
+        assert [step for step, skipped in enumerate(rank.skipped, 1) if skipped] == [bad_step]
+    blind = replace(skipping, train=replace(skipping.train, steps=bad_step, on_nonfinite="stop"))
+    (updated,) = gang.run(train, blind, world_size=1)
+    found = {n for n, t in updated.model.items() if not t.isfinite().all()}
+    assert found == {"bad.weight"}, "the gradient should be bad on one stage alone"
+
+
+# Parameters that several stages have, or that are not trained -------------------------------------
+
+
+@pytest.mark.parametrize("name", [HALVED, SHARED, "1F1B-2x2-replicas-close"])
+@pytest.mark.parametrize(
+    ("job", "rtol"),
+    [
+        (TokenChain(build=of.tied_ends), SGD),
+        (AdamTokenChain(build=of.tied_ends), ADAMW),
+        (Chain(build=of.tied_thrice), SGD),
+        (TokenChain(build=of.tied_and_frozen), SGD),
+    ],
+    ids=["ends", "ends-adamw", "thrice", "frozen"],
+)
+def test_tied_weights(gang: Gang, job: Toy, rtol: float, name: str) -> None:
+    assert_as_alone(gang, case(job, steps=20), name, rtol=rtol, want_grad_norm=True)
+
+
+def frozen_first() -> torch.nn.Module:
+    return of.frozen("first", "second")
+
+
+def frozen_in_the_middle() -> torch.nn.Module:
+    return of.frozen("second")
+
+
+def frozen_last() -> torch.nn.Module:
+    return of.frozen("head")
+
+
+def frozen_body() -> torch.nn.Module:
+    return of.frozen("first", "second", "third")
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("build", [frozen_first, frozen_in_the_middle, frozen_last, frozen_body])
+def test_frozen_stages(gang: Gang, build, name: str) -> None:
+    stages = ("second", "third", "head")
+    assert_as_alone(gang, case(Chain(build=build)), name, split=stages, want_grad_norm=True)
+
+
+def test_a_frozen_stage_is_continued(gang: Gang) -> None:
+    job = case(of.ScheduledChain(build=frozen_first), steps=6)
+    layout = LAYOUTS[PLAIN]
+    ((_, end),) = gang.run(piece, job, None, 6, world_size=1)
+    begun = gang.run(piece, layout.of(job), None, 3, world_size=layout.world_size)[0][1]
+    _, continued = gang.run(piece, layout.of(job), begun, 6, world_size=layout.world_size)[0]
+    torch.testing.assert_close(continued.model, end.model, rtol=100 * ADAMW, atol=10 * ADAMW)
+    assert continued.optimizer.keys() == end.optimizer.keys()
+    assert continued.meta == end.meta
+
+
+# Gradients that schedules with halved backward passes may miss, and sparse ones -------------------
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_what_parameters_make_without_the_input(gang: Gang, name: str) -> None:
+    assert_as_alone(gang, case(Chain(build=of.beside)), name, split=("beside", "second", "head"))
+
+
+@pytest.mark.parametrize("name", [PLAIN, "GPipe-2x2"])
+@pytest.mark.parametrize("build", [of.sparse_ends, of.sparse_and_tied])
+def test_sparse_gradients_are_summed_and_clipped(gang: Gang, build, name: str) -> None:
+    assert_as_alone(gang, case(TokenChain(build=build, momentum=0), clip_norm=0.1), name)
+
+
+@pytest.mark.parametrize("name", ["model_parallel-2", "GPipe-2x2"])
+def test_sparse_gradients_of_a_traced_model(gang: Gang, name: str) -> None:
+    job = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
+    assert_as_alone(gang, case(job, global_batch_size=100), name)
+
+
+# Evaluation, statistics and randomness ------------------------------------------------------------
+
+
+def trained_and_evaluated(
+    rank: int, case: Case, state: TrainState | None
+) -> tuple[Steps, TrainState | None, list[EvalSums]]:
+    """Train ``case``, or take the ``state`` that another layout has come to, and evaluate it twice."""
+    strategy = make(case, rank)
+    if state is not None:
+        strategy.restore(state if rank == 0 else None, source=0)
+    seen = watched(strategy, steps(strategy) if state is None else [])
+    found = [_evaluated(strategy) for _ in range(2)]
+    return seen, strategy.capture(step=0, samples_consumed=0, into=None), found
+
+
+def _evaluated(strategy) -> EvalSums:
+    context = strategy.context
+    loss_sum, weight, metrics = torch.zeros(()), torch.zeros(()), {}
+    for batch, valid in eval_batches(
+        strategy.job.dataset("val"),
+        collate=strategy.job.collate,
+        batch_size=strategy.eval_batch_size,
+        data_parallel_size=context.mesh.data_parallel_size,
+        dp_rank=context.dp_rank,
+        num_workers=0,
+        pin_memory=False,
+        timeout_s=10,
+        read=strategy.reads_data,
+    ):
+        if valid:
+            sums = strategy.evaluate(batch, valid)
+            loss_sum, weight = loss_sum + sums.loss_sum, weight + sums.weight
+            metrics = {name: metrics.get(name, 0) + value for name, value in sums.metrics.items()}
+    return EvalSums(loss_sum=loss_sum, weight=weight, metrics=metrics)
+
+
+def assert_evaluated_exactly(gang: Gang, case: Case, name: str) -> tuple[list[Steps], TrainState]:
+    """As one worker evaluates the model that the layout has come to."""
+    layout = LAYOUTS[name]
+    results = gang.run(trained_and_evaluated, layout.of(case), None, world_size=layout.world_size)
+    state = results[0][1]
+    assert state is not None
+    ((_, _, (expected, _)),) = gang.run(trained_and_evaluated, case, state, world_size=1)
+    for turn in range(2):
+        found = [sums[turn] for _, _, sums in results]
+        loss_sum = sum(f.loss_sum for f in found)
+        torch.testing.assert_close(loss_sum, expected.loss_sum, rtol=SGD, atol=0)
+        assert sum(f.weight for f in found) == expected.weight
+        assert {n for f in found for n in f.metrics} == set(expected.metrics)
+        for metric, value in expected.metrics.items():
+            assert sum(f.metrics.get(metric, 0) for f in found) == value
+    return [seen for seen, _, _ in results], state
+
+
+@pytest.mark.parametrize("name", [HALVED, "1F1B-2x2-replicas-close"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        digits(depth=3, val_size=37),
+        TokenChain(build=of.tied_ends, samples=38, empty=3),
+        of.NestedBatches(samples=21),
+        of.Answers(samples=5),
+    ],
+    ids=["last-batch-uneven", "weights", "nested", "fewer-than-a-batch"],
+)
+def test_evaluation_is_exact(gang: Gang, job: Toy, name: str) -> None:
+    assert_evaluated_exactly(gang, case(job, steps=2), name)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_dropout(gang: Gang, name: str) -> None:
+    dropping = case(Chain(build=of.dropped, lr=0.02), steps=30)
+    ranks, _ = assert_evaluated_exactly(gang, dropping, name)
+    curve = losses(ranks)
+    assert curve[-5:].mean() < 0.9 * curve[:5].mean(), "nothing was learned"
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_same_seed_and_cut_drop_the_same(gang: Gang, name: str) -> None:
+    layout = LAYOUTS[name]
+    cut = layout.of(case(Chain(build=of.dropped), steps=3), split=("second", "third", "head"))
+    first, again = (gang.run(train, cut, world_size=layout.world_size) for _ in range(2))
+    assert torch.equal(losses(first), losses(again))
+    other = gang.run(train, replace(cut, seed=4), world_size=layout.world_size)
+    assert not torch.equal(losses(other), losses(first))
+
+
+@pytest.mark.parametrize("build", [of.normed, of.averaging])
+def test_running_statistics_of_micro_batches_are_those_of_slices(gang: Gang, build) -> None:
+    """What a stage sees is the same as with accumulation on one worker, in the same order."""
+    slices = case(Chain(build=build), grad_accumulation=4)
+    (alone,) = gang.run(train, slices, world_size=1)
+    whole = case(Chain(build=build))
+    for name in (PLAIN, "Interleaved1F1B-2", HALVED):
+        layout = LAYOUTS[name]
+        ranks = gang.run(train, layout.of(whole), world_size=layout.world_size)
+        torch.testing.assert_close(losses(ranks), losses([alone]), rtol=SGD, atol=0)
+        torch.testing.assert_close(whole_model(ranks), alone.model, rtol=100 * SGD, atol=10 * SGD)
+    (undivided,) = gang.run(train, whole, world_size=1)
+    assert (losses([undivided]) - losses([alone])).abs().max() > 1e-3, "the statistics make no difference"
+
+
+@pytest.mark.parametrize("build", [of.normed, of.averaging])
+@pytest.mark.parametrize("name", [PLAIN, SHARED])
+def test_running_statistics_are_equal_on_replicas_and_used_in_evaluation(gang: Gang, build, name: str) -> None:
+    ranks, state = assert_evaluated_exactly(gang, case(Chain(build=build), steps=5), name)
+    fresh = build().state_dict()
+    assert whole_model(ranks).keys() == state.model.keys() == fresh.keys()
+    kept = [n for n in fresh if n.endswith(("running_mean", "average"))]
+    assert kept
+    assert all(not torch.equal(state.model[n], fresh[n]) for n in kept)
