@@ -192,13 +192,19 @@ class _Recorder(TorchDispatchMode):
         """Numbers by address; the storages are kept, so that no address is used twice."""
         self._constants: dict[int, Tensor] = {}
         """Real tensors, by the number of their storage."""
+        self._spare = torch.empty(0, dtype=torch.uint8)
+        self._reads_file = False
 
     def run(self, build: Callable[[], nn.Module]) -> nn.Module:
-        with self, _converting_by_data():
+        with self, _converting_by_data(), self._reading_files():
             return build()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._reads_file:
+            return func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.set_ and _is_memory(args[1]):
+            return self._lie_in(args[0], func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs))
         views = pytree.tree_map_only(Tensor, self._view, (args, kwargs))  # before, since an operation may change them
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -207,7 +213,7 @@ class _Recorder(TorchDispatchMode):
             if not self._draws:
                 pass
             elif func.overloadpacket.__name__ in _FILLS:
-                func(*pytree.tree_map_only(FakeTensor, _scratch, args), **kwargs)
+                func(*pytree.tree_map_only(FakeTensor, self._unwanted, args), **kwargs)
             else:
                 self._carry_out(func, views)
         try:
@@ -220,6 +226,30 @@ class _Recorder(TorchDispatchMode):
         writes = _storages(out_views) | (reads if func._schema.is_mutable else frozenset())
         self._operations.append(_Operation(func, views[0], views[1], out_views, state, reads, writes))
         return out
+
+    @contextlib.contextmanager
+    def _reading_files(self) -> Iterator[None]:
+        """``torch.load`` gives real tensors: its readers fill memory that fake ones do not have."""
+        load = torch.load
+
+        def load_real(*args: Any, **kwargs: Any) -> Any:
+            self._reads_file = True
+            try:
+                return load(*args, **kwargs)
+            finally:
+                self._reads_file = False
+
+        torch.load = load_real
+        try:
+            yield
+        finally:
+            torch.load = load
+
+    def _lie_in(self, tensor: Tensor, real: Tensor) -> Tensor:
+        """Give a fake tensor the place of a real one, as a safetensors file does with its own memory."""
+        self._view(real)
+        with self.fake:
+            return tensor.set_(self.fake.from_tensor(real))  # type: ignore[call-overload,no-any-return]
 
     def changed(self, tensor: Tensor) -> bool:
         """Whether the constructor has changed the numbers of a real tensor, which happened to its fake one alone."""
@@ -243,8 +273,7 @@ class _Recorder(TorchDispatchMode):
         def value(view: _View) -> Tensor:
             views = known[view.storage]
             if view not in views:
-                constant = self._constants[view.storage]
-                memory = next(iter(views.values())) if views else constant.clone()
+                memory = next(iter(views.values())) if views else _copy_of_all(self._constants[view.storage])
                 views[view] = memory.as_strided(view.shape, view.stride, view.offset)
             return views[view]
 
@@ -283,6 +312,16 @@ class _Recorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(_View, known.__getitem__, views)
         return func(*args, **kwargs)
 
+    def _unwanted(self, fake: FakeTensor) -> Tensor:
+        """Memory for the numbers of ``fake``, which nobody will read. It is one piece, and the largest ever asked for:
+        the C library makes no use of many that come and go, between small ones that stay."""
+        needed = fake.untyped_storage().nbytes()
+        if self._spare.numel() < needed or self._spare.device != fake.device:
+            self._spare = torch.empty(0, dtype=torch.uint8)  # gone before its successor comes
+            self._spare = torch.empty(needed, dtype=torch.uint8, device=fake.device)
+        memory = torch.empty(0, dtype=fake.dtype, device=fake.device)
+        return memory.set_(self._spare.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+
     def _view(self, tensor: Tensor) -> _View:
         fake = tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
         storage = fake.untyped_storage()
@@ -309,6 +348,16 @@ def _converting_by_data() -> Iterator[None]:
         torch.utils.swap_tensors = swap
 
 
+def _is_memory(value: Any) -> bool:
+    return isinstance(value, torch.UntypedStorage) and value.device.type != "meta"
+
+
+def _copy_of_all(tensor: Tensor) -> Tensor:
+    """The memory that a tensor lies in, of which it may be a part."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return whole.clone()
+
+
 def _storages(tree: Any) -> frozenset[int]:
     return frozenset(view.storage for view in pytree.tree_leaves(tree) if isinstance(view, _View))
 
@@ -325,10 +374,6 @@ def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator:
     index = torch.cuda.current_device() if device.index is None else device.index
     generator: torch.Generator = torch.cuda.default_generators[index]
     return generator
-
-
-def _scratch(fake: FakeTensor) -> Tensor:
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
 def _like(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

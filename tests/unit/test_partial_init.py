@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -208,6 +210,53 @@ def test_an_outline_has_every_shape_and_no_numbers(build: Callable[[], nn.Module
         assert all(isinstance(t, FakeTensor) for t in found.model.state_dict().values())
     else:
         assert found.undivided is None
+
+
+WHOLE = torch.arange(10.0)
+PART, OTHER_PART = WHOLE[5:], WHOLE[2:4]
+
+
+def of_constants() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 1), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[0].weight[0] = 2 * PART
+        model[1].weight[0] = 3 * OTHER_PART
+    return model
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: torch.load(path / "weights.pt"),
+        lambda path: torch.load(path / "weights.pt", mmap=True),
+        lambda path: safetensors.torch.load_file(path / "weights.safetensors"),
+        lambda path: safetensors.torch.load((path / "weights.safetensors").read_bytes()),
+        lambda path: of_constants().state_dict(),
+    ],
+    ids=["torch", "torch-mmap", "safetensors", "safetensors-bytes", "parts-of-constants"],
+)
+def test_a_part_of_numbers_that_were_there_before(tmp_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> None:
+    """They come from a file, say, and the constructor runs once all the same: nothing but the part is built."""
+    expected = of_constants().state_dict()
+    torch.save(expected, tmp_path / "weights.pt")
+    safetensors.torch.save_file(expected, tmp_path / "weights.safetensors")
+    calls = []
+
+    def build() -> nn.Module:
+        calls.append(1)
+        model = nn.Sequential(nn.Linear(5, 1), nn.Linear(2, 1))
+        model.load_state_dict(read(tmp_path))
+        return model
+
+    assert outline(build, CPU).undivided is None
+    for layer in ("0", "1"):
+        calls.clear()
+        part = build_part(build, of(layer), seed=5).state_dict()
+        assert len(calls) == 1
+        for name, tensor in part.items():
+            assert isinstance(tensor, FakeTensor) != of(layer)(name)
+            assert isinstance(tensor, FakeTensor) or name.endswith("bias") or torch.equal(tensor, expected[name])
+    assert torch.equal(WHOLE, torch.arange(10.0))
 
 
 def test_a_part_can_be_called_and_trained() -> None:
