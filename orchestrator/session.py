@@ -21,7 +21,7 @@ from orchestrator.driver import cluster, prepare
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.serving import serving_faults, serving_notes
 from orchestrator.driver.signals import StopSignals
-from orchestrator.driver.staging import staging_faults
+from orchestrator.driver.staging import with_stages
 from orchestrator.events import RunEnded, Sink, Warned
 from orchestrator.job import Job, load_job
 from orchestrator.plan import Node, Plan, make_plan
@@ -103,7 +103,8 @@ def _plan(
         plan = make_plan(config, nodes, oversubscribe_cpus=oversubscribe_cpus)
         if job is None:
             return plan
-        faults += staging_faults(config, job, plan) + serving_faults(config, job)
+        plan = with_stages(config, job, plan, faults)
+        faults += serving_faults(config, job)
         return replace(plan, notes=(*plan.notes, *serving_notes(config, job)))
     return None
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from gang import Gang
-from layouts import MODEL_PARALLEL, SGD, ddp_pipeline, pipeline
-from torch import Tensor
+from layouts import MODEL_PARALLEL, SGD, assert_as_alone, ddp_pipeline, pipeline
+from stage_toys import NestedBatches
+from torch import Tensor, nn
 from toys import Branched, Case, having, losses, train
 
 from orchestrator.config import schema
@@ -34,3 +37,38 @@ def test_a_model_that_is_no_sequential(gang: Gang, options: schema.StrategyConfi
     for rank in ranks:
         whole |= rank.model
     torch.testing.assert_close(whole, alone.model, rtol=100 * SGD, atol=10 * SGD)
+
+
+class Structured(nn.Module):
+    """Takes a dict or a tuple, of which one tensor is needed at the end alone, another is not needed; returns a dict,
+    to which two layers contribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(10, 24), nn.Linear(24, 24), nn.Linear(24, 4)
+
+    def forward(self, value: Any) -> dict[str, Any]:
+        one, (other,) = (value["one"], value["other"]) if isinstance(value, dict) else value[:2]
+        hidden = self.second(self.first(one).tanh()).tanh()
+        return {"more": (hidden,), "logits": self.head(hidden) + other[:, :4]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredBatches(NestedBatches):
+    build: Callable[[], nn.Module] = Structured
+
+    def item(self, index: int, inputs: Tensor, target: int) -> tuple[Any, Any]:
+        value, targets = super().item(index, inputs, target)
+        return ({**value, "unused": inputs} if self.as_dict else (*value, inputs)), targets
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return super().loss(output["logits"], target) + output["more"][0].square().mean()
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+@pytest.mark.parametrize(
+    ("name", "split"), [("model_parallel-2", ("second",)), ("GPipe-2x2", ("head",)), ("1F1B-2", "auto")]
+)
+def test_inputs_and_outputs_of_any_structure(gang: Gang, as_dict: bool, name: str, split: Any) -> None:
+    case = Case(job=StructuredBatches(as_dict=as_dict), train=having(global_batch_size=16))
+    assert_as_alone(gang, case, name, split=split)

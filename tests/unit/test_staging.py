@@ -1,0 +1,189 @@
+"""What is known of cutting a model before anything starts: notes for a person, and faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_plan import LAPTOP, config_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from orchestrator.driver.staging import with_stages
+from orchestrator.job import Job, Split
+from orchestrator.plan import Plan, make_plan
+from orchestrator.session import check_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Job):
+    """Eight numbers in, one out."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        return TensorDataset(torch.ones(100, 8), torch.ones(100, 8))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normed(Rows):
+    norm: type[nn.Module] = nn.BatchNorm1d
+
+    def model(self) -> nn.Module:
+        layers = [nn.Sequential(nn.Linear(8, 8), self.norm(8)) for _ in range(4)]
+        return nn.Sequential(*layers)
+
+
+class Branches(nn.Module):
+    """No Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x))) + x
+        return out
+
+
+class Traced(Rows):
+    def model(self) -> nn.Module:
+        return Branches()
+
+
+class Worded(Traced):
+    """Its inputs have something that is no tensor."""
+
+    def collate(self, items: list[Any]) -> Any:
+        return {"x": torch.ones(len(items), 8), "word": "hello"}, torch.ones(len(items), 8)
+
+
+class Frozen(Rows):
+    def model(self) -> nn.Module:
+        return super().model().requires_grad_(False)
+
+
+def through_numpy(layer: nn.Linear) -> nn.Linear:
+    layer.weight = nn.Parameter(torch.as_tensor(np.sin(layer.weight.detach().numpy())))
+    return layer
+
+
+class ThroughNumpy(Rows):
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(through_numpy(nn.Linear(8, 8)) for _ in range(2)))
+
+
+class TracedThroughNumpy(Rows):
+    def model(self) -> nn.Module:
+        model = Branches()
+        model.norm = nn.Identity()
+        through_numpy(model.last)
+        return model
+
+
+def staged(job: Job, *words: str) -> tuple[Plan, Plan, list[str]]:
+    """The plan before and after the model was looked at, and the faults."""
+    config = config_of(*words)
+    plan = make_plan(config, LAPTOP, oversubscribe_cpus=True)
+    faults: list[str] = []
+    return plan, with_stages(config, job, plan, faults), faults
+
+
+def new_notes(job: Job, *words: str) -> tuple[str, ...]:
+    before, after, faults = staged(job, *words)
+    assert faults == []
+    assert after.notes[: len(before.notes)] == before.notes
+    return after.notes[len(before.notes) :]
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "together"),
+    [
+        ("strategy=pipeline strategy.num_microbatches=8", 8, 64),
+        ("strategy=pipeline strategy.num_microbatches=8 train.grad_accumulation=2", 4, 32),
+        ("strategy=ddp_pipeline strategy.num_microbatches=4", 8, 64),
+        ("strategy=ddp_pipeline strategy.schedule=GPipe strategy.num_microbatches=1", 32, 64),
+    ],
+)
+def test_statistics_of_micro_batches_are_noted(words: str, rows: int, together: int) -> None:
+    (note,) = new_notes(Normed(), *words.split())
+    assert note.startswith("BatchNorm (0.1, 1.1 and 2 more) has the statistics of micro-batches of")
+    assert f"micro-batches of {rows} samples, with strategy=single those of {together}:" in note
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (Normed(), "strategy=model_parallel"),
+        (Normed(), "strategy=model_parallel train.grad_accumulation=2"),
+        (Rows(), "strategy=pipeline strategy.num_microbatches=8"),
+        (Normed(norm=nn.LayerNorm), "strategy=pipeline strategy.num_microbatches=8"),
+    ],
+)
+def test_nothing_is_noted_where_all_is_as_on_one_worker(job: Job, words: str) -> None:
+    assert new_notes(job, *words.split()) == ()
+
+
+def test_of_a_traced_model_too() -> None:
+    (note,) = new_notes(Traced(), "strategy=pipeline", "strategy.num_microbatches=8", "strategy.split=[norm]")
+    assert note.startswith("BatchNorm (norm)")
+
+
+@pytest.mark.parametrize("job", [ThroughNumpy(), TracedThroughNumpy()])
+def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Job) -> None:
+    (note,) = new_notes(job, "strategy=pipeline")
+    assert note.startswith("job.model() does what cannot be done for a part of the model (RuntimeError: .numpy() is")
+    assert "each worker builds all of it" in note
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "said"),
+    [
+        (Frozen(), "strategy=pipeline", "strategy=pipeline: the model has no parameters to train, or all are frozen"),
+        (
+            Normed(norm=nn.SyncBatchNorm),
+            "strategy=ddp_pipeline",
+            "strategy=ddp_pipeline: SyncBatchNorm (0.1, 1.1 and 2 more) waits for all workers",
+        ),
+        (
+            Rows(),
+            "strategy=pipeline strategy.num_workers=8",
+            "strategy.num_workers=8: the model has 4 layers with parameters, too few for 8 stages; lower strategy",
+        ),
+        (
+            Worded(),
+            "strategy=pipeline strategy.split=[norm]",
+            "strategy=pipeline: the model takes str; the tracer follows tensors; make job.model() an nn.Sequential",
+        ),
+        (Rows(), "strategy=pipeline strategy.split=[9]", "strategy.split=[9]: 9: no such layer"),
+    ],
+)
+def test_what_is_wrong_is_a_fault(job: Job, words: str, said: str) -> None:
+    plan, after, (fault,) = staged(job, *words.split())
+    assert fault.startswith(said)
+    assert after.mesh == plan.mesh
+
+
+def test_a_model_that_is_not_cut_is_not_looked_at() -> None:
+    before, after, faults = staged(Frozen(), "strategy=ddp")
+    assert after == before
+    assert faults == []
+
+
+def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:
+    words = [f"output_dir={tmp_path}", "tracking=none", "strategy=pipeline", "job._target_=test_staging.Normed"]
+    (candidate,) = check_all([words])
+    assert candidate.plan is not None
+    assert any(note.startswith("BatchNorm (0.1, 1.1 and 2 more)") for note in candidate.plan.notes)
