@@ -24,9 +24,7 @@ from toys import (
     digits,
     having,
     losses,
-    make,
-    steps,
-    watched,
+    piece,
 )
 
 from orchestrator.worker.state import TrainState
@@ -44,17 +42,6 @@ class HalfToy(Toy):
 
     def item(self, index: int, inputs: torch.Tensor, target: int) -> tuple[torch.Tensor, int]:
         return inputs.to(torch.bfloat16), target
-
-
-def piece(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[Steps, TrainState | None]:
-    """Train from ``state``, which rank 0 alone looks at, to step ``stop``; what rank 0 would save."""
-    strategy, done = make(case, rank), 0
-    if state is not None:
-        meta = strategy.restore(state if rank == 0 else None, source=0)
-        assert meta["samples_consumed"] == meta["step"] * case.train.global_batch_size
-        done = meta["step"]
-    seen = watched(strategy, steps(strategy, first=done + 1, last=stop))
-    return seen, strategy.capture(step=stop, samples_consumed=stop * case.train.global_batch_size, into=None)
 
 
 def in_pieces(gang: Any, case: Case, pieces: list[tuple[int, int]]) -> tuple[list[list[Steps]], TrainState]:

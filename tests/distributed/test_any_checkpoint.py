@@ -1,0 +1,78 @@
+"""A checkpoint of any layout is continued by any other, and its files are the same whatever wrote them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from gang import Gang
+from layouts import ADAMW, LAYOUTS, SGD
+from safetensors.torch import load_file
+from stage_toys import ScheduledChain, plain
+from toys import Case, Steps, digits, having, losses, piece
+
+from orchestrator.worker.checkpoint import load, save
+from orchestrator.worker.state import TrainState
+
+STOP, STEPS = 3, 6
+OTHERS = {"adamw-scheduled": (1, 5, 11), "sgd-momentum": (3, 8, 14)}
+"""Every layout continues so many of the others, and is continued by as many: those so many places after it."""
+
+CASES = {
+    "adamw-scheduled": (Case(job=ScheduledChain(build=plain), train=having(steps=STEPS, global_batch_size=32)), ADAMW),
+    "sgd-momentum": (Case(job=digits(depth=3), train=having(steps=STEPS, global_batch_size=32)), SGD),
+}
+
+
+@cache
+def begun(gang: Gang, case: Case, name: str) -> tuple[list[Steps], TrainState]:
+    """What the ranks of a layout saw up to the step ``STOP``, and what was saved there."""
+    layout = LAYOUTS[name]
+    results = gang.run(piece, layout.of(case), None, STOP, world_size=layout.world_size)
+    assert [kept is not None for _, kept in results] == [rank == 0 for rank in range(layout.world_size)]
+    return [seen for seen, _ in results], results[0][1]
+
+
+@cache
+def uninterrupted(gang: Gang, case: Case) -> tuple[Steps, TrainState]:
+    ((seen, state),) = gang.run(piece, case, None, STEPS, world_size=1)
+    return seen, state
+
+
+@pytest.mark.parametrize("continued_by", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_any_layout_continues_others(gang: Gang, name: str, continued_by: str) -> None:
+    case, rtol = CASES[name]
+    alone, end = uninterrupted(gang, case)
+    layout, names = LAYOUTS[continued_by], list(LAYOUTS)
+    for places in OTHERS[name]:
+        saved_by = names[(names.index(continued_by) + places) % len(names)]
+        before, state = begun(gang, case, saved_by)
+        results = gang.run(piece, layout.of(case), state, STEPS, world_size=layout.world_size)
+        curve = torch.cat([losses(before), losses([seen for seen, _ in results])])
+        pair = f"saved by {saved_by}, continued by {continued_by}: "
+        torch.testing.assert_close(curve, losses([alone]), rtol=rtol, atol=0, msg=lambda m, pair=pair: pair + m)
+        continued = results[0][1]
+        torch.testing.assert_close(continued.model, end.model, rtol=100 * rtol, atol=10 * rtol)
+        torch.testing.assert_close(continued.optimizer, end.optimizer, rtol=1000 * rtol, atol=10 * rtol)
+        assert continued.meta == end.meta
+
+
+@pytest.mark.parametrize("saved_by", LAYOUTS)
+def test_the_files_are_the_same_whatever_wrote_them(gang: Gang, tmp_path: Path, saved_by: str) -> None:
+    case, _ = CASES["adamw-scheduled"]
+    _, of_single = begun(gang, case, "single")
+    _, state = begun(gang, case, saved_by)
+    path = save(tmp_path, state, run_uid="test")
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
+    assert load(path).meta == of_single.meta
+    for file, expected in (("model", of_single.model), ("optimizer", of_single.optimizer)):
+        plain_tensors = load_file(path / f"{file}.safetensors")
+        assert {n: (t.shape, t.dtype) for n, t in plain_tensors.items()} == {
+            n: (t.shape, t.dtype) for n, t in expected.items()
+        }
+    model = case.job.model()
+    model.load_state_dict(load_file(path / "model.safetensors"))
+    torch.testing.assert_close(dict(model.state_dict()), of_single.model, rtol=100 * ADAMW, atol=10 * ADAMW)
