@@ -57,7 +57,7 @@ class Layout:
 LAYOUTS = {
     "single": Layout(words=("strategy=single",), ranks=1),
     "ddp": Layout(words=("strategy=ddp",), ranks=2),
-    "ddp, a spare": Layout(words=("strategy=ddp", "recovery.spares=1"), ranks=2),
+    "ddp with a spare": Layout(words=("strategy=ddp", "recovery.spares=1"), ranks=2),
     "pipeline": Layout(words=("strategy=pipeline",), ranks=2),
     "ddp_pipeline": Layout(
         words=("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"), ranks=4
@@ -113,6 +113,8 @@ def draw(chance: random.Random, layout: Layout) -> tuple[str, ...]:
         at = {"join": 0, "build": 0, "eval": 10, "checkpoint": 20, "end": STEPS}.get(phase, step)
         if phase in ("join", "build", "end") and kind in ("stop", "sleep"):
             kind = "kill"  # what these phases take nobody knows: the timeouts that end them are minutes
+        if phase in ("join", "build") and kind == "raise":
+            kind = "exit"  # an error before the first step ends a run
         faults.append(f"{kind}@{at}:{rank}" + ("" if phase == "train" else f":{phase}"))
     return tuple(faults)
 

@@ -125,15 +125,14 @@ class Generation:
             check_ray()
             for reference in ready:
                 self._take_outcome(reference, self._pending.pop(reference))
-            now = time.monotonic()
-            self._look_after(self._telemetry.collect(self._gang), now)
+            if give_up_at is not None and time.monotonic() > give_up_at:
+                return
+            self._look_after(self._telemetry.collect(self._gang), time.monotonic())
             if not abandoned and self._failed():
                 abandoned = True
-                give_up_at = now + SETTLE_S
+                give_up_at = time.monotonic() + SETTLE_S
                 left = [m.global_rank for m in self._pending.values()]
                 self._gang.tell("abandon", self.number, ranks=left)
-            if give_up_at is not None and now > give_up_at:
-                return
             if self._stop.received and not self.stop_sent:
                 self._coordinate_stop()
                 give_up_at = time.monotonic() + self._config.cluster.stop_grace_s

@@ -79,6 +79,7 @@ def test_every_kind_of_failure_is_outlived(run: Any, reference: Any, kind: str) 
     result = run(*WORDS, f"recovery.chaos=[{kind}@13:1]")
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference()[0])
+    assert result.summary["steps_lost"] == 0
     (lost,) = events(result.run_dir, "worker_lost")
     assert lost["rank"] == 1
     if kind in ("stop", "sleep", "gil"):
