@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from orchestrator.strategies.timed_stage import TimedStage
 from orchestrator.worker import state as train_state
 from orchestrator.worker.data import to_device
 from orchestrator.worker.state import TrainState
-from orchestrator.worker.transfer import broadcast_state, gather_states
+from orchestrator.worker.transfer import broadcast_state, gather_states, receive_state, send_state
 
 
 class Pipeline(Strategy):
@@ -57,44 +57,57 @@ class Pipeline(Strategy):
         self._own = self.layout.stages_of(context.pp_rank)
         self.reads_data = 0 in self._own or self.layout.num_stages - 1 in self._own
         self._comm_ms: float | None = None
+        self._built = False
+        self._in_step = False
 
     def setup(self, train_set: Dataset[Any]) -> None:
+        """Look at the model; its stages are built once the ranks have agreed on the cut, in :meth:`attach`."""
         context = self.context
-        grid = context.mesh.device_mesh(context.device.type)
-        self._pipeline, self._replicas = grid.get_group("pp"), grid.get_group("dp")
         collate = self.job.collate or default_collate
         inputs, target = to_device(collate([train_set[0]] * self._rows), context.device)
         split = self._split()
         sequence = sequence_of(self.job.model, inputs, context.device, split=split or ())
         self._layers = sequence.layers
+        self._names = list(sequence.outline.model.state_dict())
         values = flow(sequence, inputs, precision=self._precision)
-
         self._costs: Sequence[float] | None = None
 
         def measure() -> Sequence[float]:
             fresh = sequence_of(self.job.model, inputs, context.device, split=())
             return costs(fresh, values, inputs, precision=self._precision, loss=lambda o: self.job.loss(o, target))
 
-        self.cut = self._agreed_cut(split, measure)
-        buffers = shared_buffers(sequence, self.cut)
-        if buffers:
-            changing = changing_buffers(sequence, inputs, precision=self._precision)
-            self._refuse_changing(buffers, changing)
-        self.stages = build_stages(
-            self.job.model, sequence, values, self.cut, self._own, device=context.device, seed=context.seed
-        )
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        def build(cut: Cut) -> None:
+            buffers = shared_buffers(sequence, cut)
+            if buffers:
+                changing = changing_buffers(sequence, inputs, precision=self._precision)
+                self._refuse_changing(buffers, changing)
+            self._shared = [*shared_parameters(sequence, cut), *buffers]
+            self.stages = build_stages(
+                self.job.model, sequence, values, cut, self._own, device=context.device, seed=context.seed
+            )
+
+        self._measure, self._build = measure, build
+
+    def attach(self) -> None:
+        context = self.context
+        grid = context.mesh.device_mesh(context.device.type)
+        self._pipeline, self._replicas = grid.get_group("pp"), grid.get_group("dp")
+        self.cut = self._agreed_cut()
+        if not self._built:
+            self._build(self.cut)
+            self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = _optimizer_of(self.job, self.parameters)
+            self.scheduler = self.job.scheduler(self.optimizer, context.train.steps)
+            self._built = True
+        elif self._in_step:
+            self._forget_step()
         self._sharing = Sharing(
-            [*shared_parameters(sequence, self.cut), *buffers],
+            self._shared,
             self.model.state_dict(keep_vars=True),
             mesh=context.mesh,
             global_rank=context.global_rank,
             stage_ranks=self.layout.stage_ranks,
         )
-        self._begin_equal()
-        self.optimizer = _optimizer_of(self.job, self.parameters)
-        self.scheduler = self.job.scheduler(self.optimizer, context.train.steps)
-        self._names = list(sequence.outline.model.state_dict())
         self._chain = Chain(
             self.stages,
             self.layout,
@@ -105,6 +118,13 @@ class Pipeline(Strategy):
             precision=self._precision,
         )
 
+    @torch.no_grad()
+    def begin_equal(self) -> None:
+        if self.context.mesh.data_parallel_size > 1:
+            for tensor in (*self.model.parameters(), *self._buffers()):
+                dist.broadcast(tensor, group=self._replicas, group_src=0)
+        self._sharing.begin_equal()
+
     @property
     def model(self) -> nn.Module:
         """The tensors of this worker's stages under the model's own names, as they are now."""
@@ -114,7 +134,8 @@ class Pipeline(Strategy):
         context, train = self.context, self.context.train
         slices = [to_device(b, context.device) for b in microbatches]
         weights, total_weight = self._weigh(slices)
-        buffers = [b.clone() for b in self._buffers()] if train.on_nonfinite == "skip" else []
+        self._buffers_before = [b.clone() for b in self._buffers()]
+        self._in_step = True
         self.optimizer.zero_grad()
         loss_sum = self._chain.train(slices, weights, total_weight)
         self._bring_gradients_together()
@@ -125,14 +146,14 @@ class Pipeline(Strategy):
             norm = norm_over(self._pipeline, counted, context.device)
         weight = torch.as_tensor(sum(w for w in weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
-            for buffer, before in zip(self._buffers(), buffers, strict=True):
-                buffer.copy_(before)
+            self._forget_step()
             return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, skipped=True)
         if norm is not None and train.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, train.clip_norm, norm)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
+        self._in_step = False
         return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
@@ -162,6 +183,30 @@ class Pipeline(Strategy):
         )
         train_state.restore(state, self.model, self.optimizer, self.scheduler, partial=True)
         return state.meta
+
+    def held(self, step: int) -> Mapping[int, tuple[int, ...]]:
+        """The stages of this worker, which its replicas have too; not on GPUs, where an update may be under way."""
+        context = self.context
+        if not self._built or context.device.type != "cpu":
+            return {}
+        return {rank: (step,) for rank in context.mesh.replicas(context.pp_rank)}
+
+    def hand_over(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        """From replica to replica of a stage; every rank has to learn how many samples that are."""
+        context, own = self.context, self.context.global_rank
+        meta: dict[str, Any] = {"step": step, "samples_consumed": samples_consumed}
+        for receiver, sender in enumerate(sources):
+            if own == sender != receiver:
+                state = train_state.capture(self.model, self.optimizer, self.scheduler, **meta)
+                send_state(state, to=receiver, device=context.device)
+            elif own == receiver != sender:
+                state = receive_state(sender, device=context.device)
+                train_state.restore(state, self.model, self.optimizer, self.scheduler)
+                meta = state.meta
+        assert meta["step"] == source_step
+        return meta
 
     def close(self) -> None:
         """Give up all that holds a process group."""
@@ -208,17 +253,20 @@ class Pipeline(Strategy):
         assert isinstance(options, StagedConfig)
         return None if options.split == "auto" else options.split
 
-    def _agreed_cut(self, split: Sequence[str] | None, measure: Callable[[], Sequence[float]]) -> Cut:
-        """The cut of the configuration, or the balanced one as rank 0 has measured."""
-        num_stages = self.layout.num_stages
+    def _agreed_cut(self) -> Cut:
+        """The cut of the configuration, or the balanced one: that of the ranks that have one, or as rank 0 measures."""
+        num_stages, split = self.layout.num_stages, self._split()
         if split is not None:
             cut, faults = cut_at(self._layers, split, num_stages)
             if cut is None:
                 raise ValueError("\n".join(faults))
             return cut
-        starts = torch.zeros(num_stages, dtype=torch.int64, device=self.context.device)
+        starts = torch.tensor(self.cut.starts if self._built else [0] * num_stages, device=self.context.device)
+        dist.all_reduce(starts, op=dist.ReduceOp.MAX)
+        if starts.any():
+            return Cut(tuple(starts.tolist()))
         if self.context.global_rank == 0:
-            self._costs = measure()
+            self._costs = self._measure()
             starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
@@ -233,13 +281,11 @@ class Pipeline(Strategy):
                     "then differ; use its layer once, or cut with strategy.split so that one worker has it"
                 )
 
-    @torch.no_grad()
-    def _begin_equal(self) -> None:
-        """Give replicas one beginning, whatever the model draws its numbers from."""
-        if self.context.mesh.data_parallel_size > 1:
-            for tensor in (*self.model.parameters(), *self._buffers()):
-                dist.broadcast(tensor, group=self._replicas, group_src=0)
-        self._sharing.begin_equal()
+    def _forget_step(self) -> None:
+        """Undo what a step without an update has changed: the buffers that its forward passes wrote."""
+        for buffer, before in zip(self._buffers(), self._buffers_before, strict=True):
+            buffer.copy_(before)
+        self._in_step = False
 
     def _buffers(self) -> list[Tensor]:
         """Those of this worker's stages as they are now, also those that are not saved."""

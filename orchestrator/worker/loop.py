@@ -85,9 +85,9 @@ class Loop:
             self._data = self.job.dataset("train"), self.job.dataset("val")
             startup["dataset_s"] = -began + (began := time.perf_counter())
             self.strategy.setup(self._data[0])
-            if self.rank == 0 and (stages := self.strategy.stage_summaries()):
-                self.outbox.put_event(ModelCut(stages=stages))
         self.strategy.attach()
+        if self.rank == 0 and assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
+            self.outbox.put_event(ModelCut(stages=stages))
         self._continue_together()
         startup["model_s"] = time.perf_counter() - began
         with self._advising():

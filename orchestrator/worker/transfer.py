@@ -50,20 +50,27 @@ def gather_states(
     Point to point through the default group. ``into`` is an old state whose memory may be used.
     """
     if rank != ranks[0]:
-        _send_json(_header(state), to=ranks[0], device=device)
-        for tensor in (*state.model.values(), *state.optimizer.values()):
-            dist.send(_as_bytes(tensor.to(device)), dst=ranks[0])
+        send_state(state, to=ranks[0], device=device)
         return None
-    states = [state]
-    for sender in ranks[1:]:
-        header = _receive_json(sender, device=device)
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
-        for part, tensors in parts.items():
-            old = getattr(into, part) if into else {}
-            for path, shape, dtype in header[part]:
-                tensors[path] = _receive(sender, _buffer(old.get(path), shape, dtype), device)
-        states.append(TrainState(meta=header["meta"], **parts))
-    return states
+    return [state, *(receive_state(sender, device=device, into=into) for sender in ranks[1:])]
+
+
+def send_state(state: TrainState, *, to: int, device: torch.device) -> None:
+    """To a rank that calls :func:`receive_state`."""
+    _send_json(_header(state), to=to, device=device)
+    for tensor in (*state.model.values(), *state.optimizer.values()):
+        dist.send(_as_bytes(tensor.to(device)), dst=to)
+
+
+def receive_state(sender: int, *, device: torch.device, into: TrainState | None = None) -> TrainState:
+    """The state that ``sender`` passes, in host memory, that of the old state ``into`` as far as it fits."""
+    header = _receive_json(sender, device=device)
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for part, tensors in parts.items():
+        old = getattr(into, part) if into else {}
+        for path, shape, dtype in header[part]:
+            tensors[path] = _receive(sender, _buffer(old.get(path), shape, dtype), device)
+    return TrainState(meta=header["meta"], **parts)
 
 
 def _header(state: TrainState) -> dict[str, Any]:

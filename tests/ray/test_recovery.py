@@ -142,3 +142,12 @@ def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, st
     assert not recovered["in_place"]
     if strategy != "hogwild":
         assert_same_weights(result.run_dir, reference(f"strategy={strategy}")[0])
+
+
+def test_a_stage_gets_its_state_from_its_replica(run: Any, reference: Any) -> None:
+    words = ("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2", "job.depth=3")
+    result = run(*WORDS, *words, "recovery.chaos=[kill@13:1,kill@19:2]")
+    assert result.exit_code == 0, result.reason
+    assert_same_weights(result.run_dir, reference(*words)[0])
+    assert (result.summary["restarts"], result.summary["steps_lost"]) == (2, 0)
+    assert [(e["step"], e["in_place"]) for e in events(result.run_dir, "recovered")] == [(12, True), (18, True)]
