@@ -54,15 +54,17 @@ def nothing_left() -> Iterator[None]:
 
     held = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     assert not held, held
-    workers = [p for p in psutil.process_iter(["cmdline"]) if _is_busy_worker(p)]
+    workers = [p for p in psutil.Process().children(recursive=True) if _is_busy_worker(p)]
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive, alive
 
 
 def _is_busy_worker(process: psutil.Process) -> bool:
-    return "/worker-" in " ".join(process.info["cmdline"] or []) or "ray::Worker" in " ".join(
-        process.info["cmdline"] or []
-    )
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "/worker-" in command or "ray::Worker" in command
 
 
 def losses(run_dir: Path) -> dict[int, float]:
