@@ -143,8 +143,8 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         notes.append(_placement(strategy))
     if mesh.num_shards:
         notes.append(
-            f"placement: {_ranks(range(mesh.num_workers))} compute gradients, "
-            f"{_ranks(mesh.shards)} hold the parameters, spread over the nodes where there are several"
+            f"placement: gradients on {_ranks(range(mesh.num_workers))}, parameters on {_ranks(mesh.shards)}, "
+            "which are spread over the nodes where there are several"
         )
     if isinstance(strategy, DPConfig):
         notes.append("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster")

@@ -108,6 +108,10 @@ class Line:
     def missing(self) -> list[str]:
         return [] if self._pushed else [name for name in self._names if name in self._missing]
 
+    @property
+    def is_expecting(self) -> bool:
+        return bool(self._arriving)
+
     def expect(self, group: dist.ProcessGroup | None = None) -> None:
         """Begin to receive an answer. It overwrites parameters, which must not be in use."""
         self._group = group
@@ -116,7 +120,6 @@ class Line:
                 work = dist.irecv(memory, self.rank, group=group, tag=tag)
                 assert work is not None
                 self._arriving.append(work)
-                self.received_bytes += memory.nbytes
 
     @torch.no_grad()
     def complete(self) -> int:
@@ -126,6 +129,7 @@ class Line:
         for work in self._arriving:
             work.wait()
         self._arriving = []
+        self.received_bytes += self._landing.nbytes + self._counts.nbytes
         self.sends.wait()
         if self._landing is not self._whole:
             self._whole.copy_(self._landing)
@@ -248,12 +252,12 @@ class Worker(Single):
         self._complete()
         if not self._sync:
             # The shards answer once all workers are here: with everything that all of them have pushed.
-            sent = [line.received_bytes for line in self._lines]
+            received = [line.received_bytes for line in self._lines]
             for line in self._lines:
                 line.expect(self._groups.patient)
-            for line, before in zip(self._lines, sent, strict=True):
+            for line, before in zip(self._lines, received, strict=True):
                 line.complete()
-                line.received_bytes = before
+                line.received_bytes = before  # the figures are of steps
             self._share_buffers()
         yield
         self._ended_at = None
@@ -263,23 +267,24 @@ class Worker(Single):
 
     def figures(self) -> Mapping[str, Figure]:
         waited_pct = 100 * self._waited_in_window_s / max(self._window_s, 1e-9)
-        steps = max(1, self._steps)
         sent = sum(line.sends.size_bytes for line in self._lines)
-        received = sum(line.received_bytes for line in self._lines)
         figures = {
             f"parameter_server/worker_{self.context.global_rank}_wait_pct": Figure(waited_pct, "max"),
             "parameter_server/wait_pct": Figure(waited_pct, "mean"),
-            "parameter_server/bytes_sent_per_step": Figure(sent / steps, "mean"),
-            "parameter_server/bytes_received_per_step": Figure(received / steps, "mean"),
-            "parameter_server/pulled_pct": Figure(100 * self._pulled / (steps * self._numbers), "mean"),
+            "parameter_server/bytes_sent_per_step": Figure(sent / max(1, self._steps), "mean"),
         }
+        if self._answers:  # the first is received after the first step
+            received = sum(line.received_bytes for line in self._lines)
+            pulled_pct = 100 * self._pulled / (self._answers * self._numbers)
+            figures["parameter_server/bytes_received_per_step"] = Figure(received / self._answers, "mean")
+            figures["parameter_server/pulled_pct"] = Figure(pulled_pct, "mean")
         self._forget_figures()
         return figures
 
     def _forget_figures(self) -> None:
         for line in self._lines:
             line.sends.size_bytes = line.received_bytes = 0
-        self._steps, self._pulled = 0, 0
+        self._steps = self._answers = self._pulled = 0
         self._waited_s = self._waited_in_window_s = self._window_s = 0.0
         self._ended_at = None
 
@@ -356,8 +361,8 @@ class Worker(Single):
     def _complete(self) -> None:
         """Have every answer that is on its way."""
         with self._waiting():
-            for line in self._lines:
-                self._pulled += line.complete()
+            self._answers += any(line.is_expecting for line in self._lines)
+            self._pulled += sum(line.complete() for line in self._lines)
 
     def _share_buffers(self) -> None:
         """Give every worker the buffers of the first."""

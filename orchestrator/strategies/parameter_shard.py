@@ -236,7 +236,8 @@ class Shard(Strategy):
             return None
         numbers = torch.cat([n for n, _ in rows]).long()
         values = torch.cat([v for _, v in rows]).to(part.dtype)
-        total = torch.sparse_coo_tensor(numbers[None], values, self._pieces[part.name].shape).coalesce()
+        shape = self._pieces[part.name].shape
+        total = torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False).coalesce()
         if part.name in self._whole_tables:
             self._unseen[part.name].fill_(True)
             return total.to_dense()

@@ -327,6 +327,23 @@ def test_asynchronous_steps_that_are_not_finite_are_left_out(gang: Gang) -> None
     assert all(t.isfinite().all() for t in ranks[0][0].model.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Masked(Tokens):
+    """As jobs write it by hand: 0 where nothing counts."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        valid = target != -100
+        each = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten().clamp(min=0), reduction="none")
+        return (each * valid.flatten()).sum() / valid.sum().clamp(min=1)
+
+
+def test_a_batch_without_anything_that_counts_changes_nothing(gang: Gang) -> None:
+    case = Case(job=Masked(empty=6, lr=0.5), train=having(global_batch_size=6))
+    ranks = run(gang, case, 3, 1, to_the_end, consistency="async")
+    assert any(weight == 0 for seen, _ in ranks[:3] for weight in seen.weights)
+    assert all(t.isfinite().all() for t in ranks[0][0].model.values())
+
+
 # Checkpoints --------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ def test_shards_come_after_the_workers_and_read_no_data() -> None:
     assert [w.samples_per_step for w in plan.workers] == [4, 3, 3, 0, 0]
     assert [w.shard for w in plan.workers] == [None, None, None, 0, 1]
     assert [plan.title(rank) for rank in (2, 3, 4)] == ["rank 2", "rank 3 (shard 0)", "rank 4 (shard 1)"]
-    assert any(n.startswith("placement: ranks 0 to 2 compute gradients, ranks 3 to 4 hold") for n in plan.notes)
+    assert any(n.startswith("placement: gradients on ranks 0 to 2, parameters on ranks 3 to 4, ") for n in plan.notes)
     assert any("5 workers and shards share 2 cores" in n for n in plan.notes)
     table = plan_table(plan, LAPTOP)
     assert "3 workers on cpu" in table
