@@ -186,6 +186,9 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
         ("tracking.uri=./mlruns", "use sqlite:///mlflow.db"),
         ("cluster.device=cuda strategy.num_workers=999 train.global_batch_size=999", " CPUs and "),
         ("--bogus", "--bogus: unknown option; "),
+        ("recovery.chaos=[kill]", "recovery.chaos=kill: expected <kind>@<step>:<rank>"),
+        ("recovery.chaos=[kill@5:2]", "recovery.chaos=kill@5:2: no rank 2 among 2 workers; ranks begin at 0"),
+        ("recovery.hang_min_s=400", "recovery.hang_min_s=400: more than recovery.hang_max_s=300; lower it"),
     ],
 )
 def test_words_are_refused(words: str, said: str, refused: Refused) -> None:

@@ -151,3 +151,21 @@ def test_a_stage_gets_its_state_from_its_replica(run: Any, reference: Any) -> No
     assert_same_weights(result.run_dir, reference(*words)[0])
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (2, 0)
     assert [(e["step"], e["in_place"]) for e in events(result.run_dir, "recovered")] == [(12, True), (18, True)]
+
+
+def test_a_straggler_is_named_within_twenty_steps(run: Any) -> None:
+    result = run("job._target_=straggling_job.Straggling", "train.steps=40", "train.log_every=5", "train.eval_every=0")
+    assert result.exit_code == 0, result.reason
+    (found,) = events(result.run_dir, "straggler_found")
+    assert (found["rank"], found["node"]) == (1, "node_0")
+    assert found["step"] <= 10 + 20, "ten steps warm up"
+    assert found["slower_by"] > 2
+    assert found["compute_ms"] > 25 > found["others_compute_ms"] + found["data_wait_ms"]
+
+
+def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
+    words = ("train.steps=1000", "train.eval_every=200", "checkpoint.every=50", "recovery.hang_min_s=2")
+    result = run("job.hidden=16", *words)
+    assert result.exit_code == 0, result.reason
+    assert (result.summary["restarts"], result.summary["effective_time_pct"]) == (0, 100)
+    assert events(result.run_dir, "worker_lost") == []
