@@ -34,6 +34,7 @@ from orchestrator.strategies.wire import (
     Groups,
     Part,
     Push,
+    RowsSpec,
     Sends,
     parts_of,
     receive_rows,
@@ -135,8 +136,8 @@ class Line:
             self._whole.copy_(self._landing)
         numbers = self._whole_numbers
         specs = [
-            (count, part.dtype, part.row or torch.Size())
-            for count, (part, _) in zip(self._counts.tolist(), self._tables.values(), strict=True)
+            RowsSpec(count, len(table), part.dtype, table.shape[1:])
+            for count, (part, table) in zip(self._counts.tolist(), self._tables.values(), strict=True)
         ]
         rows = receive_rows(specs, self.rank, ANSWERED_ROWS, self._group)
         for (at, values), (_, table) in zip(rows, self._tables.values(), strict=True):

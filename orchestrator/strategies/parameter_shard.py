@@ -34,6 +34,7 @@ from orchestrator.strategies.wire import (
     Part,
     Push,
     Sends,
+    number_dtype,
     pack_rows,
     parts_of,
     whole_bytes,
@@ -234,7 +235,7 @@ class Shard(Strategy):
         rows = [pair for p in pushes if (pair := p.rows(part.name)) is not None]
         if not rows:
             return None
-        numbers = torch.cat([n for n, _ in rows]).long()
+        numbers = torch.cat([n.long() for n, _ in rows])
         values = torch.cat([v for _, v in rows]).to(part.dtype)
         shape = self._pieces[part.name].shape
         total = torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False).coalesce()
@@ -264,7 +265,7 @@ class Shard(Strategy):
             for name, unseen in self._unseen.items():
                 numbers = unseen[worker].nonzero()[:, 0]
                 unseen[worker] = False
-                rows.append((numbers.int(), self._pieces[name].detach()[numbers]))
+                rows.append((numbers.to(number_dtype(unseen.shape[1])), self._pieces[name].detach()[numbers]))
             self._sends.send(torch.tensor([len(n) for n, _ in rows]), worker, ANSWERED_COUNTS, group)
             if any(len(n) for n, _ in rows):
                 self._sends.send(pack_rows(rows), worker, ANSWERED_ROWS, group)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ ABSENT = -1
 FAR_APART = timedelta(days=30)
 
 Rows = tuple[Tensor, Tensor]
-"""Numbers of rows, int32 of shape (n,), and the rows, of shape (n, ...)."""
+"""Numbers of rows, of shape (n,) and in the :func:`number_dtype` of their table, and the rows, of shape (n, ...)."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Push:
         sparse = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
         numbers = sparse.indices()[0]
         first, last = torch.searchsorted(numbers, torch.tensor([part.start, part.stop], device=numbers.device)).tolist()
-        here = (numbers[first:last] - part.start).to("cpu", torch.int32)
+        here = (numbers[first:last] - part.start).to("cpu", number_dtype(part.stop - part.start))
         self._rows[name] = here, sparse.values()[first:last].to("cpu", self._dtypes[name])
         self._counts[name] = len(here)
 
@@ -152,7 +153,7 @@ class Push:
         self._counts = dict(zip(self._parts, self._header.tolist(), strict=True))
         self._rows = {}
         specs = {
-            name: (max(0, self._counts[name]), self._dtypes[name], part.row)
+            name: RowsSpec(max(0, self._counts[name]), part.stop - part.start, self._dtypes[name], part.row)
             for name, part in self._parts.items()
             if part.row is not None
         }
@@ -188,8 +189,18 @@ class Sends:
         self._pending = []
 
 
-RowsSpec = tuple[int, torch.dtype, torch.Size]
-"""How many rows, of which type and shape."""
+class RowsSpec(NamedTuple):
+    """``rows`` of a table that has ``table_rows``, of this type and shape."""
+
+    rows: int
+    table_rows: int
+    dtype: torch.dtype
+    row: torch.Size
+
+
+def number_dtype(table_rows: int) -> torch.dtype:
+    """The type in which rows of a table are numbered: with rows of few numbers it is most of what travels."""
+    return torch.uint16 if table_rows <= 2**16 else torch.int32
 
 
 def pack_rows(rows: Sequence[Rows]) -> Tensor:
@@ -206,13 +217,22 @@ def receive_rows(
     specs: Sequence[RowsSpec], source: int, tag: int, group: dist.ProcessGroup | None = None
 ) -> list[Rows]:
     """What :func:`pack_rows` has packed; a message without any row is never sent."""
-    sizes = list(itertools.chain.from_iterable((4 * n, n * dtype.itemsize * row.numel()) for n, dtype, row in specs))
+    numbers = [number_dtype(spec.table_rows) for spec in specs]
+    sizes = list(
+        itertools.chain.from_iterable(
+            (s.rows * n.itemsize, s.rows * s.dtype.itemsize * s.row.numel())
+            for s, n in zip(specs, numbers, strict=True)
+        )
+    )
     starts = _aligned(sizes)
     memory = torch.empty(starts[-1], dtype=torch.uint8)
-    if any(n for n, _, _ in specs):
+    if any(spec.rows for spec in specs):
         dist.recv(memory, source, group=group, tag=tag)
     slices: Iterator[Tensor] = (memory[a : a + n] for a, n in zip(starts, sizes, strict=False))
-    return [(next(slices).view(torch.int32), next(slices).view(dtype).view(n, *row)) for n, dtype, row in specs]
+    return [
+        (next(slices).view(n), next(slices).view(s.dtype).view(s.rows, *s.row))
+        for s, n in zip(specs, numbers, strict=True)
+    ]
 
 
 def _aligned(sizes: Sequence[int]) -> list[int]:

@@ -206,8 +206,13 @@ SPARSE = SparseLogistic(features=200, samples=600, words=20, lr=0.1)
 
 @pytest.mark.parametrize(
     "job",
-    [SPARSE, replace(SPARSE, algorithm="sgd"), MatrixCompletion(size=60, rank=3, observed=600)],
-    ids=["adagrad", "sgd", "two tables"],
+    [
+        SPARSE,
+        replace(SPARSE, algorithm="sgd"),
+        replace(SPARSE, features=140_000),
+        MatrixCompletion(size=60, rank=3, observed=600),
+    ],
+    ids=["adagrad", "sgd", "long table", "two tables"],
 )
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_sparse_gradients(gang: Gang, job: Any, clip_norm: float | None) -> None:
