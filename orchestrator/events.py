@@ -54,7 +54,7 @@ class GenerationStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStepDone(Event):
-    """The first step of a generation has ended on rank 0; ``startup``: the seconds of the parts before it, there."""
+    """The first step of a generation has ended on some rank; ``startup``: the seconds of the parts before it, there."""
 
     generation: int
     startup: Mapping[str, float]

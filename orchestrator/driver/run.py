@@ -222,7 +222,8 @@ class Run:
         if self._recovery is None:
             self._recovery = Recovery(failed_at=failure.time, reached=reached, resumed_at=resumed_at, decision=decision)
         else:  # it failed while it recovered: one recovery, that takes longer and starts from here
-            self._recovery = replace(self._recovery, resumed_at=resumed_at, decision=decision)
+            reached = max(reached, self._recovery.reached)
+            self._recovery = replace(self._recovery, reached=reached, resumed_at=resumed_at, decision=decision)
         for rank in decision.lost:
             self._faults = chaos.without_next(self._faults, rank)
         self._telemetry.begin_generation(decision.lost, resumed_at)

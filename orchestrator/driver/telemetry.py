@@ -10,7 +10,15 @@ from orchestrator.config.schema import Config
 from orchestrator.driver.aggregate import Aggregator
 from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.straggler import Straggler, StragglerWatch
-from orchestrator.events import Event, MetricsLogged, RankProgress, StragglerFound, SystemMetricsLogged, Warned
+from orchestrator.events import (
+    Event,
+    FirstStepDone,
+    MetricsLogged,
+    RankProgress,
+    StragglerFound,
+    SystemMetricsLogged,
+    Warned,
+)
 from orchestrator.messages import Heartbeat, TrainPoint
 from orchestrator.plan import Plan
 
@@ -36,6 +44,7 @@ class Telemetry:
     ):
         self.last_step: dict[int, int] = {}
         self.straggler: Straggler | None = None
+        self._trained_generation = 0
         self._config = config
         self._plan = plan
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
@@ -73,6 +82,10 @@ class Telemetry:
                     self._name_straggler(found, names[gang.members[found.rank].where.node_id])
             self._emit(RankProgress(rank=rank, step=beat.step, phase=beat.phase, step_ms=beat.busy_ms, node=node))
         for event in told:  # after the figures of all ranks: a checkpoint of a step after its loss
+            if isinstance(event, FirstStepDone):  # each rank tells, for any of them may be lost before it is asked
+                if event.generation <= self._trained_generation:
+                    continue
+                self._trained_generation = event.generation
             self._emit(event)
         if system:
             self._system_readings += 1

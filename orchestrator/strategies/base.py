@@ -34,6 +34,7 @@ class Context:
     options: StrategyConfig
     pipeline: PipelineLayout | None = None
     num_devices: int = 1
+    peer_copy_every: int = 0
 
     @property
     def dp_rank(self) -> int:
@@ -90,6 +91,9 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         """One optimizer update from this rank's share of the global batch."""
+
+    def after_step(self, *, step: int, samples_consumed: int) -> None:  # noqa: B027 - most have nothing to do
+        """Once ``step`` counts as done: the place for copies that a lost rank may need."""
 
     @abc.abstractmethod
     def evaluate(self, batch: Any, valid: int) -> EvalSums:

@@ -110,11 +110,13 @@ class DDP(Single):
         return self.restore(state, source=source)
 
     def close(self) -> None:
-        """Give up the reducer, which must not outlive the process group: as its last owner it would
-        wait for gloo's threads while it holds the interpreter, and they may be waiting for that."""
-        if "replica" in vars(self):
+        """Give up all that holds the process group. Its connections close with it, which frees the ranks that wait for
+        this one; and the reducer, as its last owner, would wait for gloo's threads while it holds the interpreter, and
+        they may be waiting for that."""
+        if (replica := vars(self).pop("replica", None)) is not None:
+            self.forward_model = self.model
             for owner in ("reducer", "logger"):
-                vars(self.replica).pop(owner, None)
+                vars(replica).pop(owner, None)
 
     def comm_ms(self) -> float | None:
         if not self._timed:

@@ -37,6 +37,7 @@ from orchestrator.spans import Span
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.chain import Chain
 from orchestrator.strategies.gradients import norm_over, sum_over
+from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.sharing import Sharing
 from orchestrator.strategies.single import entries
 from orchestrator.strategies.timed_stage import TimedStage
@@ -59,6 +60,9 @@ class Pipeline(Strategy):
         self._comm_ms: float | None = None
         self._built = False
         self._in_step = False
+        self._copies: PeerCopies | None = None
+        if context.peer_copy_every:
+            self._copies = PeerCopies(mesh.pipeline(context.dp_rank), rank=context.global_rank)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         """Look at the model; its stages are built once the ranks have agreed on the cut, in :meth:`attach`."""
@@ -101,6 +105,8 @@ class Pipeline(Strategy):
             self._built = True
         elif self._in_step:
             self._forget_step()
+        if self._copies is not None:
+            self._copies.attach(self._group_for_copies())
         self._sharing = Sharing(
             self._shared,
             self.model.state_dict(keep_vars=True),
@@ -163,9 +169,7 @@ class Pipeline(Strategy):
         context = self.context
         if context.dp_rank != 0:
             return None
-        state = train_state.capture(
-            self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
-        )
+        state = self._snapshot(step=step, samples_consumed=samples_consumed, into=into)
         states = gather_states(
             train_state.without_shared(state, self._sharing.first_names, saved=self._sharing.saved_elsewhere),
             ranks=context.mesh.pipeline(0),
@@ -184,34 +188,74 @@ class Pipeline(Strategy):
         train_state.restore(state, self.model, self.optimizer, self.scheduler, partial=True)
         return state.meta
 
+    def after_step(self, *, step: int, samples_consumed: int) -> None:
+        copies, every = self._copies, self.context.peer_copy_every
+        if copies is not None and step % every == 0:
+            into = copies.reusable()
+            copies.submit(self._snapshot(step=step, samples_consumed=samples_consumed, into=into), step=step)
+
     def held(self, step: int) -> Mapping[int, tuple[int, ...]]:
-        """The stages of this worker, which its replicas have too; not on GPUs, where an update may be under way."""
+        """The stages of this worker, which its replicas have too, and copies of these and of a neighbour's. What is on
+        a GPU does not count, where an update may be under way."""
         context = self.context
-        if not self._built or context.device.type != "cpu":
-            return {}
-        return {rank: (step,) for rank in context.mesh.replicas(context.pp_rank)}
+        held: dict[int, tuple[int, ...]] = {}
+        if self._built and context.device.type == "cpu":
+            held = {rank: (step,) for rank in context.mesh.replicas(context.pp_rank)}
+        for rank, steps in (self._copies.held(context.global_rank) if self._copies is not None else {}).items():
+            held[rank] = (*held.get(rank, ()), *steps)
+        return held
 
     def hand_over(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """From replica to replica of a stage; every rank has to learn how many samples that are."""
-        context, own = self.context, self.context.global_rank
-        meta: dict[str, Any] = {"step": step, "samples_consumed": samples_consumed}
+        """From replica to replica of a stage, from the neighbour that keeps a copy, or from one's own copy."""
+        own, device = self.context.global_rank, self.context.device
+        here: dict[str, int] = {"step": step, "samples_consumed": samples_consumed}
+        meta: dict[str, Any] = here
         for receiver, sender in enumerate(sources):
             if own == sender != receiver:
-                state = train_state.capture(self.model, self.optimizer, self.scheduler, **meta)
-                send_state(state, to=receiver, device=context.device)
+                send_state(self._state_of(receiver, source_step, **here), to=receiver, device=device)
             elif own == receiver != sender:
-                state = receive_state(sender, device=context.device)
-                train_state.restore(state, self.model, self.optimizer, self.scheduler)
-                meta = state.meta
+                meta = self._take_over(receive_state(sender, device=device))
+        if sources[own] == own and step != source_step:
+            assert self._copies is not None
+            meta = self._take_over(self._copies.own(source_step))
         assert meta["step"] == source_step
         return meta
+
+    def _state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
+        """The state of a rank after the step ``wanted``, as this one holds it."""
+        if self.context.mesh.pp_rank(rank) == self.context.pp_rank and wanted == step:
+            return self._snapshot(step=step, samples_consumed=samples_consumed)
+        assert self._copies is not None
+        if self.context.mesh.pp_rank(rank) == self.context.pp_rank:
+            return self._copies.own(wanted)
+        return self._copies.neighbours(wanted)
+
+    def _take_over(self, state: TrainState) -> dict[str, Any]:
+        train_state.restore(state, self.model, self.optimizer, self.scheduler)
+        return {name: state.meta[name] for name in ("step", "samples_consumed")}
+
+    def _snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
+        """The state of this worker's stages."""
+        return train_state.capture(
+            self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
+        )
+
+    def _group_for_copies(self) -> dist.ProcessGroup:
+        """That of this worker's pipeline; every rank takes part in forming those of all."""
+        mesh = self.context.mesh
+        groups: list[dist.ProcessGroup] = [
+            dist.new_group(mesh.pipeline(d), backend="gloo") for d in range(mesh.data_parallel_size)
+        ]
+        return groups[self.context.dp_rank]
 
     def close(self) -> None:
         """Give up all that holds a process group."""
         if "_chain" in vars(self):
             self._chain.close()
+        if self._copies is not None:
+            self._copies.detach()
         for owner in ("_chain", "_pipeline", "_replicas", "_sharing"):
             vars(self).pop(owner, None)
 

@@ -179,6 +179,7 @@ class Worker:
             options=config.strategy,
             pipeline=plan.pipeline,
             num_devices=plan.devices_per_worker,
+            peer_copy_every=config.recovery.peer_copy_every,
         )
         return Loop(
             assignment=assignment,

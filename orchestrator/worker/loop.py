@@ -174,10 +174,11 @@ class Loop:
                 position.samples_consumed += train.global_batch_size
                 self._at("train")
                 self.outbox.tick()
+                self.strategy.after_step(step=step, samples_consumed=position.samples_consumed)
                 profiled()
                 if result.skipped and self.rank == 0:
                     self.outbox.put_event(Warned(message=f"step {step} skipped: gradient not finite"))
-                if first and self.rank == 0:
+                if first:
                     startup["first_step_s"] = time.perf_counter() - began
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                 first = False

@@ -55,21 +55,23 @@ def gather_states(
     return [state, *(receive_state(sender, device=device, into=into) for sender in ranks[1:])]
 
 
-def send_state(state: TrainState, *, to: int, device: torch.device) -> None:
-    """To a rank that calls :func:`receive_state`."""
-    _send_json(_header(state), to=to, device=device)
+def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """To a rank that calls :func:`receive_state`; ``group`` None: the default one."""
+    _send_json(_header(state), to=to, device=device, group=group)
     for tensor in (*state.model.values(), *state.optimizer.values()):
-        dist.send(_as_bytes(tensor.to(device)), dst=to)
+        dist.send(_as_bytes(tensor.to(device)), dst=to, group=group)
 
 
-def receive_state(sender: int, *, device: torch.device, into: TrainState | None = None) -> TrainState:
+def receive_state(
+    sender: int, *, device: torch.device, into: TrainState | None = None, group: dist.ProcessGroup | None = None
+) -> TrainState:
     """The state that ``sender`` passes, in host memory, that of the old state ``into`` as far as it fits."""
-    header = _receive_json(sender, device=device)
+    header = _receive_json(sender, device=device, group=group)
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     for part, tensors in parts.items():
         old = getattr(into, part) if into else {}
         for path, shape, dtype in header[part]:
-            tensors[path] = _receive(sender, _buffer(old.get(path), shape, dtype), device)
+            tensors[path] = _receive(sender, _buffer(old.get(path), shape, dtype), device, group)
     return TrainState(meta=header["meta"], **parts)
 
 
@@ -99,26 +101,26 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _receive(sender: int, buffer: Tensor, device: torch.device) -> Tensor:
+def _receive(sender: int, buffer: Tensor, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
     if device.type == "cpu":
-        dist.recv(_as_bytes(buffer), src=sender)
+        dist.recv(_as_bytes(buffer), src=sender, group=group)
         return buffer
     moved = torch.empty_like(buffer, device=device)
-    dist.recv(_as_bytes(moved), src=sender)
+    dist.recv(_as_bytes(moved), src=sender, group=group)
     return buffer.copy_(moved)
 
 
-def _send_json(value: Any, *, to: int, device: torch.device) -> None:
+def _send_json(value: Any, *, to: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
     text = json.dumps(value).encode()
-    dist.send(torch.tensor([len(text)], device=device), dst=to)
-    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), dst=to)
+    dist.send(torch.tensor([len(text)], device=device), dst=to, group=group)
+    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), dst=to, group=group)
 
 
-def _receive_json(sender: int, *, device: torch.device) -> Any:
+def _receive_json(sender: int, *, device: torch.device, group: dist.ProcessGroup | None) -> Any:
     size = torch.tensor([0], device=device)
-    dist.recv(size, src=sender)
+    dist.recv(size, src=sender, group=group)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.recv(data, src=sender)
+    dist.recv(data, src=sender, group=group)
     return json.loads(bytes(data.cpu().tolist()))
 
 

@@ -70,6 +70,7 @@ CLUSTER = schema.ClusterConfig(
 RECOVERY = schema.RecoveryConfig(
     max_failures=0,
     spares=0,
+    peer_copy_every=0,
     backoff_s=1,
     hang_factor=10,
     hang_min_s=10,

@@ -146,7 +146,7 @@ def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, st
 
 def test_a_stage_gets_its_state_from_its_replica(run: Any, reference: Any) -> None:
     words = ("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2", "job.depth=3")
-    result = run(*WORDS, *words, "recovery.chaos=[kill@13:1,kill@19:2]")
+    result = run(*WORDS, *words, "recovery.chaos=[raise@13:1,kill@19:2]")
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference(*words)[0])
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (2, 0)
@@ -169,3 +169,16 @@ def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
     assert result.exit_code == 0, result.reason
     assert (result.summary["restarts"], result.summary["effective_time_pct"]) == (0, 100)
     assert events(result.run_dir, "worker_lost") == []
+
+
+def test_a_stage_without_replicas_gets_its_state_from_its_neighbours_memory(run: Any, reference: Any) -> None:
+    words = ("strategy=pipeline", "job.depth=3", "checkpoint.every=0")
+    base = tuple(w for w in WORDS if not w.startswith("checkpoint"))
+    result = run(*base, *words, "recovery.peer_copy_every=3", "recovery.chaos=[kill@11:1,kill@20:0]")
+    assert result.exit_code == 0, result.reason
+    assert_same_weights(result.run_dir, reference("strategy=pipeline", "job.depth=3")[0])
+    found = events(result.run_dir, "recovered")
+    assert [e["in_place"] for e in found] == [True, True]
+    steps = [e["step"] for e in found]
+    assert (steps[0] in (6, 9), steps[1] in (15, 18)) == (True, True), "the last copy may have been on its way"
+    assert result.summary["steps_lost"] == (10 - steps[0]) + (19 - steps[1])

@@ -17,6 +17,7 @@ from orchestrator.messages import Heartbeat, Phase, TrainPoint
 CONFIG = RecoveryConfig(
     max_failures=10,
     spares=0,
+    peer_copy_every=0,
     backoff_s=1,
     hang_factor=10,
     hang_min_s=5,
