@@ -14,7 +14,7 @@ from arms import Timing, Work, ours, running_ray, torch_pipeline
 from ceiling import ceiling
 from rounds import Claim, argument_parser, median, rates_table, ratios, report, run_round, table
 
-ROUNDS = 5
+ROUNDS = 3
 WORK = Work(
     job="jobs.gpt.GPT",
     fields={"layers": 6, "width": 256, "context": 128, "sample_bytes": 0},

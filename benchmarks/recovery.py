@@ -20,7 +20,7 @@ from pathlib import Path
 from arms import WORKERS, Work, execute, launch, python_of_torchrun, running_ray
 from rounds import HERE, Claim, argument_parser, report, table
 
-ROUNDS = 5
+ROUNDS = 3
 KILL_AT, CHECKPOINT_EVERY = 100, 20
 WORK = Work(
     job="jobs.digits.Digits", fields={"hidden": 1024, "depth": 3}, global_batch_size=128, steps=200, log_every=20
