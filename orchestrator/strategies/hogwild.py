@@ -2,8 +2,10 @@
 
 No lock is taken (Niu et al. 2011): updates may overwrite parts of each other, which sparse gradients seldom do,
 because only the rows that they touch are written. The optimizer's state is shared too. A step of the run is one
-update by each worker; workers wait for each other only to evaluate and to save. ``locked_sgd`` takes a lock
-around reading, computing and updating: what hogwild is compared with.
+update by each worker; workers wait for each other only to evaluate and to save. Adam alone takes a lock for the
+update itself: it divides one mean by another, and where a worker sees a first gradient in the one and not yet in the
+other, the quotient has no bound. ``locked_sgd`` takes a lock around reading, computing and updating: what hogwild is
+compared with.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ PROBES = 1024
 
 
 class Hogwild(Single):
+    _locks_adam = True
+
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
         make_state(self.optimizer)
@@ -48,6 +52,10 @@ class Hogwild(Single):
             parameter.data = shared[f"model/{name}"]
         share_state(self.optimizer, {p.removeprefix("optimizer/"): t for p, t in shared.items()})
         self._staleness: list[int] = []
+        if isinstance(self.optimizer, Adam) and self._locks_adam:
+            held = contextlib.ExitStack()
+            self.optimizer.register_step_pre_hook(lambda *_: held.enter_context(self._memory.lock()))
+            self.optimizer.register_step_post_hook(lambda *_: held.close())
 
     def close(self) -> None:
         if "_memory" in vars(self):
@@ -95,6 +103,8 @@ class Hogwild(Single):
 
 
 class LockedSGD(Hogwild):
+    _locks_adam = False  # within the lock of the whole step
+
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         with self._memory.lock():
