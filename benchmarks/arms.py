@@ -89,7 +89,7 @@ def ours(
     return run
 
 
-def launch(work: Work, words: Sequence[str], folder: Path) -> Path:
+def launch(work: Work, words: Sequence[str], folder: Path, *, checkpoint_every: int = 0) -> Path:
     """``python -m orchestrator.launch`` with these words for the work; the run directory that it leaves."""
     common = [
         f"job._target_={work.job}",
@@ -98,7 +98,7 @@ def launch(work: Work, words: Sequence[str], folder: Path) -> Path:
         f"train.global_batch_size={work.global_batch_size}",
         f"train.log_every={work.log_every}",
         "train.eval_every=0",
-        "checkpoint.every=0",
+        f"checkpoint.every={checkpoint_every}",
     ]
     execute(["-m", "orchestrator.launch", *common, *words], folder)
     (record,) = folder.glob("outputs/*/*/run.json")

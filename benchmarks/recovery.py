@@ -10,6 +10,7 @@ that runs.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from arms import WORKERS, Work, execute, launch, python_of_torchrun, running_ray
 from rounds import HERE, Claim, argument_parser, report, table
 
-ROUNDS = 3
+ROUNDS = 2
 KILL_AT, CHECKPOINT_EVERY = 100, 20
 WORK = Work(
     job="jobs.digits.Digits", fields={"hidden": 1024, "depth": 3}, global_batch_size=128, steps=200, log_every=20
@@ -43,14 +44,17 @@ def ours(address: str, spares: int) -> Callable[[Path], Cost]:
             f"strategy.num_workers={WORKERS}",
             f"cluster.address={address}",
             "tracking=none",
-            f"checkpoint.every={CHECKPOINT_EVERY}",
             f"recovery.spares={spares}",
             f"recovery.chaos=[kill@{KILL_AT}:1]",
         ]
         began = time.monotonic()
-        summary = json.loads((launch(WORK, words, folder) / "run.json").read_text())["summary"]
-        (seconds,) = summary["recovery_s"]
-        return Cost(seconds=seconds, steps_lost=summary["steps_lost"], run_s=time.monotonic() - began)
+        run_dir = launch(WORK, words, folder, checkpoint_every=CHECKPOINT_EVERY)
+        run_s = time.monotonic() - began
+        (said,) = re.findall(r"recovery.chaos: kill at ([\d.]+)", (run_dir / "logs" / "rank-1.log").read_text())
+        lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+        (back_at,) = [e["time"] for e in lines if e["event"] == "first_step_done" and e["generation"] == 2]
+        summary = json.loads((run_dir / "run.json").read_text())["summary"]
+        return Cost(seconds=back_at - float(said), steps_lost=summary["steps_lost"], run_s=run_s)
 
     return run
 

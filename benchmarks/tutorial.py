@@ -19,7 +19,7 @@ from arms import HERE, Arm, Timing, Work, ours, running_ray
 from ceiling import ceiling
 from rounds import Claim, argument_parser, interleave, ratios, report, table
 
-ROUNDS = 3
+ROUNDS = 2
 BATCHES = 3
 SPLIT = "layer3"
 SINGLE, NAIVE = "single", "naive split"

@@ -21,6 +21,7 @@ def strike(faults: Iterable[Fault], *, rank: int, phase: str, step: int) -> None
     """
     for fault in faults:
         if (fault.rank, fault.phase, fault.step) == (rank, phase, step):
+            print(f"recovery.chaos: {fault.kind} at {time.time():.3f}", flush=True)
             _happen(fault)
 
 
