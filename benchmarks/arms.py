@@ -156,11 +156,16 @@ def _peer(command: Sequence[str], work: Work) -> Arm:
     return run
 
 
-def execute(words: Sequence[str], folder: Path) -> None:
+class Stuck(RuntimeError):
+    """An arm does not come to its end."""
+
+
+def execute(words: Sequence[str], folder: Path, *, timeout_s: float = ARM_TIMEOUT_S) -> None:
     """Python with these words, to its end.
 
     Raises:
-        RuntimeError: it failed or took longer than ``ARM_TIMEOUT_S``; its last output is in the text.
+        Stuck: it takes longer than ``timeout_s``; its last output is in the text.
+        RuntimeError: it failed; the same.
     """
     output = folder / "output.txt"
     with output.open("w") as file:
@@ -173,13 +178,13 @@ def execute(words: Sequence[str], folder: Path) -> None:
             stderr=subprocess.STDOUT,
         )
         try:
-            code: int | None = process.wait(timeout=ARM_TIMEOUT_S)
+            code: int | None = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             end_tree(process)
             code = None
     if code != 0:
         tail = "\n".join(output.read_text().splitlines()[-30:])
-        raise RuntimeError(f"{' '.join(words)}\nended with {code}:\n{tail}")
+        raise (Stuck if code is None else RuntimeError)(f"{' '.join(words)}\nended with {code}:\n{tail}")
 
 
 @contextmanager

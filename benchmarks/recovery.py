@@ -14,14 +14,18 @@ import re
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from arms import WORKERS, Work, execute, launch, python_of_torchrun, running_ray
+from arms import WORKERS, Stuck, Work, execute, launch, python_of_torchrun, running_ray
 from rounds import HERE, Claim, argument_parser, report, table
 
-ROUNDS = 2
+ROUNDS = 3
+TRIES = 5
+STUCK_AFTER_S = 60
+"""Of a run of a quarter of that. It is tried again then, and counted."""
 KILL_AT, CHECKPOINT_EVERY = 100, 20
 WORK = Work(
     job="jobs.digits.Digits", fields={"hidden": 1024, "depth": 3}, global_batch_size=128, steps=200, log_every=20
@@ -72,7 +76,7 @@ def peer(command: list[str]) -> Callable[[Path], Cost]:
             f"--checkpoint-every={CHECKPOINT_EVERY}",
         ]
         began = time.monotonic()
-        execute([*command, *words], folder)
+        execute([*command, *words], folder, timeout_s=STUCK_AFTER_S)
         run_s = time.monotonic() - began
         return Cost(**json.loads((folder / "recovery.json").read_text()), run_s=run_s)
 
@@ -83,6 +87,7 @@ def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     peers = HERE / "peers"
     results: list[dict[str, Cost]] = []
+    stuck: Counter[str] = Counter()
     with running_ray(num_cpus=WORKERS + 1) as address:
         arms = {
             "ours, a spare": ours(address, 1),
@@ -91,7 +96,7 @@ def main() -> None:
             "Ray Train": peer([str(peers / "ray_train_elastic.py"), f"--workers={WORKERS}", f"--address={address}"]),
         }
         for number in range(1 if arguments.quick else ROUNDS):
-            results.append(run_round(arms, number))
+            results.append(run_round(arms, number, stuck))
     report(
         "recovery",
         [
@@ -105,35 +110,49 @@ def main() -> None:
         ],
         ceiling=None,
         rounds={},
-        notes=costs_table(results),
+        notes=costs_table(results, stuck),
         keep=not arguments.quick,
     )
 
 
-def run_round(arms: Mapping[str, Callable[[Path], Cost]], number: int) -> dict[str, Cost]:
+def run_round(arms: Mapping[str, Callable[[Path], Cost]], number: int, stuck: Counter[str]) -> dict[str, Cost]:
     costs = {}
     for name in arms if number % 2 == 0 else reversed(list(arms)):
-        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-            costs[name] = cost = arms[name](Path(folder))
+        costs[name] = cost = run_arm(name, arms[name], stuck)
         print(f"  round {number + 1}, {name}: {cost.seconds:.2f} s, {cost.steps_lost} steps", flush=True)
     return costs
+
+
+def run_arm(name: str, arm: Callable[[Path], Cost], stuck: Counter[str]) -> Cost:
+    for _ in range(TRIES):
+        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+            try:
+                return arm(Path(folder))
+            except Stuck:
+                stuck[name] += 1
+                print(f"  {name}: stuck, once more", flush=True)
+    raise RuntimeError(f"{name}: stuck {TRIES} times")
 
 
 def ratios(results: list[dict[str, Cost]], over: str, under: str) -> list[float]:
     return [r[over].seconds / r[under].seconds for r in results]
 
 
-def costs_table(results: list[dict[str, Cost]]) -> str:
+def costs_table(results: list[dict[str, Cost]], stuck: Counter[str]) -> str:
     rows = [
         [
             name,
             f"{statistics.median(r[name].seconds for r in results):.2f} s",
             f"{statistics.median(r[name].steps_lost for r in results):.0f}",
             f"{statistics.median(r[name].run_s for r in results):.1f} s",
+            f"{stuck[name]} of {stuck[name] + len(results)}",
         ]
         for name in results[0]
     ]
-    return table(["arm", "kill to the end of the next step", "steps lost", "the whole command"], rows)
+    return table(
+        ["arm", "kill to the end of the next step", "steps lost", "the whole command", "runs that never came back"],
+        rows,
+    )
 
 
 if __name__ == "__main__":

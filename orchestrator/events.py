@@ -23,7 +23,8 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """``resumed_from_step`` is None for a new run; ``notes``: what a person should know of the plan."""
+    """``num_shards``: ranks of ``world_size`` that hold parameters. ``resumed_from_step`` is None for a new run;
+    ``notes``: what a person should know of the plan."""
 
     name: str
     run_dir: str
@@ -31,6 +32,7 @@ class RunStarted(Event):
     job: str
     world_size: int
     steps: int
+    num_shards: int = 0
     resumed_from_step: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -163,7 +165,7 @@ class StragglerFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """Training goes on after a failure, from ``step``.
+    """Training goes on after a failure, from ``step``; or after a pause, and ``planned`` says what for.
 
     ``replaced``: the ranks with new workers; ``in_place``: from what the survivors held, not from a checkpoint or the
     beginning; ``seconds``: from the failure to the end of the next step.
@@ -175,6 +177,9 @@ class Recovered(Event):
     replaced: tuple[int, ...]
     in_place: bool
     seconds: float
+    num_workers: int
+    num_workers_before: int
+    planned: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

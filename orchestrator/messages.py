@@ -35,7 +35,8 @@ class Assignment:
     ``working_dir`` and ``import_paths``: where the driver stands and finds modules, so that the
     user's job and its relative paths mean the same here. Training goes on from the state after ``source_step``,
     which each rank gets from the one that ``sources`` names for it; or else from ``checkpoint``; or it begins.
-    ``faults``: those to rehearse.
+    ``fence``: what stands in the run directory's fence as long as this generation may save. ``faults``: those to
+    rehearse.
     """
 
     generation: int
@@ -51,6 +52,7 @@ class Assignment:
     import_paths: tuple[str, ...]
     plan: Plan
     config: Config
+    fence: str = ""
     sources: tuple[int, ...] | None = None
     source_step: int = 0
     checkpoint: str | None = None
@@ -99,7 +101,8 @@ class EvalPoint:
 class Heartbeat:
     """A worker's answer to the driver: where it stands, and what happened since the last one.
 
-    ``ticks`` counts the batches that it has trained on or evaluated, ``usual_tick_s`` is what one takes.
+    ``ticks`` counts the batches that it has trained on or evaluated, ``usual_tick_s`` is what one takes. ``leaving``:
+    its process has been asked to end (SIGTERM).
     """
 
     step: int
@@ -110,6 +113,7 @@ class Heartbeat:
     points: tuple[TrainPoint | EvalPoint, ...] = ()
     events: tuple[Event, ...] = ()
     system: Mapping[str, float] = field(default_factory=dict)
+    leaving: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

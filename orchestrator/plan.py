@@ -107,6 +107,7 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         device = "cuda"
 
     num_workers = strategy.num_workers
+    assert not isinstance(num_workers, tuple), "of an elastic run each size has a plan of its own"
     if num_workers == "auto":
         num_workers = total_gpus if device == "cuda" and total_gpus else _workers_on_cpus(strategy)
         if strategy.name == "single":

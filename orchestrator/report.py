@@ -86,6 +86,12 @@ def count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
+def crew(world_size: int, num_shards: int) -> str:
+    """``2 workers``, ``2 workers and 1 shard``."""
+    workers = count(world_size - num_shards, "worker")
+    return f"{workers} and {count(num_shards, 'shard')}" if num_shards else workers
+
+
 def first_few(items: Sequence[str], most: int = MOST_ROWS) -> str:
     """The items with commas, or the first of them and how many more there are."""
     shown = list(items[:most])

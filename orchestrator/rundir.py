@@ -14,6 +14,9 @@ from typing import Any
 
 import psutil
 
+LEASE_S = 60.0
+"""A driver on another host that has been silent for so long is gone."""
+
 CRASH = "Fatal Python error: "
 """What a process that crashes (SIGSEGV, SIGABRT, ...) writes to its log before where it was."""
 
@@ -67,6 +70,36 @@ class RunDir:
 
     def log_file(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
+
+    @property
+    def lease_file(self) -> Path:
+        """Touched every few seconds by the driver, for other hosts to see that it lives."""
+        return self.path / "lease"
+
+    @property
+    def fence_file(self) -> Path:
+        """Which generation may save."""
+        return self.path / "fence"
+
+    def driver_if_running(self) -> dict[str, Any] | None:
+        """The process that drives the run, as far as can be told from here; None: none does.
+
+        Raises:
+            ValueError: the record is damaged.
+        """
+        record = self.read_record()
+        driver: dict[str, Any] = record.get("driver", {})
+        if record.get("state") != "running":
+            return None
+        elsewhere = driver.get("host") != socket.gethostname()
+        return driver if (self._lease_is_fresh() if elsewhere else is_alive(driver)) else None
+
+    def _lease_is_fresh(self) -> bool:
+        try:
+            renewed = max(self.lease_file.stat().st_mtime, self.record_file.stat().st_mtime)
+        except FileNotFoundError:
+            renewed = self.record_file.stat().st_mtime
+        return time.time() - renewed < LEASE_S
 
     def read_record(self) -> dict[str, Any]:
         """``run.json``; empty if there is none yet."""
@@ -122,9 +155,7 @@ def process_started_at() -> float:
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:
-    """Whether the process of :func:`this_process` lives; one on another host counts as alive."""
-    if process.get("host") != socket.gethostname():
-        return True
+    """Whether the process of :func:`this_process`, which was one of this host, lives."""
     try:
         found = psutil.Process(int(process["pid"]))
         return abs(found.create_time() - process["created"]) < 1 and found.status() != "zombie"

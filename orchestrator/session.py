@@ -18,6 +18,8 @@ from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.redact import redact_text, secret_values
 from orchestrator.config.schema import Config
 from orchestrator.driver import cluster, prepare
+from orchestrator.driver.elastic import Sizes, at_size
+from orchestrator.driver.lease import SupersededError
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.serving import serving_faults, serving_notes
 from orchestrator.driver.signals import StopSignals
@@ -34,13 +36,13 @@ from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A run that passed every check. ``plan``: None where the cluster has to be asked for its nodes."""
+    """A run that passed every check. ``sizes``: None where the cluster has to be asked for its nodes."""
 
     overrides: tuple[str, ...]
     config: Config
     job: Job
     resume: prepare.Resume | None
-    plan: Plan | None
+    sizes: Sizes | None
     warnings: tuple[str, ...]
 
 
@@ -74,18 +76,18 @@ def _check(overrides: Sequence[str], address_fault: Callable[[str], str | None],
         return None
     config = prepare.absolute_paths(config)
     warnings: list[str] = []
-    resume, plan = None, None
+    resume, sizes = None, None
     with gathering(faults):
         resume = prepare.find_resume(config, job, warnings=warnings)
     address = cluster.target_address(config.cluster)
     if address is None:
-        plan = _plan(config, job, (_this_machine(),), faults, oversubscribe_cpus=True)
+        sizes = _sizes(config, job, (_this_machine(),), faults, oversubscribe_cpus=True)
     elif fault := address_fault(address):
         faults.append(fault)
     if job is None:
         return None
     return Candidate(
-        overrides=tuple(overrides), config=config, job=job, resume=resume, plan=plan, warnings=tuple(warnings)
+        overrides=tuple(overrides), config=config, job=job, resume=resume, sizes=sizes, warnings=tuple(warnings)
     )
 
 
@@ -94,6 +96,39 @@ def _surroundings(overrides: Sequence[str]) -> Config | None:
     words = [w for w in overrides if w.startswith(("output_dir=", "tracking=", "tracking."))]
     config, _ = compose(words, [])
     return config
+
+
+def _sizes(
+    config: Config, job: Job | None, nodes: tuple[Node, ...], faults: list[str], *, oversubscribe_cpus: bool
+) -> Sizes | None:
+    """The plans that the run may have; one with room on the nodes is the first.
+
+    None: there is none, for reasons that are added to ``faults``.
+    """
+    asked = config.strategy.num_workers
+    if not isinstance(asked, tuple):
+        plan = _plan(config, job, nodes, faults, oversubscribe_cpus=oversubscribe_cpus)
+        return None if plan is None else Sizes((plan,), plan)
+    least, most = asked
+    plans: dict[int, Plan] = {}
+    have_room: list[int] = []
+    of_smallest: list[str] = []
+    for n in range(most, least - 1, -1):
+        fixed = at_size(config, n, largest=next(iter(plans.values()), None))
+        if fixed is None:
+            continue
+        of_smallest = []
+        _plan(fixed, job, nodes, of_smallest, oversubscribe_cpus=oversubscribe_cpus)
+        have_room += [] if of_smallest else [n]
+        growing = replace(fixed, cluster=replace(fixed.cluster, autoscaling=True))
+        anywhere: list[str] = []
+        plan = _plan(growing, job, nodes, anywhere, oversubscribe_cpus=oversubscribe_cpus)
+        if plan is not None and not anywhere:
+            plans[n] = plan
+    if not have_room:
+        faults += of_smallest
+        return None
+    return Sizes(tuple(reversed(plans.values())), plans[have_room[0]])
 
 
 def _plan(
@@ -124,18 +159,18 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
     """
     sweep = {"id": uuid.uuid4().hex, "name": _sweep_name(candidates)} if len(candidates) > 1 else None
     results: list[RunResult] = []
-    with StopSignals(impatient=owns_process) as stop, _ray(candidates) as (nodes, plans):
+    with StopSignals(impatient=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
         if candidates[0].config.plan:
-            for plan in plans:
-                print(plan_table(plan, nodes))
+            for sizes in all_sizes:
+                print(plan_table(sizes.first, nodes))
             return []
         stop.impatient = False
         if stop.received is not None:
             raise KeyboardInterrupt
         recover_orphans(Path(candidates[0].config.output_dir))
         started_at = process_started_at()
-        for candidate, plan in zip(candidates, plans, strict=True):
-            results.append(_run(candidate, plan, stop, sweep=sweep, started_at=started_at))
+        for candidate, sizes in zip(candidates, all_sizes, strict=True):
+            results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
             started_at = time.time()
             if results[-1].status == "KILLED":
                 break
@@ -153,44 +188,44 @@ def _sweep_name(candidates: Sequence[Candidate]) -> str:
 
 
 @contextlib.contextmanager
-def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], list[Plan]]]:
-    """A connection for all runs, and their plans on it. An embedded Ray starts after planning."""
+def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], list[Sizes]]]:
+    """A connection for all runs, and their sizes on it. An embedded Ray starts after planning."""
     config = candidates[0].config
     address = cluster.target_address(config.cluster)
     if address is not None:
         connection = cluster.connect(address)
         try:
             nodes = cluster.nodes()
-            yield nodes, _plans(candidates, nodes)
+            yield nodes, _all_sizes(candidates, nodes)
         finally:
             cluster.disconnect(connection)
         return
     machine = _this_machine()
-    plans = [c.plan for c in candidates if c.plan is not None]
+    sizes = [c.sizes for c in candidates if c.sizes is not None]
     if config.plan:
-        yield (machine,), plans
+        yield (machine,), sizes
         return
-    needed = max((p.world_size + p.spares) * p.cpus_per_worker for p in plans)
+    needed = max((s.most.world_size + s.most.spares) * s.most.cpus_per_worker for s in sizes)
     connection = cluster.embed(config.cluster, num_cpus=max(machine.cpus, needed), num_gpus=machine.gpus)
     try:
-        yield (machine,), plans
+        yield (machine,), sizes
     finally:
         cluster.disconnect(connection)
 
 
-def _plans(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list[Plan]:
+def _all_sizes(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list[Sizes]:
     """On the nodes of a cluster."""
     faults: list[str] = []
-    plans = [_plan(c.config, c.job, nodes, faults, oversubscribe_cpus=False) for c in candidates]
+    sizes = [_sizes(c.config, c.job, nodes, faults, oversubscribe_cpus=False) for c in candidates]
     if faults:
         raise ConfigError(faults)
-    return [p for p in plans if p is not None]
+    return [s for s in sizes if s is not None]
 
 
 def _run(
-    candidate: Candidate, plan: Plan, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
+    candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
 ) -> RunResult:
-    config, resume = candidate.config, candidate.resume
+    config, resume, plan = candidate.config, candidate.resume, sizes.first
     secrets = secret_values(to_dict(config))
     command = prepare.command(candidate.overrides, secrets)
     run_dir, uid = prepare.open_run(config, candidate.job, plan, resume, command=command, sweep=sweep)
@@ -199,7 +234,7 @@ def _run(
     journal = Journal(run_dir, secrets=secrets, warn=lambda m: console.emit(Warned(message=m)))
     spec = RunSpec(
         config=config,
-        plan=plan,
+        sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,
         checkpoint=None if resume is None else resume.checkpoint,
@@ -216,6 +251,9 @@ def _run(
             console.emit(Warned(message=warning))
         try:
             result = Run(spec, [journal, console], stop, tracking_problem=uploader.problem).execute()
+        except SupersededError as e:
+            console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))
+            return RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=str(e))
         except Exception as e:
             # A fault of ours; the records tell the truth about the run all the same.
             reason = redact_text(f"{type(e).__name__}: {e}", secrets)

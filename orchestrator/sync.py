@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.rundir import RunDir, is_alive
+from orchestrator.rundir import RunDir
 from orchestrator.tracking.transfer import (
     Transfer,
     count_points,
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with exclusive(run_dir) as alone:
         if not alone:
             return _refuse("this run is still being uploaded by its own process; try again later")
-        alive = record.get("state") == "running" and is_alive(record["driver"])
+        alive = run_dir.driver_if_running() is not None
         mark_killed(run_dir, reason="the driver process died without a word")
         timeout_s = tracking.get("request_timeout_s", _DEFAULT_REQUEST_TIMEOUT_S)
         transfer = Transfer(run_dir, absolute_uri(uri, Path.cwd()), request_timeout_s=timeout_s)

@@ -67,6 +67,7 @@ class ClusterConfig:
     collective_timeout_s: float = option("longest wait of one collective operation", above=0)
     heartbeat_s: float = option("interval at which the driver asks the workers", above=0)
     heartbeat_timeout_s: float = option("silence after which a worker counts as lost", above=0)
+    node_timeout_s: float = option("silence of a whole node after which it counts as lost", above=0)
     stop_grace_s: float = option("time for the last checkpoint after Ctrl-C or SIGTERM", above=0)
 
 
@@ -98,9 +99,23 @@ class StrategyConfig:
     """What every strategy has; each adds its own keys below."""
 
     name: str
-    num_workers: int | Literal["auto"] = option("workers; auto: every GPU of the cluster, or 2 on CPUs", minimum=1)
+    num_workers: int | Literal["auto"] | tuple[int, int] = option(
+        "workers; auto: every GPU of the cluster, or 2 on CPUs; [least,most]: as many as there is room for at the time",
+        minimum=1,
+    )
 
     meaning: ClassVar[str]
+    elastic: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_workers, tuple):
+            return
+        least, most = self.num_workers
+        asked = f"strategy.num_workers=[{least},{most}]"
+        if not self.elastic:
+            raise ValueError(f"{asked}: strategy={self.name} has a fixed number of workers; give one number")
+        if not 1 <= least <= most:
+            raise ValueError(f"{asked}: expected [least,most], at least 1 and the smaller number first")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +125,7 @@ class SingleConfig(StrategyConfig):
     name: Literal["single"]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_workers not in (1, "auto"):
             raise ValueError(
                 f"strategy.num_workers={self.num_workers}: strategy=single has one worker; use strategy=ddp for more"
@@ -119,6 +135,7 @@ class SingleConfig(StrategyConfig):
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig(StrategyConfig):
     meaning = "DistributedDataParallel: a replica per worker, gradients averaged"
+    elastic = True
 
     name: Literal["ddp"]
     bucket_mb: float = option("size of the gradient buckets in MiB", above=0)
@@ -147,9 +164,12 @@ class HogwildConfig(StrategyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LockedSGDConfig(HogwildConfig):
-    meaning = "hogwild with a lock around each update: what it is compared with"
+    meaning = "hogwild with a lock: what it is compared with"
 
     name: Literal["locked_sgd"]  # type: ignore[assignment]
+    lock: Literal["step", "update"] = option(
+        "step: one worker at a time reads, computes and updates; update: one at a time updates"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +188,8 @@ class ParameterServerConfig(StrategyConfig):
 @dataclass(frozen=True, kw_only=True)
 class StagedConfig(StrategyConfig):
     """What every strategy has that cuts the model into stages."""
+
+    elastic = True
 
     split: Literal["auto"] | tuple[str, ...] = option(
         "auto: stages of equal measured time; or the names of the layers where the stages after the first begin"

@@ -24,7 +24,6 @@ class Aggregator:
     def __init__(self, *, mesh: Mesh, global_batch_size: int, tokens_per_sample: int | None):
         self.timeline: Timeline | None = None
         self._mesh = mesh
-        self._world_size = mesh.world_size
         self._global_batch_size = global_batch_size
         self._tokens_per_sample = tokens_per_sample
         self._train: dict[int, dict[int, TrainPoint]] = {}
@@ -39,20 +38,21 @@ class Aggregator:
         if isinstance(point, EvalPoint):
             evals = self._eval.setdefault(point.step, {})
             evals[rank] = point
-            if len(evals) < self._world_size:
+            if len(evals) < self._mesh.world_size:
                 return None
             metrics = _eval_metrics(list(self._eval.pop(point.step).values()))
         else:
             parts = self._train.setdefault(point.step, {})
             parts[rank] = point
-            if len(parts) < self._world_size:
+            if len(parts) < self._mesh.world_size:
                 return None
             metrics = self._train_metrics(self._train.pop(point.step))
         self._last.update(metrics)
         return MetricsLogged(step=point.step, time=point.time, metrics=metrics)
 
-    def forget_incomplete(self) -> None:
+    def begin_generation(self, mesh: Mesh) -> None:
         """Give up the points that a rank that is gone will never complete."""
+        self._mesh, self._theoretical_bubble = mesh, None
         self._train.clear()
         self._eval.clear()
 

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -120,6 +120,11 @@ def nodes() -> tuple[Node, ...]:
         for n in ray.nodes()
         if n["Alive"]
     )
+
+
+def leaving_nodes() -> Collection[str]:
+    """The nodes that have been told to drain, by their ids."""
+    return ray._private.state.state.get_draining_nodes()
 
 
 @contextlib.contextmanager

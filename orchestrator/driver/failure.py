@@ -44,6 +44,17 @@ def silence(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failur
     )
 
 
+def node_loss(timeout_s: float, *, hostname: str, time: float) -> Failure:
+    """A process whose machine no longer answers."""
+    return Failure(
+        message=f"its node {hostname} has not answered for {timeout_s:g} s (cluster.node_timeout_s)",
+        traceback="",
+        time=time,
+        collateral=False,
+        log_tail="",
+    )
+
+
 def hang(message: str, *, time: float) -> Failure:
     """A process that was ended because it did not get on; ``message`` says since when and how that is known."""
     return Failure(message=message, traceback="", time=time, collateral=False, log_tail="")

@@ -1,4 +1,4 @@
-"""The gang: placement group and actors of a run, acquired and released together, replaced one by one."""
+"""The gang: the resources and actors of a run, acquired and released together, replaced one by one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.util.placement_group import (
@@ -31,6 +31,9 @@ WAITING_MESSAGE_EVERY_S = 5.0
 RELEASE_TIMEOUT_S = 5.0
 SPARE_TIMEOUT_S = 1.0
 """A spare that does not answer at once is none."""
+STARTS_TRIED = 3
+
+K = TypeVar("K", bound=Hashable)
 
 
 class GangError(RuntimeError):
@@ -45,7 +48,7 @@ class Member:
     local_rank: int
     actor: Any
     where: Whereabouts
-    bundle: int
+    slot: int
 
 
 class Gang:
@@ -55,10 +58,11 @@ class Gang:
         self._plan = plan
         self._config = config
         self._label = label
-        self._group: PlacementGroup | None = None
-        self._actors: dict[int, Any] = {}  # by bundle
+        self._slots: list[tuple[PlacementGroup, int]] = []  # a bundle each
+        self._actors: dict[int, Any] = {}  # by slot
         self._started = 0
-        self._spare_bundles: list[int] = []
+        self._starting: dict[Any, int] = {}  # by the pending answer that a worker to be is up: its slot
+        self._spares: dict[int, Whereabouts] = {}  # by slot
         self._vacant: list[int] = []
         self.members: tuple[Member, ...] = ()
 
@@ -77,51 +81,113 @@ class Gang:
         Raises:
             GangError: not in time, or two workers landed on one GPU.
         """
-        self._reserve(on_wait, poll)
-        bundles = self._bundles_by_node()
-        for bundle in bundles:
-            self._start(bundle)
-        self._seat(bundles, poll)
+        bundles = self._plan.world_size + self._plan.spares
+        strategy = "STRICT_PACK" if self._plan.one_node else "PACK"
+        group = self._reserve(bundles, strategy)
+        waiting = self._waiting(f"{self._plan.world_size} workers", on_wait, poll)
+        while not group.wait(timeout_seconds=0.5):
+            waiting.go_on()
+        # Ray promises no order of its own: those of a node together.
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        slots = sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+        for slot in slots:
+            self._start(slot)
+        try:
+            places = self._whereabouts(slots, self._config.rendezvous_timeout_s, poll)
+        except ray.exceptions.RayError as e:
+            raise GangError(f"a worker died while it started: {e}") from e
+        check_devices(places)
+        order = rank_order(places)
+        seated = shards_last(places, order[: self._plan.world_size], num_shards=self._plan.mesh.num_shards)
+        self._seat([(slots[index], places[index]) for index in seated])
+        self._spares = {slots[index]: places[index] for index in order[self._plan.world_size :]}
 
-    def replace(self, ranks: Sequence[int]) -> None:
-        """Give each of ``ranks`` another worker: a spare, or a new actor in the place of the old one.
+    def replace(
+        self,
+        ranks: Sequence[int],
+        *,
+        on_wait: Callable[[float, str], None],
+        poll: Callable[[], None],
+    ) -> None:
+        """Give each of ``ranks`` another worker: a spare, or a new actor in the place of the old one; none of them on
+        a node that is about to leave. Callbacks as in :meth:`acquire`.
 
         Raises:
-            GangError: a new one does not start, or dies at once; the gang can be asked again.
+            GangError: not in time, or each new one dies at once.
         """
+        leaving = cluster.leaving_nodes()
+        seats = [(m.slot, m.where) for m in self.members]
         for rank in ranks:
             lost = self.members[rank]
-            self._kill(lost.bundle)
-            bundle = self._take_spare(lost.where.node_id)
-            if bundle is None:
-                bundle = lost.bundle
-                self._start(bundle)
+            self._kill(lost.slot)
+            slot = self._take_spare(lost.where.node_id)
+            if slot is not None:
+                seats[rank] = slot, self._spares.pop(slot)
+                self._vacate(lost, leaving)
             else:
-                self._vacant.append(lost.bundle)
-            self._put(replace(lost, actor=self._actors[bundle], bundle=bundle))
-        places = self._whereabouts([self.members[rank].bundle for rank in ranks])
-        for rank, where in zip(ranks, places, strict=True):
-            self._put(replace(self.members[rank], where=where))
+                slot = self._new_slot() if lost.where.node_id in leaving else lost.slot
+                waiting = self._waiting(f"a worker in the place of rank {rank}", on_wait, poll)
+                seats[rank] = slot, self._start_and_wait(slot, waiting)
+        self._seat(seats)
         check_devices([m.where for m in self.members])
 
-    def refill(self) -> None:
-        """Start new spares where lost workers were; not while the others wait, for starting takes their CPUs."""
-        while self._vacant:
-            bundle = self._vacant.pop()
-            self._start(bundle)
-            self._spare_bundles.append(bundle)
+    def reseat(self, plan: Plan, before: Sequence[int | None]) -> None:
+        """The workers of another plan: for each rank the one that a rank had before, or else a spare.
+
+        Raises:
+            GangError: a spare is gone by now.
+        """
+        seats: list[tuple[int, Whereabouts]] = []
+        for rank in before:
+            if rank is not None:
+                seats.append((self.members[rank].slot, self.members[rank].where))
+                continue
+            slot = self._take_spare("")
+            if slot is None:
+                raise GangError("a worker that was ready to join is gone")
+            seats.append((slot, self._spares.pop(slot)))
+        leaving = cluster.leaving_nodes()
+        for member in self.members:
+            if member.global_rank not in before:
+                self._kill(member.slot)
+                self._vacate(member, leaving)
+        self._plan = plan
+        self._seat(seats)
+        check_devices([m.where for m in self.members])
+
+    def refill(self, workers: int) -> None:
+        """Start workers in the background until there are ``workers`` with those in their places; first where lost
+        ones were, then wherever the cluster has room, or will have it.
+
+        Not while the others wait to begin, for starting takes their CPUs.
+        """
+        for _ in range(workers - len(self.members) - len(self._starting) - len(self._spares)):
+            slot = self._vacant.pop() if self._vacant else self._new_slot()
+            self._starting[self._start(slot)] = slot
+
+    def ready(self) -> int:
+        """How many workers could take a place at once."""
+        starting = list(self._starting)
+        for reference in ray.wait(starting, num_returns=len(starting), timeout=0)[0] if starting else ():
+            slot = self._starting.pop(reference)
+            try:
+                self._spares[slot] = cast(Whereabouts, ray.get(reference))
+            except ray.exceptions.RayError:
+                self._vacant.append(slot)
+        leaving = cluster.leaving_nodes() if self._spares else ()
+        return sum(where.node_id not in leaving for where in self._spares.values())
 
     def release(self) -> None:
         """Kill the actors and give the resources back. Never raises."""
         with contextlib.suppress(Exception):
             for actor in self._actors.values():
                 ray.kill(actor)
-        if self._group is not None:
-            # Where Ray is dead, this call would wait a minute for it.
-            thread = threading.Thread(target=_remove, args=(self._group,), daemon=True)
-            thread.start()
-            thread.join(RELEASE_TIMEOUT_S)
-        self._actors, self._group, self.members = {}, None, ()
+        # Where Ray is dead, this call would wait a minute for it.
+        groups = {group.id: group for group, _ in self._slots}
+        thread = threading.Thread(target=_remove, args=(list(groups.values()),), daemon=True)
+        thread.start()
+        thread.join(RELEASE_TIMEOUT_S)
+        self._actors, self._slots, self.members = {}, [], ()
 
     def heartbeats(self, *, with_system_metrics: bool) -> dict[int, Heartbeat]:
         """What the workers answer within a heartbeat's time, by rank; the silent and dead left out."""
@@ -130,14 +196,8 @@ class Gang:
         for member in self.members:
             first_of_node = member.where.node_id not in spoken_for
             spoken_for.add(member.where.node_id)
-            ask = with_system_metrics and first_of_node
-            asked[member.actor.heartbeat.remote(ask)] = member.global_rank
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=max(1.0, self._config.heartbeat_s))
-        beats: dict[int, Heartbeat] = {}
-        for reference in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                beats[asked[reference]] = cast(Heartbeat, ray.get(reference))
-        return beats
+            asked[member.actor.heartbeat.remote(with_system_metrics and first_of_node)] = member.global_rank
+        return cast("dict[int, Heartbeat]", _in_time(asked, max(1.0, self._config.heartbeat_s)))
 
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Every worker's answer to a control call, by rank.
@@ -146,21 +206,11 @@ class Gang:
             GangError: not in time, or Ray is gone.
             RayError: a worker is gone.
         """
-        return self._answers([getattr(m.actor, method).remote(*args) for m in self.members], timeout_s)
-
-    def _answers(self, references: list[Any], timeout_s: float) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        waiting = references
-        while waiting:
-            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
-            check_ray()
-            if waiting and time.monotonic() > deadline:
-                raise GangError(f"{len(waiting)} of {len(references)} workers did not answer within {timeout_s:g} s")
-        return ray.get(references)
+        return self._all([getattr(m.actor, method).remote(*args) for m in self.members], timeout_s)
 
     def ask_one(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
         """One worker's answer to a control call. Raises as :meth:`ask`."""
-        return self._answers([getattr(self.members[rank].actor, method).remote(*args)], timeout_s)[0]
+        return self._all([getattr(self.members[rank].actor, method).remote(*args)], timeout_s)[0]
 
     def poll(self, method: str, *args: Any, ranks: Collection[int] | None = None, timeout_s: float) -> dict[int, Any]:
         """The answers to a control call of those workers that give one in time, by rank."""
@@ -169,12 +219,7 @@ class Gang:
             for m in self.members
             if ranks is None or m.global_rank in ranks
         }
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
-        answers: dict[int, Any] = {}
-        for reference in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                answers[asked[reference]] = ray.get(reference)
-        return answers
+        return _in_time(asked, timeout_s)
 
     def tell(self, method: str, *args: Any, ranks: Collection[int]) -> None:
         """A control call to some workers whose answer nobody waits for."""
@@ -191,96 +236,111 @@ class Gang:
         else:
             here = NodeAffinitySchedulingStrategy(member.where.node_id, soft=False)
             _kill_process.options(scheduling_strategy=here).remote(member.where.pid)
-        self._kill(member.bundle)
+        self._kill(member.slot)
 
-    def _reserve(self, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> None:
+    def _all(self, references: list[Any], timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        waiting = references
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+            check_ray()
+            if waiting and time.monotonic() > deadline:
+                raise GangError(f"{len(waiting)} of {len(references)} workers did not answer within {timeout_s:g} s")
+        return ray.get(references)
+
+    def _reserve(self, bundles: int, strategy: str) -> PlacementGroup:
+        """Ask for room for so many workers, which has a slot for each."""
         bundle: dict[str, float] = {"CPU": self._plan.cpus_per_worker}
         if self._plan.gpus_per_worker:
             bundle["GPU"] = self._plan.gpus_per_worker
-        self._group = placement_group(
-            [dict(bundle) for _ in range(self._plan.world_size + self._plan.spares)],
-            strategy="STRICT_PACK" if self._plan.one_node else "PACK",
-            name=self._label,
+        group: PlacementGroup = placement_group(
+            [dict(bundle) for _ in range(bundles)], strategy=strategy, name=self._label
         )
-        began = said = time.monotonic()
-        while not self._group.wait(timeout_seconds=0.5):
-            poll()
-            now = time.monotonic()
-            if now - began > self._config.pending_timeout_s:
-                raise GangError(
-                    f"no room for {self._plan.world_size} workers within "
-                    f"{now - began:.0f} s (held by {self._holders()}); free some, lower "
-                    "strategy.num_workers, or raise cluster.pending_timeout_s"
-                )
-            if now - said > WAITING_MESSAGE_EVERY_S:
-                said = now
-                on_wait(now - began, self._holders())
+        self._slots += [(group, index) for index in range(bundles)]
+        return group
 
-    def _start(self, bundle: int) -> None:
-        """Start an actor in a bundle; whether it comes up is seen later."""
-        assert self._group is not None
+    def _waiting(self, what: str, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> _Waiting:
+        return _Waiting(what, self._label, self._config.pending_timeout_s, on_wait, poll)
+
+    def _new_slot(self) -> int:
+        self._reserve(1, "PACK")
+        return len(self._slots) - 1
+
+    def _start(self, slot: int) -> Any:
+        """Start an actor; returns its answer to come, once it is up."""
         name = f"{self._label}/worker-{self._started}"
         self._started += 1
-        self._actors[bundle] = (
+        group, bundle = self._slots[slot]
+        actor = (
             remote_worker()
             .options(
                 name=name,
                 num_cpus=self._plan.cpus_per_worker,
                 num_gpus=self._plan.gpus_per_worker,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             )
             .remote(name, heartbeat_timeout_s=self._config.heartbeat_timeout_s)
         )
+        self._actors[slot] = actor
+        return actor.whereabouts.remote()
 
-    def _kill(self, bundle: int) -> None:
+    def _vacate(self, lost: Member, leaving: Collection[str]) -> None:
+        if lost.where.node_id not in leaving:
+            self._vacant.append(lost.slot)
+
+    def _start_and_wait(self, slot: int, waiting: _Waiting) -> Whereabouts:
+        """Where a new actor landed.
+
+        Raises:
+            GangError: not in time, or each one dies at once.
+        """
+        for _ in range(STARTS_TRIED):
+            up = self._start(slot)
+            while not ray.wait([up], timeout=0.2)[0]:
+                check_ray()
+                waiting.go_on()
+            with contextlib.suppress(ray.exceptions.RayError):
+                return cast(Whereabouts, ray.get(up))
+        raise GangError(f"{STARTS_TRIED} workers died one after another while they started; see Ray's logs")
+
+    def _kill(self, slot: int) -> None:
         with contextlib.suppress(Exception):
-            ray.kill(self._actors[bundle])
-
-    def _put(self, member: Member) -> None:
-        self.members = tuple(member if m.global_rank == member.global_rank else m for m in self.members)
+            ray.kill(self._actors[slot])
 
     def _take_spare(self, node_id: str) -> int | None:
-        """The bundle of a spare that lives, on this node if there is one."""
-        asked = {self._actors[bundle].whereabouts.remote(): bundle for bundle in self._spare_bundles}
-        if not asked:
-            return None
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SPARE_TIMEOUT_S)
-        alive: dict[int, Whereabouts] = {}
-        for reference in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                alive[asked[reference]] = cast(Whereabouts, ray.get(reference))
-        if not alive:
-            return None
-        chosen = min(alive, key=lambda bundle: (alive[bundle].node_id != node_id, bundle))
-        self._spare_bundles.remove(chosen)
-        return chosen
+        """The slot of a spare that lives, on this node if there is one."""
+        self.ready()
+        asked = {self._actors[slot].whereabouts.remote(): slot for slot in self._spares}
+        alive = _in_time(asked, SPARE_TIMEOUT_S)
+        for slot in set(self._spares).difference(alive):
+            self._kill(slot)
+            del self._spares[slot]
+            self._vacant.append(slot)
+        leaving = cluster.leaving_nodes() if self._spares else ()
+        staying = [slot for slot, where in self._spares.items() if where.node_id not in leaving]
+        return min(staying, key=lambda slot: (self._spares[slot].node_id != node_id, slot), default=None)
 
-    def _seat(self, bundles: Sequence[int], poll: Callable[[], None]) -> None:
-        places = self._whereabouts(bundles, poll)
-        check_devices(places)
-        order = rank_order(places)
-        seated = shards_last(places, order[: self._plan.world_size], num_shards=self._plan.mesh.num_shards)
+    def _seat(self, seats: Sequence[tuple[int, Whereabouts]]) -> None:
+        """Give the workers in these slots their ranks, in order."""
         members: list[Member] = []
         on_node: dict[str, int] = {}
-        for rank, index in enumerate(seated):
-            where = places[index]
+        for rank, (slot, where) in enumerate(seats):
             local_rank = on_node.setdefault(where.node_id, 0)
             on_node[where.node_id] += 1
-            bundle = bundles[index]
-            actor = self._actors[bundle]
-            members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, where=where, bundle=bundle))
+            actor = self._actors[slot]
+            members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, where=where, slot=slot))
         self.members = tuple(members)
-        self._spare_bundles = [bundles[index] for index in order[self._plan.world_size :]]
 
-    def _whereabouts(self, bundles: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[Whereabouts]:
-        """Where the actors of these bundles landed, once they are up.
+    def _whereabouts(self, slots: Sequence[int], timeout_s: float, poll: Callable[[], None]) -> list[Whereabouts]:
+        """Where the actors of these slots landed, once they are up.
 
         Raises:
             GangError: one is not, in time.
+            RayError: one died.
         """
-        references = [self._actors[bundle].whereabouts.remote() for bundle in bundles]
-        deadline = time.monotonic() + self._config.rendezvous_timeout_s
+        references = [self._actors[slot].whereabouts.remote() for slot in slots]
+        deadline = time.monotonic() + timeout_s
         waiting = list(references)
         while waiting:
             poll()
@@ -288,29 +348,61 @@ class Gang:
             check_ray()
             if waiting and time.monotonic() > deadline:
                 raise GangError(
-                    f"{len(waiting)} of {len(references)} workers did not start within "
-                    f"{self._config.rendezvous_timeout_s:g} s; see Ray's logs, or raise "
-                    "cluster.rendezvous_timeout_s"
+                    f"{len(waiting)} of {len(references)} workers did not start within {timeout_s:g} s; see Ray's "
+                    "logs, or raise cluster.rendezvous_timeout_s"
                 )
-        try:
-            return cast("list[Whereabouts]", ray.get(references))
-        except ray.exceptions.RayError as e:
-            raise GangError(f"a worker died while it started: {e}") from e
+        return cast("list[Whereabouts]", ray.get(references))
 
-    def _bundles_by_node(self) -> list[int]:
-        """Bundle indices with those of a node together: Ray promises no order of its own."""
-        assert self._group is not None
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
 
-    def _holders(self) -> str:
-        """The other placement groups that hold resources."""
-        others = [
-            f"{group['name'] or 'unnamed'} ({len(group['bundles'])} bundles)"
-            for group in placement_group_table().values()
-            if group["state"] == "CREATED"
-        ]
-        return ", ".join(others) or "other Ray tasks"
+class _Waiting:
+    """For resources for ``what``, with a word now and then, and not for ever."""
+
+    def __init__(
+        self, what: str, label: str, timeout_s: float, on_wait: Callable[[float, str], None], poll: Callable[[], None]
+    ):
+        self._what = what
+        self._label = label
+        self._timeout_s = timeout_s
+        self._on_wait = on_wait
+        self._poll = poll
+        self._began = self._said = time.monotonic()
+
+    def go_on(self) -> None:
+        """To be called several times a second.
+
+        Raises:
+            GangError: for long enough.
+        """
+        self._poll()
+        now = time.monotonic()
+        if now - self._began > self._timeout_s:
+            raise GangError(
+                f"no room for {self._what} within {now - self._began:.0f} s (held by {_holders(self._label)}); free "
+                "some, lower strategy.num_workers, or raise cluster.pending_timeout_s"
+            )
+        if now - self._said > WAITING_MESSAGE_EVERY_S:
+            self._said = now
+            self._on_wait(now - self._began, _holders(self._label))
+
+
+def _holders(label: str) -> str:
+    """The placement groups of others that hold resources."""
+    others = [
+        f"{group['name'] or 'unnamed'} ({len(group['bundles'])} bundles)"
+        for group in placement_group_table().values()
+        if group["state"] == "CREATED" and group["name"] != label
+    ]
+    return ", ".join(others) or "other Ray tasks"
+
+
+def _in_time(asked: Mapping[Any, K], timeout_s: float) -> dict[K, Any]:
+    """What each pending answer becomes within this time, under its key; those that fail or do not come left out."""
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    answers: dict[K, Any] = {}
+    for reference in ready:
+        with contextlib.suppress(ray.exceptions.RayError):
+            answers[asked[reference]] = ray.get(reference)
+    return answers
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -319,9 +411,10 @@ def _kill_process(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _remove(group: PlacementGroup) -> None:
+def _remove(groups: Sequence[PlacementGroup]) -> None:
     with contextlib.suppress(Exception):
-        remove_placement_group(group)
+        for group in groups:
+            remove_placement_group(group)
 
 
 def check_ray() -> None:

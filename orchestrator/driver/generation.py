@@ -1,9 +1,11 @@
-"""One generation: the group formed, watched until every rank has come to an end, or one has failed."""
+"""One generation: the group formed, watched until every rank has come to an end, one has failed, or all pause."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,8 +15,12 @@ import ray.exceptions
 
 from orchestrator.chaos import Fault
 from orchestrator.config.schema import Config
-from orchestrator.driver.failure import death, first_failure, hang, silence, standstill, too_slow
+from orchestrator.driver import cluster
+from orchestrator.driver.elastic import Seating
+from orchestrator.driver.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
 from orchestrator.driver.gang import Gang, GangError, Member, check_ray
+from orchestrator.driver.lease import Lease
+from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.pace import Pace, culprit
 from orchestrator.driver.recovery import Continuation, Held
 from orchestrator.driver.signals import StopSignals
@@ -22,17 +28,22 @@ from orchestrator.driver.telemetry import Telemetry
 from orchestrator.events import Event, GenerationStarted, StopRequested, Warned
 from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks
 from orchestrator.plan import Plan
-from orchestrator.rundir import RunDir
+from orchestrator.rundir import RunDir, write_json
 
 SETTLE_S = 3.0
 """After a failure, time for the other ranks to say what they saw."""
 STACKS_TIMEOUT_S = 2.0
+Pause = Literal["preempted", "growing"]
 LISTENING_S = 0.1
 """Between two looks while something is known to be wrong."""
 
 
 class Generation:
-    """``outcomes``: what became of each rank, as far as it is known; ``returned``: the ranks whose process lives on."""
+    """``outcomes``: what became of each rank, as far as it is known; ``returned``: the ranks whose process lives on.
+
+    ``paused``: why all ranks were asked to end it after a step, for the next generation to go on with other workers.
+    ``paused_at``: when, in seconds since the epoch. ``leaving``: the ranks that have to go by then.
+    """
 
     def __init__(
         self,
@@ -44,19 +55,28 @@ class Generation:
         *,
         telemetry: Telemetry,
         stop: StopSignals,
+        nodes: NodeWatch,
+        lease: Lease,
         emit: Callable[[Event], None],
+        growth: Callable[[], Seating | None],
     ):
         self.number = number
         self.outcomes: dict[int, Outcome] = {}
         self.returned: set[int] = set()
         self.stop_sent = False
+        self.paused: Pause | None = None
+        self.paused_at = 0.0
+        self.leaving: tuple[int, ...] = ()
         self._gang = gang
         self._config = config
         self._plan = plan
         self._run_dir = run_dir
         self._telemetry = telemetry
         self._stop = stop
+        self._nodes = nodes
+        self._lease = lease
         self._emit = emit
+        self._growth = growth
         self._pending: dict[Any, Member] = {}
         self._silent_since: dict[int, float] = {}
         self._pace = Pace(config.recovery)
@@ -66,10 +86,13 @@ class Generation:
         run_uid: str,
         continuation: Continuation | None,
         *,
+        held: Mapping[int, Held],
         checkpoint: Path | None,
         faults: tuple[Fault, ...],
     ) -> None:
-        """Have every rank join and train; ``continuation``: where it goes on from, after a failure.
+        """Have every rank join and train; ``continuation``: where it goes on from, after another generation.
+
+        ``held``: what the workers have from before.
 
         Raises:
             GangError: Ray is gone.
@@ -79,7 +102,7 @@ class Generation:
         try:
             host, port = self._gang.ask_one(0, "open_store", timeout_s, timeout_s=timeout_s)
         except ray.exceptions.RayError as e:
-            self._lost_before(members[0], e)
+            self._lost_before(members[0], e, held)
             return
         backend: Literal["gloo", "nccl"] = "nccl" if all(m.where.gpu_uuid for m in members) else "gloo"
         if backend == "gloo" and self._plan.device == "cuda":
@@ -92,6 +115,9 @@ class Generation:
                 workers=tuple(_describe(m) for m in members),
             )
         )
+        fence = f"{uuid.uuid4().hex} generation {self.number}"
+        with contextlib.suppress(OSError):  # a full disk is told of where something is lost by it
+            write_json(self._run_dir.fence_file, {"generation": fence})
         for member in members:
             orders = Assignment(
                 generation=self.number,
@@ -107,6 +133,7 @@ class Generation:
                 import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
                 plan=self._plan,
                 config=self._config,
+                fence=fence,
                 sources=None if continuation is None else continuation.sources,
                 source_step=0 if continuation is None else continuation.step,
                 checkpoint=None if checkpoint is None else str(checkpoint),
@@ -123,6 +150,7 @@ class Generation:
             wait_s = self._config.cluster.heartbeat_s if give_up_at is None else LISTENING_S
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
             check_ray()
+            self._lease.renew()
             for reference in ready:
                 self._take_outcome(reference, self._pending.pop(reference))
             if give_up_at is not None and time.monotonic() > give_up_at:
@@ -133,7 +161,7 @@ class Generation:
                 give_up_at = time.monotonic() + SETTLE_S
                 left = [m.global_rank for m in self._pending.values()]
                 self._gang.tell("abandon", self.number, ranks=left)
-            if self._stop.received and not self.stop_sent:
+            if self._stop.received and not self.stop_sent and self.paused is None:
                 self._coordinate_stop()
                 give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
 
@@ -170,14 +198,15 @@ class Generation:
         self.returned.add(rank)
         self.outcomes.setdefault(rank, outcome)
 
-    def _lost_before(self, member: Member, error: Exception) -> None:
+    def _lost_before(self, member: Member, error: Exception, held: Mapping[int, Held]) -> None:
         """A worker is gone before the generation has begun; the others are as they were."""
         where = member.where
         for other in self._gang.members:
             if other is not member:
-                self.returned.add(other.global_rank)
-                step = self._telemetry.last_step.get(other.global_rank, 0)
-                self.outcomes[other.global_rank] = Outcome(status="stopped", step=step)
+                rank = other.global_rank
+                self.returned.add(rank)
+                step = self._telemetry.last_step.get(rank, 0)
+                self.outcomes[rank] = Outcome(status="stopped", step=step, held=held.get(rank, {}))
         self._fail(member.global_rank, death(error, pid=where.pid, hostname=where.hostname, time=time.time()))
 
     def _fail(self, rank: int, failure: Failure) -> None:
@@ -193,8 +222,13 @@ class Generation:
             else:
                 self._silent_since.pop(rank, None)
                 self._pace.observe(rank, beat, now)
+        silent = self._nodes.silent(self._nodes_heard(beats), now)
         if self._failed():
             return
+        for member in waited_for:
+            if member.where.node_id in silent:
+                timeout_s = self._config.cluster.node_timeout_s
+                self._end(member.global_rank, node_loss(timeout_s, hostname=member.where.hostname, time=time.time()))
         slow = self._telemetry.straggler
         if slow is not None and self._config.recovery.replace_stragglers and slow.rank not in self.outcomes:
             self._end(slow.rank, too_slow(slow.slower_by, time=time.time()))
@@ -206,6 +240,41 @@ class Generation:
                 self._end(rank, silence(timeout_s, pid=where.pid, hostname=where.hostname, time=time.time()))
         if not self._failed() and any(rank not in self.outcomes for rank in self._pace.hanging(now)):
             self._end_hanging(now)
+        all_train = self._telemetry.has_trained(self.number) and not self.outcomes
+        if all_train and self.paused is None and not self.stop_sent:
+            self._pause_if_due(beats)
+
+    def _nodes_heard(self, beats: Mapping[int, Heartbeat]) -> dict[str, bool]:
+        """The nodes of the ranks that are waited for, and whether one of them has answered."""
+        heard: dict[str, bool] = {}
+        for member in self._pending.values():
+            node_id = member.where.node_id
+            heard[node_id] = heard.get(node_id, False) or member.global_rank in beats
+        return heard
+
+    def _pause_if_due(self, beats: Mapping[int, Heartbeat]) -> None:
+        """End the generation in good order, if workers have to leave or more could join."""
+        gone = cluster.leaving_nodes()
+        leaving = [m.global_rank for m in self._gang.members if m.where.node_id in gone]
+        leaving += [rank for rank, beat in beats.items() if beat.leaving]
+        if leaving:
+            self.leaving = tuple(sorted(set(leaving)))
+            who = " and ".join(self._plan.title(rank) for rank in self.leaving)
+            why = "drained, or the process got SIGTERM"
+            self._emit(Warned(message=f"{who} must leave (the node is {why}): a checkpoint, and the place is given on"))
+            self._stop_all("preempted", save=True)
+        elif (larger := self._growth()) is not None:
+            self._stop_all("growing", save=larger.twins is None)
+
+    def _stop_all(self, why: Pause | None, *, save: bool) -> None:
+        """Let all ranks finish the most advanced step that any of them has begun; ``why`` they pause."""
+        self.paused, self.paused_at = why, time.time()
+        grace_s = self._config.cluster.stop_grace_s
+        try:
+            begun = self._gang.ask("hold", timeout_s=grace_s)
+            self._gang.ask("stop_after", max(begun), save, timeout_s=grace_s)
+        except (GangError, ray.exceptions.RayError) as e:
+            self._emit(Warned(message=f"not every rank could be asked to stop: {e}"))
 
     def _end_hanging(self, now: float) -> None:
         """Write down what every rank is doing, and end the one that is most likely to blame."""
@@ -231,16 +300,10 @@ class Generation:
         self._gang.kill(rank)
 
     def _coordinate_stop(self) -> None:
-        """Let all ranks finish the most advanced step that any of them has begun."""
         assert self._stop.received is not None
         self.stop_sent = True
         self._emit(StopRequested(signal=self._stop.received.name))
-        grace_s = self._config.cluster.stop_grace_s
-        try:
-            begun = self._gang.ask("hold", timeout_s=grace_s)
-            self._gang.ask("stop_after", max(begun), timeout_s=grace_s)
-        except (GangError, ray.exceptions.RayError) as e:
-            self._emit(Warned(message=f"not every rank could be asked to stop: {e}"))
+        self._stop_all(None, save=True)
 
 
 def _describe(member: Member) -> str:

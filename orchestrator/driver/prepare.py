@@ -96,7 +96,10 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resu
             return None
     else:
         run_dir = _named_run(output_dir, config.resume)
-    driver = _driver_if_running(config, run_dir)
+    try:
+        driver = run_dir.driver_if_running()
+    except ValueError as e:
+        raise ConfigError([f"resume={config.resume}: {e}"]) from e
     if driver is not None:
         raise ConfigError(
             [
@@ -180,15 +183,6 @@ def _newest_unfinished(output_dir: Path, name: str, warnings: list[str]) -> RunD
         if record.get("name") == name and record.get("state") != "finished":
             return run_dir
     return None
-
-
-def _driver_if_running(config: Config, run_dir: RunDir) -> dict[str, Any] | None:
-    try:
-        record = run_dir.read_record()
-    except ValueError as e:
-        raise ConfigError([f"resume={config.resume}: {e}"]) from e
-    driver: dict[str, Any] = record.get("driver", {})
-    return driver if record.get("state") == "running" and rundir.is_alive(driver) else None
 
 
 def _named_run(output_dir: Path, text: str) -> RunDir:

@@ -10,7 +10,7 @@ from orchestrator.config.schema import RecoveryConfig
 GENERATIONS_WITHOUT_PROGRESS = 3
 MOST_PAUSE_S = 60.0
 
-Held = Mapping[int, Sequence[int]]
+Held = Mapping[int, tuple[int, ...]]
 """The ranks whose state a worker has, and after which steps."""
 
 
@@ -67,23 +67,30 @@ def decide(
         return GiveUp("the same error at the same step as before: no accident")
     if len(setbacks) > config.max_failures:
         return GiveUp(f"{len(setbacks)} failures, recovery.max_failures={config.max_failures}")
-    if len(setbacks) >= GENERATIONS_WITHOUT_PROGRESS and _standing(setbacks) + 1 >= GENERATIONS_WITHOUT_PROGRESS:
-        return GiveUp(f"{GENERATIONS_WITHOUT_PROGRESS} times without progress in between")
     standing = _standing(setbacks)
+    if standing + 1 >= GENERATIONS_WITHOUT_PROGRESS:
+        return GiveUp(f"{GENERATIONS_WITHOUT_PROGRESS} times without progress in between")
     pause_s = min(MOST_PAUSE_S, config.backoff_s * 2 ** (standing - 1)) if standing else 0.0
-    step, sources = newest_state(survivors, world_size)
+    step, sources = newest_state(survivors, range(world_size))
     lost = tuple(rank for rank in range(world_size) if rank not in survivors)
     return Continuation(lost=lost, sources=sources, step=step, pause_s=pause_s)
 
 
-def newest_state(survivors: Mapping[int, Held], world_size: int) -> tuple[int, tuple[int, ...] | None]:
-    """The last step after which the survivors together hold the states of all ranks, and for each rank who holds it:
+def hand_over(held: Mapping[int, Held], leaving: Sequence[int], *, world_size: int) -> Continuation:
+    """How the run goes on after a pause without those that are ``leaving``; ``held``: what the ranks have."""
+    staying = {rank: of_rank for rank, of_rank in held.items() if rank not in leaving}
+    step, sources = newest_state(staying, range(world_size))
+    return Continuation(lost=tuple(leaving), sources=sources, step=step, pause_s=0.0)
+
+
+def newest_state(survivors: Mapping[int, Held], ranks: Sequence[int]) -> tuple[int, tuple[int, ...] | None]:
+    """The last step after which the survivors together hold the states of all ``ranks``, and for each who holds it:
     itself, if it does. None: there is no such step."""
     steps = {step for held in survivors.values() for of_rank in held.values() for step in of_rank}
     for step in sorted(steps, reverse=True):
-        sources = [_holder(survivors, rank, step) for rank in range(world_size)]
+        sources = [_holder(survivors, rank, step) for rank in ranks]
         found = [source for source in sources if source is not None]
-        if len(found) == world_size:
+        if len(found) == len(ranks):
             return step, tuple(found)
     return 0, None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +15,12 @@ from orchestrator import chaos
 from orchestrator.config.redact import redact_text
 from orchestrator.config.schema import Config
 from orchestrator.driver.aggregate import Aggregator
+from orchestrator.driver.elastic import Seating, Sizes, find_seating, reseated
 from orchestrator.driver.gang import Gang, GangError
-from orchestrator.driver.generation import Generation
-from orchestrator.driver.recovery import Continuation, GiveUp, Setback, decide
+from orchestrator.driver.generation import Generation, Pause
+from orchestrator.driver.lease import Lease
+from orchestrator.driver.node_watch import NodeWatch
+from orchestrator.driver.recovery import Continuation, GiveUp, Held, Setback, decide, hand_over
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.events import (
@@ -34,12 +37,9 @@ from orchestrator.events import (
     WorkerLost,
 )
 from orchestrator.messages import Failure
-from orchestrator.plan import Plan
 from orchestrator.rundir import CRASH, RunDir, log_tail
 from orchestrator.spans import Timeline
 from orchestrator.worker.checkpoint import CheckpointError, find_newest, read_manifest
-
-REPLACEMENTS_TRIED = 3
 
 
 class Interrupted(Exception):
@@ -63,7 +63,7 @@ class RunSpec:
     """Everything a run needs beside a Ray that it is connected to."""
 
     config: Config
-    plan: Plan
+    sizes: Sizes
     run_dir: RunDir
     run_uid: str
     checkpoint: Path | None
@@ -74,13 +74,18 @@ class RunSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """A recovery that is going on: what was decided, when the failure was seen, how far training had come."""
+class Regrouping:
+    """From one generation to the next: what was decided, since when, how far training had come.
 
-    failed_at: float
+    ``planned``: nothing had failed. ``workers_before``: their number.
+    """
+
+    began: float
     reached: int
     resumed_at: int
     decision: Continuation
+    workers_before: int
+    planned: Pause | None = None
 
 
 class Run:
@@ -98,27 +103,37 @@ class Run:
         self.config = spec.config
         self._sinks = sinks
         self._stop = stop
+        self._plan = spec.sizes.first
         self._aggregator = Aggregator(
-            mesh=spec.plan.mesh,
-            global_batch_size=spec.plan.global_batch_size,
+            mesh=self._plan.mesh,
+            global_batch_size=self._plan.global_batch_size,
             tokens_per_sample=spec.tokens_per_sample,
         )
         self._telemetry = Telemetry(
-            spec.config, spec.plan, self._aggregator, self._emit, tracking_problem=tracking_problem
+            spec.config, self._plan, self._aggregator, self._emit, tracking_problem=tracking_problem
         )
+        self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
+        self._lease = Lease(spec.run_dir)
         self._gang: Gang | None = None
         self._startup: dict[str, float] = {}
         self._first_step_at: float | None = None
         self._checkpoint = spec.checkpoint
         self._checkpoint_step = spec.resumed_from_step or 0
-        self._faults = spec.plan.faults
-        self._recovery: Recovery | None = None
+        self._faults = spec.sizes.most.faults
+        self._held: Mapping[int, Held] = {}
+        self._regrouping: Regrouping | None = None
         self._recovery_s: list[float] = []
+        self._regrouping_s: list[float] = []
+        self._preemptions = 0
         self._steps_lost = 0
 
     def execute(self) -> RunResult:
-        """Train to the end, a stop or a failure. No actor of the run is left when it returns."""
-        spec, plan = self.spec, self.spec.plan
+        """Train to the end, a stop or a failure. No actor of the run is left when it returns.
+
+        Raises:
+            SupersededError: the run has another driver now.
+        """
+        spec, plan = self.spec, self._plan
         self._emit(
             RunStarted(
                 name=plan.run_name,
@@ -126,6 +141,7 @@ class Run:
                 strategy=plan.strategy,
                 job=plan.job,
                 world_size=plan.world_size,
+                num_shards=plan.mesh.num_shards,
                 steps=plan.steps,
                 resumed_from_step=spec.resumed_from_step,
                 notes=plan.notes,
@@ -146,6 +162,8 @@ class Run:
                 return self._end(*self._interrupted(None))
             except Interrupted:
                 return self._end(*self._interrupted(None))
+            finally:
+                self._nodes.close()
 
     def _train(self, gang: Gang) -> RunResult:
         """Generation after generation, until one comes to its end or nothing more can be done."""
@@ -154,39 +172,59 @@ class Run:
         number = 1
         while True:
             generation = self._generation(number, gang)
-            generation.begin(self.spec.run_uid, continuation, checkpoint=self._checkpoint, faults=self._faults)
+            generation.begin(
+                self.spec.run_uid, continuation, held=self._held, checkpoint=self._checkpoint, faults=self._faults
+            )
             generation.watch()
             guilty = generation.guilty()
-            if guilty is None or generation.stop_sent:
+            self._held = generation.survivors()
+            if guilty is not None and not generation.stop_sent:
+                setbacks.append(self._setback(generation, guilty))
+                decision = decide(setbacks, self._held, world_size=self._plan.world_size, config=self.config.recovery)
+                if isinstance(decision, GiveUp):
+                    self._settle(gang, generation)
+                    return self._fail(generation, guilty, decision.why)
+                self._tell_of_loss(generation, guilty)
+            elif generation.paused is not None and self._all(generation, "stopped"):
+                gang.poll("open_gate", timeout_s=self.config.cluster.stop_grace_s)
+                decision = hand_over(self._held, generation.leaving, world_size=self._plan.world_size)
+            else:
                 break
-            setbacks.append(self._setback(generation, guilty))
-            decision = decide(
-                setbacks,
-                generation.survivors(),
-                world_size=self.spec.plan.world_size,
-                config=self.config.recovery,
-            )
-            if isinstance(decision, GiveUp):
-                self._settle(gang, generation)
-                return self._fail(generation, guilty, decision.why)
-            self._heal(gang, generation, guilty, decision)
-            continuation = decision
+            continuation = self._regroup(gang, generation, guilty, decision)
             number += 1
         self._settle(gang, generation)
         return self._judge(generation)
 
     def _generation(self, number: int, gang: Gang) -> Generation:
-        spec = self.spec
         return Generation(
             number,
             gang,
             self.config,
-            spec.plan,
-            spec.run_dir,
+            self._plan,
+            self.spec.run_dir,
             telemetry=self._telemetry,
             stop=self._stop,
+            nodes=self._nodes,
+            lease=self._lease,
             emit=self._emit,
+            growth=lambda: self._growth(gang),
         )
+
+    def _growth(self, gang: Gang) -> Seating | None:
+        """With whom the run could be larger at once; None: it could not."""
+        plan = self._plan
+        if plan is self.spec.sizes.most:
+            return None
+        gang.refill(self._workers_wanted)
+        if not (ready := gang.ready()):
+            return None
+        seating = find_seating(plan, self.spec.sizes, range(plan.world_size), ready=ready, saved=True)
+        return seating if seating is not None and seating.plan.world_size > plan.world_size else None
+
+    @property
+    def _workers_wanted(self) -> int:
+        most = self.spec.sizes.most
+        return most.world_size + most.spares
 
     def _setback(self, generation: Generation, guilty: int) -> Setback:
         failure = self._failure(generation, guilty)
@@ -203,40 +241,55 @@ class Run:
         ended = [o.step for o in generation.outcomes.values()]
         return max([*ended, *self._telemetry.last_step.values()], default=0)
 
-    def _heal(self, gang: Gang, generation: Generation, guilty: int, decision: Continuation) -> None:
-        """Replace what was lost; the next generation can begin."""
-        failure, reached = self._failure(generation, guilty), self._reached(generation)
-        if decision.sources is None:
-            self._find_checkpoint()
-        resumed_at = self._checkpoint_step if decision.sources is None else decision.step
+    def _tell_of_loss(self, generation: Generation, guilty: int) -> None:
+        failure = self._failure(generation, guilty)
         self._emit(
             WorkerLost(
                 rank=guilty,
-                title=self.spec.plan.title(guilty),
-                step=reached,
+                title=self._plan.title(guilty),
+                step=self._reached(generation),
                 reason=self._clean(self._message(guilty, failure)),
                 traceback=self._clean(failure.traceback),
                 log=str(self.spec.run_dir.log_file(guilty)),
             )
         )
-        if self._recovery is None:
-            self._recovery = Recovery(failed_at=failure.time, reached=reached, resumed_at=resumed_at, decision=decision)
-        else:  # it failed while it recovered: one recovery, that takes longer and starts from here
-            reached = max(reached, self._recovery.reached)
-            self._recovery = replace(self._recovery, reached=reached, resumed_at=resumed_at, decision=decision)
+
+    def _regroup(self, gang: Gang, generation: Generation, guilty: int | None, decision: Continuation) -> Continuation:
+        """Put workers in the places of those that were lost, or go on with fewer or more of them; the next generation
+        can begin with what is returned."""
         for rank in decision.lost:
             self._faults = chaos.without_next(self._faults, rank)
-        self._telemetry.begin_generation(decision.lost, resumed_at)
         # A stop waits for the next generation: it has something to save.
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and self._stop.received is None:
             time.sleep(0.1)
-        for attempt in range(1, REPLACEMENTS_TRIED + 1):
-            try:
-                return gang.replace(decision.lost)
-            except GangError:
-                if attempt == REPLACEMENTS_TRIED:
-                    raise
+        workers_before = self._plan.mesh.num_workers
+        self._held = {rank: held for rank, held in self._held.items() if rank not in decision.lost}
+        staying = [rank for rank in range(self._plan.world_size) if rank not in decision.lost]
+        saved = guilty is None
+        seating = find_seating(self._plan, self.spec.sizes, staying, ready=gang.ready(), saved=saved)
+        if seating is None or seating.plan is self._plan:
+            gang.replace(decision.lost, on_wait=self._on_wait, poll=self._raise_if_stopped)
+        else:
+            gang.reseat(seating.plan, seating.before)
+            decision = reseated(decision, seating, self._held)
+            self._plan, self._held = seating.plan, {}
+        if decision.sources is None:
+            self._find_checkpoint()
+        reached = self._reached(generation)
+        began = generation.paused_at if guilty is None else self._failure(generation, guilty).time
+        if (earlier := self._regrouping) is not None:  # it failed while it regrouped: one recovery, from the first on
+            reached, began, workers_before = max(reached, earlier.reached), earlier.began, earlier.workers_before
+        self._regrouping = Regrouping(
+            began=began,
+            reached=reached,
+            resumed_at=self._checkpoint_step if decision.sources is None else decision.step,
+            decision=decision,
+            workers_before=workers_before,
+            planned=generation.paused if guilty is None else None,
+        )
+        self._telemetry.begin_generation(self._plan, decision.lost, self._regrouping.resumed_at)
+        return decision
 
     def _find_checkpoint(self) -> None:
         """The newest whole one, of which its writer may not have told before it died."""
@@ -257,7 +310,7 @@ class Run:
 
     def _fail(self, generation: Generation, guilty: int, why: str) -> RunResult:
         """``why`` it is not tried again."""
-        plan, outcome = self.spec.plan, generation.outcomes[guilty]
+        plan, outcome = self._plan, generation.outcomes[guilty]
         failure = self._failure(generation, guilty)
         log = self.spec.run_dir.log_file(guilty)
         message = self._message(guilty, failure)
@@ -291,17 +344,20 @@ class Run:
         lead = outcomes.get(0)
         if lead is not None and lead.text:
             self._emit(TextSampled(text=lead.text))
-        done = len(outcomes) == self.spec.plan.world_size and all(o.status == "done" for o in outcomes.values())
-        if generation.stop_sent and not done:
+        if generation.stop_sent and not self._all(generation, "done"):
             return self._end(*self._interrupted(generation))
         return self._end("FINISHED", 0, "")
+
+    def _all(self, generation: Generation, status: str) -> bool:
+        outcomes = generation.outcomes.values()
+        return len(outcomes) == self._plan.world_size and all(o.status == status for o in outcomes)
 
     def _interrupted(self, generation: Generation | None) -> tuple[Literal["KILLED"], int, str]:
         assert self._stop.received is not None
         name = self._stop.received.name
         outcomes = generation.outcomes.values() if generation is not None else []
         steps = [o.step for o in outcomes if o.status == "stopped"]
-        if len(steps) == self.spec.plan.world_size:
+        if len(steps) == self._plan.world_size:
             where = f"at step {max(steps)}"
         elif any(self._telemetry.last_step.values()):
             where = "without a last checkpoint"
@@ -319,6 +375,8 @@ class Run:
         }
         if self._recovery_s:
             summary["recovery_s_max"] = max(self._recovery_s)
+        if self._preemptions:
+            summary["preemptions"] = self._preemptions
         if self._first_step_at is not None:
             summary["startup_s"] = self._first_step_at - self.spec.started_at
             summary["startup"] = self._startup
@@ -333,20 +391,22 @@ class Run:
         )
 
     def _effective_time_pct(self, summary: Mapping[str, Any]) -> float:
-        """How much of the time since the first step was not spent on recovering and on steps that were made again."""
+        """How much of the time since the first step was not spent on regrouping and on steps that were made again."""
         assert self._first_step_at is not None
         elapsed_s = max(time.time() - self._first_step_at, 1e-9)
-        lost_s = sum(self._recovery_s) + self._steps_lost * float(summary.get("step_ms_p50", 0.0)) / 1e3
+        again_s = self._steps_lost * float(summary.get("step_ms_p50", 0.0)) / 1e3
+        lost_s = sum(self._recovery_s) + sum(self._regrouping_s) + again_s
         return 100 * max(0.0, 1 - lost_s / elapsed_s)
 
     def _on_wait(self, waited_s: float, holders: str) -> None:
-        plan = self.spec.plan
+        plan = self._plan
         wanted = f"{plan.world_size + plan.spares} x {plan.cpus_per_worker:g} CPU"
         if plan.gpus_per_worker:
             wanted += f" and {plan.gpus_per_worker} GPU"
         self._emit(WaitingForResources(waited_s=waited_s, wanted=wanted, holders=holders))
 
     def _raise_if_stopped(self) -> None:
+        self._lease.renew()
         if self._stop.received is not None:
             raise Interrupted
 
@@ -363,25 +423,33 @@ class Run:
                 self._training_goes(event)
 
     def _training_goes(self, event: FirstStepDone) -> None:
-        """The first step of a generation is done: the start, or the end of a recovery."""
+        """The first step of a generation is done: the start, or the end of a regrouping."""
         if self._first_step_at is None:
             self._first_step_at = event.time
             self._startup |= event.startup
-        recovery, self._recovery = self._recovery, None
-        if recovery is None or self._gang is None:
+        if self._gang is not None:
+            self._gang.refill(self._workers_wanted)
+        regrouping, self._regrouping = self._regrouping, None
+        if regrouping is None:
             return
-        self._gang.refill()
-        seconds = event.time - recovery.failed_at
-        lost = max(0, recovery.reached - recovery.resumed_at)
-        self._recovery_s.append(seconds)
+        seconds = event.time - regrouping.began
+        lost = max(0, regrouping.reached - regrouping.resumed_at)
         self._steps_lost += lost
+        if regrouping.planned is None:
+            self._recovery_s.append(seconds)
+        else:
+            self._regrouping_s.append(seconds)
+            self._preemptions += regrouping.planned == "preempted"
         self._emit(
             Recovered(
                 generation=event.generation,
-                step=recovery.resumed_at,
+                step=regrouping.resumed_at,
                 steps_lost=lost,
-                replaced=recovery.decision.lost,
-                in_place=recovery.decision.sources is not None,
+                replaced=regrouping.decision.lost,
+                in_place=regrouping.decision.sources is not None,
                 seconds=seconds,
+                planned=regrouping.planned,
+                num_workers=self._plan.mesh.num_workers,
+                num_workers_before=regrouping.workers_before,
             )
         )

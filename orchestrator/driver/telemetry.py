@@ -29,7 +29,6 @@ class Telemetry:
     """Collects for the whole run and passes on.
 
     ``last_step`` is the last completed one of each rank; ``straggler`` the one found in this generation, if any.
-
     ``tracking_problem()`` says why nothing reaches the tracking server at present, if so.
     """
 
@@ -93,11 +92,17 @@ class Telemetry:
         self._check_tracking(now)
         return beats
 
-    def begin_generation(self, lost: Collection[int], step: int) -> None:
-        """All ranks are at ``step`` again; the ``lost`` have new workers."""
-        self._aggregator.forget_incomplete()
-        self.last_step = dict.fromkeys(self.last_step, step)
+    def has_trained(self, generation: int) -> bool:
+        """Whether a step of the generation, or of a later one, is done."""
+        return self._trained_generation >= generation
+
+    def begin_generation(self, plan: Plan, lost: Collection[int], step: int) -> None:
+        """All ranks of ``plan`` are at ``step``; the ``lost`` have new workers."""
+        self._aggregator.begin_generation(plan.mesh)
+        self.last_step = dict.fromkeys(range(plan.world_size), step)
         self.straggler = None
+        if plan is not self._plan:
+            self._plan, self._stragglers = plan, StragglerWatch(plan.mesh.num_workers)
         for rank in lost:
             self._stragglers.forget(rank)
 

@@ -79,6 +79,10 @@ class Strategy(abc.ABC):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Build this rank's part of model, optimizer and scheduler; seeded, so equal everywhere."""
 
+    def move(self, context: Context) -> None:
+        """Take another place in the run, before :meth:`attach`; the model stays cut as it is."""
+        self.context = context
+
     def attach(self) -> None:  # noqa: B027 - a strategy may need none
         """Form what needs the process group, after :meth:`setup` and again in each later generation.
 
@@ -106,8 +110,11 @@ class Strategy(abc.ABC):
         Every rank calls it at the same step. ``into`` is an old snapshot whose memory may be used.
         """
 
-    def held(self, step: int) -> Mapping[int, tuple[int, ...]]:
-        """Of which ranks this one could hand over the state, and after which steps; ``step`` is its own last one."""
+    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+        """Of which ranks this one could hand over the state, and after which steps; ``step`` is its own last one.
+
+        ``settled``: it is known that nothing is under way after it; otherwise an update may be, on a GPU.
+        """
         return {}
 
     def hand_over(

@@ -93,10 +93,9 @@ class DDP(Single):
         self._step = meta["step"]
         return meta
 
-    def held(self, step: int) -> Mapping[int, tuple[int, ...]]:
-        """Everything, except where it is not known whether the last update was made, which GPUs make on their own, and
-        where ranks have something of their own, as the errors of PowerSGD are."""
-        if self.context.device.type != "cpu" or self._powersgd is not None:
+    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+        """Everything, except where ranks have something of their own, as the errors of PowerSGD are."""
+        if not settled or self._powersgd is not None:
             return {}
         return {rank: (step,) for rank in range(self.context.mesh.world_size)}
 

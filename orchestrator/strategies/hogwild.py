@@ -4,8 +4,8 @@ No lock is taken (Niu et al. 2011): updates may overwrite parts of each other, w
 because only the rows that they touch are written. The optimizer's state is shared too. A step of the run is one
 update by each worker; workers wait for each other only to evaluate and to save. Adam alone takes a lock for the
 update itself: it divides one mean by another, and where a worker sees a first gradient in the one and not yet in the
-other, the quotient has no bound. ``locked_sgd`` takes a lock around reading, computing and updating: what hogwild is
-compared with.
+other, the quotient has no bound. ``locked_sgd``, what hogwild is compared with, takes a lock around reading, computing
+and updating, or around updating alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
+from orchestrator.config.schema import LockedSGDConfig
 from orchestrator.figures import Figure
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.shared_memory import SharedMemory
@@ -33,8 +34,6 @@ PROBES = 1024
 
 
 class Hogwild(Single):
-    _locks_adam = True
-
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
         make_state(self.optimizer)
@@ -52,10 +51,6 @@ class Hogwild(Single):
             parameter.data = shared[f"model/{name}"]
         share_state(self.optimizer, {p.removeprefix("optimizer/"): t for p, t in shared.items()})
         self._staleness: list[int] = []
-        if isinstance(self.optimizer, Adam) and self._locks_adam:
-            held = contextlib.ExitStack()
-            self.optimizer.register_step_pre_hook(lambda *_: held.enter_context(self._memory.lock()))
-            self.optimizer.register_step_post_hook(lambda *_: held.close())
 
     def close(self) -> None:
         if "_memory" in vars(self):
@@ -65,9 +60,7 @@ class Hogwild(Single):
         with self._exclusive():
             before = int(self._updates.sum())
             result = super().train_step(microbatches, want_grad_norm=want_grad_norm)
-            self._staleness.append(int(self._updates.sum()) - before)
-            self._probes += 1
-            self._updates[self.context.global_rank] += 1
+            self._staleness.append(int(self._updates.sum()) - before - 1)
         return result
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
@@ -94,6 +87,16 @@ class Hogwild(Single):
         lost_pct = 100 * (1 - float(self._probes.mean()) / max(1, updates))
         return {"hogwild/lost_updates_pct": Figure(lost_pct, "max"), **staleness_figures(staleness)}
 
+    def _update(self) -> None:
+        with self._memory.lock() if self._locks_update else contextlib.nullcontext():
+            super()._update()
+            self._probes += 1
+        self._updates[self.context.global_rank] += 1
+
+    @property
+    def _locks_update(self) -> bool:
+        return isinstance(self.optimizer, Adam)
+
     def _exclusive(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -103,12 +106,18 @@ class Hogwild(Single):
 
 
 class LockedSGD(Hogwild):
-    _locks_adam = False  # within the lock of the whole step
+    @property
+    def _locks_update(self) -> bool:
+        return not self._locks_step
 
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        with self._memory.lock():
-            yield
+    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
+        return self._memory.lock() if self._locks_step else contextlib.nullcontext()
+
+    @property
+    def _locks_step(self) -> bool:
+        options = self.context.options
+        assert isinstance(options, LockedSGDConfig)
+        return options.lock == "step"
 
 
 def make_state(optimizer: Optimizer) -> None:

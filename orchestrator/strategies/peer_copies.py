@@ -1,15 +1,16 @@
 """Copies of the stages' states in the memory of their neighbours, for the day that a worker is lost.
 
 Every so many steps each worker takes a snapshot of its own state and passes it to the next worker of its pipeline, in
-the background and through a group of its own. The last two of its own and of the neighbour before it are kept: while
-one is on its way, the one before is whole on all workers.
+the background and through a group of its own. The last two of its own and of the neighbour before it are kept: a
+worker takes its next snapshot once the one before has arrived everywhere, so there is always one that is whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,25 +28,31 @@ States = dict[int, TrainState]
 class PeerCopies:
     """What this worker keeps. The copies outlive the groups; :meth:`attach` begins with a new one."""
 
-    def __init__(self, pipeline: Sequence[int], *, rank: int):
-        self._place = list(pipeline).index(rank)
-        self._after = pipeline[(self._place + 1) % len(pipeline)]
-        self._before = pipeline[self._place - 1]
+    def __init__(self) -> None:
         self._own: States = {}
         self._neighbours: States = {}
         self._lock = threading.Lock()
         self._work: queue.Queue[TrainState | None] = queue.Queue()
 
-    def attach(self, group: dist.ProcessGroup) -> None:
-        """Exchange through ``group``, a gloo group of the pipeline's workers, from now on."""
+    def attach(self, group: dist.ProcessGroup, pipeline: Sequence[int], *, rank: int) -> None:
+        """Exchange through ``group``, a gloo group of the workers of ``pipeline``, from now on."""
+        place = pipeline.index(rank)
+        self._goes_first = place % 2 == 0
+        self._before, self._after = pipeline[place - 1], pipeline[(place + 1) % len(pipeline)]
         self._work = queue.Queue()
         threading.Thread(target=self._exchange, args=(group, self._work), name="peer-copies", daemon=True).start()
 
-    def submit(self, state: TrainState, *, step: int) -> None:
-        """Keep a snapshot and have it passed on; waits for the one before it."""
+    def submit(self, take: Callable[[TrainState | None], TrainState]) -> None:
+        """Have a snapshot passed on; waits until the one before it has arrived everywhere.
+
+        ``take`` makes it, in the memory of the old one that it is given, if any.
+        """
         self._work.join()
         with self._lock:
-            _keep(self._own, step, state)
+            old = _oldest(self._own)
+        state = take(old)
+        with self._lock:
+            self._own[state.step] = state
         self._work.put(state)
 
     def own(self, step: int) -> TrainState:
@@ -58,16 +65,24 @@ class PeerCopies:
         with self._lock:
             return self._neighbours[step]
 
-    def held(self, rank: int) -> Mapping[int, tuple[int, ...]]:
-        """The ranks whose states are here, ``rank`` being this one, and after which steps."""
+    @property
+    def own_steps(self) -> tuple[int, ...]:
+        """After which steps this worker's own snapshots were taken."""
         with self._lock:
-            return {rank: tuple(self._own), self._before: tuple(self._neighbours)}
+            return tuple(self._own)
 
-    def reusable(self) -> TrainState | None:
-        """The memory of the oldest own snapshot, once there are enough; the one before the next stays whole."""
-        self._work.join()
+    @property
+    def neighbours_steps(self) -> tuple[int, ...]:
+        """After which steps the copies of the worker before it were taken."""
         with self._lock:
-            return self._own.pop(min(self._own)) if len(self._own) == KEPT else None
+            return tuple(self._neighbours)
+
+    def forget_after(self, step: int) -> None:
+        """The run goes on from ``step``: later copies will be taken again."""
+        with self._lock:
+            for states in (self._own, self._neighbours):
+                for later in [s for s in states if s > step]:
+                    del states[later]
 
     def detach(self) -> None:
         """The group is about to end; an exchange that is under way fails by that."""
@@ -75,23 +90,27 @@ class PeerCopies:
 
     def _exchange(self, group: dist.ProcessGroup, work: queue.Queue[TrainState | None]) -> None:
         while (state := work.get()) is not None:
-            try:
-                # In turns: a worker that sends waits for the one that receives.
-                if self._place % 2 == 0:
-                    send_state(state, to=self._after, device=CPU, group=group)
-                    copy = receive_state(self._before, device=CPU, group=group)
-                else:
-                    copy = receive_state(self._before, device=CPU, group=group)
-                    send_state(state, to=self._after, device=CPU, group=group)
-            except (RuntimeError, ValueError):
-                continue  # a neighbour is gone, or the group: the training thread will see that for itself
-            finally:
-                work.task_done()
-            with self._lock:
-                _keep(self._neighbours, copy.step, copy)
+            # A neighbour may be gone, or the group: the training thread will see that for itself.
+            with contextlib.suppress(RuntimeError, ValueError):
+                copy = self._swap(state, group)
+                with self._lock:
+                    self._neighbours[copy.step] = copy
+                dist.barrier(group)
+            work.task_done()
+
+    def _swap(self, state: TrainState, group: dist.ProcessGroup) -> TrainState:
+        with self._lock:
+            into = _oldest(self._neighbours)
+
+        def receive() -> TrainState:
+            return receive_state(self._before, device=CPU, group=group, into=into)
+
+        # In turns: a worker that sends waits for the one that receives.
+        copy = None if self._goes_first else receive()
+        send_state(state, to=self._after, device=CPU, group=group)
+        return copy if copy is not None else receive()
 
 
-def _keep(states: States, step: int, state: TrainState) -> None:
-    states[step] = state
-    while len(states) > KEPT:
-        del states[min(states)]
+def _oldest(states: States) -> TrainState | None:
+    """The one whose memory may be used, taken out, once there are enough."""
+    return states.pop(min(states)) if len(states) == KEPT else None

@@ -50,19 +50,23 @@ from orchestrator.worker.transfer import broadcast_state, gather_states, receive
 class Pipeline(Strategy):
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
-        assert context.pipeline is not None
-        self.layout = context.pipeline
-        train, mesh = context.train, context.mesh
-        share = even_shares(train.global_batch_size, mesh.data_parallel_size)[context.dp_rank]
-        self._rows = share // train.grad_accumulation // self.layout.num_microbatches
-        self._own = self.layout.stages_of(context.pp_rank)
-        self.reads_data = 0 in self._own or self.layout.num_stages - 1 in self._own
+        self.move(context)
         self._comm_ms: float | None = None
         self._built = False
         self._in_step = False
         self._copies: PeerCopies | None = None
         if context.peer_copy_every:
-            self._copies = PeerCopies(mesh.pipeline(context.dp_rank), rank=context.global_rank)
+            self._copies = PeerCopies()
+
+    def move(self, context: Context) -> None:
+        super().move(context)
+        assert context.pipeline is not None
+        self.layout = context.pipeline
+        train = context.train
+        share = even_shares(train.global_batch_size, context.mesh.data_parallel_size)[context.dp_rank]
+        self._rows = share // train.grad_accumulation // self.layout.num_microbatches
+        self._own = self.layout.stages_of(context.pp_rank)
+        self.reads_data = 0 in self._own or self.layout.num_stages - 1 in self._own
 
     def setup(self, train_set: Dataset[Any]) -> None:
         """Look at the model; its stages are built once the ranks have agreed on the cut, in :meth:`attach`."""
@@ -106,7 +110,9 @@ class Pipeline(Strategy):
         elif self._in_step:
             self._forget_step()
         if self._copies is not None:
-            self._copies.attach(self._group_for_copies())
+            self._copies.attach(
+                self._group_for_copies(), context.mesh.pipeline(context.dp_rank), rank=context.global_rank
+            )
         self._sharing = Sharing(
             self._shared,
             self.model.state_dict(keep_vars=True),
@@ -191,19 +197,18 @@ class Pipeline(Strategy):
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every
         if copies is not None and step % every == 0:
-            into = copies.reusable()
-            copies.submit(self._snapshot(step=step, samples_consumed=samples_consumed, into=into), step=step)
+            copies.submit(lambda into: self._snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
-    def held(self, step: int) -> Mapping[int, tuple[int, ...]]:
-        """The stages of this worker, which its replicas have too, and copies of these and of a neighbour's. What is on
-        a GPU does not count, where an update may be under way."""
-        context = self.context
-        held: dict[int, tuple[int, ...]] = {}
-        if self._built and context.device.type == "cpu":
-            held = {rank: (step,) for rank in context.mesh.replicas(context.pp_rank)}
-        for rank, steps in (self._copies.held(context.global_rank) if self._copies is not None else {}).items():
-            held[rank] = (*held.get(rank, ()), *steps)
-        return held
+    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+        """The stages of this worker, which its replicas have too, and copies of these and of a neighbour's."""
+        mesh, pp_rank = self.context.mesh, self.context.pp_rank
+        of_stage: dict[int, tuple[int, ...]] = {}
+        if self._built and settled:
+            of_stage[pp_rank] = (step,)
+        if self._copies is not None:
+            of_stage[pp_rank] = (*of_stage.get(pp_rank, ()), *self._copies.own_steps)
+            of_stage[(pp_rank - 1) % mesh.pipeline_parallel_size] = self._copies.neighbours_steps
+        return {rank: steps for stage, steps in of_stage.items() for rank in mesh.replicas(stage)}
 
     def hand_over(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
@@ -220,6 +225,8 @@ class Pipeline(Strategy):
         if sources[own] == own and step != source_step:
             assert self._copies is not None
             meta = self._take_over(self._copies.own(source_step))
+        if self._copies is not None:
+            self._copies.forget_after(source_step)
         assert meta["step"] == source_step
         return meta
 

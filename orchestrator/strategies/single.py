@@ -14,21 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.job import Job
 from orchestrator.mesh import even_shares
-from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.base import EvalSums, StepResult, Strategy
 from orchestrator.worker import state as train_state
 from orchestrator.worker.data import to_device
 from orchestrator.worker.state import TrainState
 
 
 class Single(Strategy):
-    def __init__(self, context: Context, job: Job):
-        super().__init__(context, job)
-        mesh, train = context.mesh, context.train
-        share = even_shares(train.global_batch_size, mesh.data_parallel_size)[context.dp_rank]
-        self._sizes = even_shares(share, train.grad_accumulation)
-
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
         self.model = self.job.model().to(self.context.device)
@@ -122,7 +115,9 @@ class Single(Strategy):
         """The weight of each micro-batch, and of the global batch."""
         weights = [self.job.weight(target) for target in targets]
         if weights[0] is None:
-            return self._sizes, self.context.train.global_batch_size
+            train, mesh = self.context.train, self.context.mesh
+            share = even_shares(train.global_batch_size, mesh.data_parallel_size)[self.context.dp_rank]
+            return even_shares(share, train.grad_accumulation), train.global_batch_size
         counted = [w for w in weights if w is not None]
         return counted, self._sum_over_ranks(sum(counted))
 

@@ -42,7 +42,7 @@ from orchestrator.events import (
     WorkerFailed,
     WorkerLost,
 )
-from orchestrator.report import clean, count, first_few, first_line, takes_unicode, verdict, writable
+from orchestrator.report import clean, count, crew, first_few, first_line, takes_unicode, verdict, writable
 from orchestrator.tracking.panel import (
     RunView,
     checkpoint_words,
@@ -268,7 +268,7 @@ def words(event: Event) -> list[Line]:
 
 def _started(event: RunStarted) -> list[Line]:
     what = f"{event.name}: strategy {event.strategy}, job {event.job}"
-    lines = [f"{what}, {count(event.world_size, 'worker')}, {count(event.steps, 'step')}"]
+    lines = [f"{what}, {crew(event.world_size, event.num_shards)}, {count(event.steps, 'step')}"]
     lines.append(f"run directory: {event.run_dir}")
     if event.resumed_from_step is not None:
         lines.append(f"resumed from step {event.resumed_from_step}")
@@ -291,9 +291,14 @@ def _straggler(event: StragglerFound) -> str:
 
 def _recovered(event: Recovered) -> str:
     ranks = ", ".join(str(rank) for rank in event.replaced)
-    replaced = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced" if ranks else "the group formed anew"
+    if event.num_workers != event.num_workers_before:
+        how = f"{count(event.num_workers, 'worker')} instead of {event.num_workers_before}"
+    elif ranks:
+        how = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced"
+    else:
+        how = "the group formed anew"
     lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "nothing lost"
-    return f"back at step {event.step} after {event.seconds:.1f} s: {replaced}, {lost} (generation {event.generation})"
+    return f"back at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
 
 
 def stage_words(number: int, stage: StageSummary) -> str:

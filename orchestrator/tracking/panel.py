@@ -22,7 +22,7 @@ from orchestrator.events import (
     WaitingForResources,
     WorkerFailed,
 )
-from orchestrator.report import MOST_ROWS, count, duration, figure, rate, size, sparkline
+from orchestrator.report import MOST_ROWS, crew, duration, figure, rate, size, sparkline
 
 CLEARLY_SLOWER = 1.25
 """A rank is marked from this multiple of the other ranks' median step time."""
@@ -62,6 +62,7 @@ class RunView:
                 self.waiting = event
             case GenerationStarted():
                 self.generation, self.waiting, self.failure = event, None, None
+                self.world_size = len(event.workers)
                 self.ranks.clear()
                 self._pace.clear()
             case MetricsLogged():
@@ -160,7 +161,7 @@ def _row(*parts: str | tuple[str, str]) -> Text:
 def _title(view: RunView) -> Text:
     if view.started is None:
         return Text("starting")
-    about = f" ({view.started.strategy}, {view.started.job}, {count(view.world_size, 'worker')})"
+    about = f" ({view.started.strategy}, {view.started.job}, {crew(view.world_size, view.started.num_shards)})"
     return _row((view.started.name, "bold"), about)
 
 

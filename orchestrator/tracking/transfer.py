@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.redact import redact_text
 from orchestrator.events import RunEnded
-from orchestrator.rundir import RunDir, is_alive, read_json, write_json
+from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.tracking.journal import (
     Ending,
     append_event,
@@ -184,7 +184,7 @@ def mark_killed(run_dir: RunDir, *, reason: str) -> None:
     Disk errors are ignored.
     """
     record = run_dir.read_record()
-    if record.get("state") != "running" or is_alive(record["driver"]):
+    if record.get("state") != "running" or run_dir.driver_if_running():
         return
     append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
     with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from typing import Any
 
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.rundir import RunDir, all_runs, is_alive, this_process
+from orchestrator.rundir import RunDir, all_runs, this_process
 from orchestrator.tracking.follower import Hello
 from orchestrator.tracking.transfer import (
     count_points,
@@ -148,7 +148,7 @@ def recover_orphans(output_dir: Path) -> list[RunDir]:
     for run_dir in all_runs(output_dir):
         with contextlib.suppress(OSError, ValueError, KeyError):  # not ours to judge: left alone
             record = run_dir.read_record()
-            if record.get("state") != "running" or is_alive(record["driver"]):
+            if record.get("state") != "running" or run_dir.driver_if_running():
                 continue
             with exclusive(run_dir) as alone:
                 if not alone:

@@ -21,12 +21,12 @@ from orchestrator.job import Job, load_job
 from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, Whereabouts
 from orchestrator.rundir import RunDir, log_tail
 from orchestrator.strategies import make_strategy
-from orchestrator.strategies.base import Context
 from orchestrator.worker import allocator, deferred_dynamo, rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.faults import strike
-from orchestrator.worker.loop import Loop
+from orchestrator.worker.loop import Loop, context_of
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
+from orchestrator.worker.preemption import TerminationNotice
 from orchestrator.worker.stacks import all_stacks
 
 
@@ -44,8 +44,10 @@ class Worker:
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
         self.cpu = CpuMeter()
+        self.notice = TerminationNotice()
         self.job: Job | None = None
         self.loop: Loop | None = None
+        self.log: Path | None = None
         self.training_thread: int | None = None
 
     def __repr__(self) -> str:
@@ -74,15 +76,20 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
-        return self.outbox.collect(system_metrics(self.device, self.cpu) if with_system_metrics else {})
+        system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
+        return self.outbox.collect(system, leaving=self.notice.received)
 
     @ray.method(concurrency_group="control")
     def hold(self) -> int:
         return self.gate.hold()
 
     @ray.method(concurrency_group="control")
-    def stop_after(self, step: int) -> None:
-        self.gate.stop_after(step)
+    def stop_after(self, step: int, save: bool) -> None:
+        self.gate.stop_after(step, save)
+
+    @ray.method(concurrency_group="control")
+    def open_gate(self) -> None:
+        self.gate.open()
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int) -> None:
@@ -107,21 +114,26 @@ class Worker:
         self.training_thread = threading.get_ident()
         startup: dict[str, float] = {}
         try:
-            if self.job is None:
+            if log != self.log:
                 _redirect_output(log)
+                self.log = log
+            if self.job is None:
                 self.job = self._set_up(assignment, startup)
+            if assignment.sources is None:
+                self.loop = None  # what it holds is of no use any more, and two models at a time might be too many
+            elif self.loop is not None:
+                self.loop.place(assignment)  # before anything can fail: what it holds is told by the ranks of now
             self._join(assignment, startup)
-            if self.loop is None or (assignment.sources is None and assignment.generation > 1):
-                self.loop = None  # two models at a time might be too many
+            if self.loop is None:
                 self.loop = self._make_loop(assignment, self.job)
-            return self.loop.run(assignment, startup)
+            return self.loop.run(startup)
         except BaseException as e:
             traceback.print_exc()
             return Outcome(
                 status="failed",
                 step=_step(self.loop, e),
                 failure=_failure(e, log),
-                held={} if self.loop is None else self.loop.held,
+                held={} if self.loop is None else self.loop.held(settled=False),
             )
         finally:
             if self.loop is not None:
@@ -169,22 +181,11 @@ class Worker:
         startup["rendezvous_s"] = time.perf_counter() - began
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
-        config, plan = assignment.config, assignment.plan
-        context = Context(
-            mesh=plan.mesh,
-            global_rank=assignment.global_rank,
-            device=self.device,
-            seed=config.seed,
-            train=config.train,
-            options=config.strategy,
-            pipeline=plan.pipeline,
-            num_devices=plan.devices_per_worker,
-            peer_copy_every=config.recovery.peer_copy_every,
-        )
+        name = assignment.config.strategy.name
         return Loop(
             assignment=assignment,
             job=job,
-            strategy=make_strategy(config.strategy.name, context, job),
+            strategy=make_strategy(name, context_of(assignment, self.device), job),
             device=self.device,
             gate=self.gate,
             outbox=self.outbox,

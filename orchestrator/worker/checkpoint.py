@@ -39,6 +39,10 @@ _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)")
 T = TypeVar("T")
 
 
+class SupersededError(RuntimeError):
+    """Something newer saves in the place of this process."""
+
+
 class CheckpointError(ValueError):
     """The checkpoint at ``path`` cannot be used; ``reason`` names the file and what is wrong."""
 
@@ -51,14 +55,17 @@ class CheckpointError(ValueError):
         return f"checkpoint {self.path}: {self.reason}"
 
 
-def save(root: Path, state: TrainState, *, run_uid: str) -> Path:
+def save(root: Path, state: TrainState, *, run_uid: str, may_save: Callable[[], bool] = lambda: True) -> Path:
     """Write ``state`` below ``root`` and return its directory; one of the same step is replaced.
+
+    ``may_save()`` is asked when all is written and not yet in its place.
 
     Returns when the data is on the disk. A reader, and a crash at any moment, sees either the
     whole checkpoint or none.
 
     Raises:
         OSError: it could not be written; what was written of it has been removed.
+        SupersededError: it may not be saved; the same.
     """
     final = root / f"step-{state.step:08d}"
     temporary = root / f".{final.name}.{socket.gethostname()}.{os.getpid()}"
@@ -83,6 +90,8 @@ def save(root: Path, state: TrainState, *, run_uid: str) -> Path:
             f.flush()
             os.fsync(f.fileno())
         _sync_directory(temporary)
+        if not may_save():
+            raise SupersededError("another generation of the run has taken over, and saves in its place")
         _put_in_place(temporary, final)
         _sync_directory(root)
     finally:

@@ -6,6 +6,7 @@ import errno
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +29,15 @@ class WriteFailed:
 
 
 class CheckpointWriter:
-    """Saves snapshots below ``root`` on one thread and keeps the newest ``keep``.
+    """Saves snapshots below ``root`` on one thread and keeps the newest ``keep``; none unless it ``may_save``.
 
     With ``capture(..., into=writer.buffers())`` before each :meth:`submit` there are at most two
     snapshots in memory: one being written, one being filled. All methods are for one thread.
     """
 
-    def __init__(self, root: Path, *, keep: int, run_uid: str):
+    def __init__(self, root: Path, *, keep: int, run_uid: str, may_save: Callable[[], bool] = lambda: True):
         self._root = root
+        self._may_save = may_save
         self._keep = keep
         self._run_uid = run_uid
         self._changed = threading.Condition()
@@ -104,7 +106,7 @@ class CheckpointWriter:
     def _write(self, state: TrainState) -> Written | WriteFailed:
         start = time.perf_counter()
         try:
-            path = save(self._root, state, run_uid=self._run_uid)
+            path = save(self._root, state, run_uid=self._run_uid, may_save=self._may_save)
         except OSError as e:
             return WriteFailed(step=state.step, reason=self._explain(e, state))
         except Exception as e:  # a bug must not end the thread, which submit() would wait for

@@ -21,10 +21,12 @@ class StepGate:
     """Lets all ranks stop after the same step, or at once, at no cost while nobody asks.
 
     Synchronous ranks are at most one step apart. The driver first holds every rank, learns the last
-    step that each has begun, and then lets all of them finish the most advanced of these steps.
+    step that each has begun, and then lets all of them finish the most advanced of these steps. ``saves``: they leave
+    a checkpoint when they stop.
     """
 
     def __init__(self, *, timeout_s: float):
+        self.saves = True
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._begun = 0
@@ -32,14 +34,19 @@ class StepGate:
         self._last: int | None = None
         self._abandoned = 0
 
-    def begin(self, step: int) -> bool:
-        """Ask to begin ``step``; waits while held. False: stop instead.
+    def begin(self, step: int, generation: int) -> bool:
+        """Ask to begin ``step``; waits while held. False: stop instead, and save if the gate ``saves``.
 
         Raises:
             TimeoutError: held, and no further word from the driver.
+            AbandonedError: the generation has ended.
         """
         with self._changed:
-            decided = self._changed.wait_for(lambda: not self._held or self._last is not None, timeout=self._timeout_s)
+            decided = self._changed.wait_for(
+                lambda: not self._held or self._last is not None or generation <= self._abandoned,
+                timeout=self._timeout_s,
+            )
+            self.check(generation)
             if not decided:
                 raise TimeoutError(f"held at step {step} for {self._timeout_s} s by the driver")
             if self._last is not None and step > self._last:
@@ -57,6 +64,7 @@ class StepGate:
         """This generation and those before it have ended, even if this rank has not noticed."""
         with self._changed:
             self._abandoned = max(self._abandoned, generation)
+            self._changed.notify_all()
 
     def check(self, generation: int) -> None:
         """To be called where a rank could go on for long without any other.
@@ -67,10 +75,16 @@ class StepGate:
         if generation <= self._abandoned:
             raise AbandonedError(f"generation {generation} has ended: another rank was lost")
 
-    def stop_after(self, step: int) -> None:
+    def stop_after(self, step: int, save: bool) -> None:
         """Steps up to ``step`` may begin, none after it."""
         with self._changed:
-            self._last = step
+            self._last, self.saves = step, save
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """After a stop: steps may begin again, in another generation."""
+        with self._changed:
+            self._held, self._last, self.saves = False, None, True
             self._changed.notify_all()
 
 
@@ -115,7 +129,7 @@ class Outbox:
         with self._lock:
             self._events.append(event)
 
-    def collect(self, system: Mapping[str, float]) -> Heartbeat:
+    def collect(self, system: Mapping[str, float], *, leaving: bool = False) -> Heartbeat:
         """Everything since the last call."""
         with self._lock:
             points, self._points = self._points, []
@@ -129,4 +143,5 @@ class Outbox:
                 points=tuple(points),
                 events=tuple(events),
                 system=system,
+                leaving=leaving,
             )

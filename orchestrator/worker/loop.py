@@ -16,8 +16,8 @@ from orchestrator.config.schema import Config
 from orchestrator.events import CheckpointFailed, CheckpointSaved, FirstStepDone, ModelCut, Warned
 from orchestrator.job import Job
 from orchestrator.messages import Assignment, EvalPoint, Outcome, Phase
-from orchestrator.rundir import RunDir
-from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.rundir import RunDir, read_json
+from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.worker import faults
 from orchestrator.worker.checkpoint import load
 from orchestrator.worker.checkpoint_writer import CheckpointWriter, WriteFailed
@@ -54,32 +54,39 @@ class Loop:
         gate: StepGate,
         outbox: Outbox,
     ):
-        self.assignment = assignment
         self.config: Config = assignment.config
         self.job = job
         self.strategy = strategy
         self.device = device
         self.gate = gate
         self.outbox = outbox
-        self.rank = assignment.global_rank
-        self.mesh = assignment.plan.mesh
         self.position = Position()
+        self.place(assignment)
         self._data: tuple[Dataset[Any], Dataset[Any]] | None = None
         self._stall_ms = 0.0
+        self._run_dir = RunDir(Path(assignment.run_dir))
         self._writer = CheckpointWriter(
-            RunDir(Path(assignment.run_dir)).checkpoints,
+            self._run_dir.checkpoints,
             keep=self.config.checkpoint.keep,
             run_uid=assignment.run_uid,
+            may_save=self._may_save,
         )
 
-    def run(self, assignment: Assignment, startup: dict[str, float]) -> Outcome:
-        """This rank's part in a generation, whose group has been formed.
+    def place(self, assignment: Assignment) -> None:
+        """Take a place in a generation, that of before or another one."""
+        self.assignment = assignment
+        self.rank = assignment.global_rank
+        self.mesh = assignment.plan.mesh
+        self.strategy.move(context_of(assignment, self.device))
+
+    def run(self, startup: dict[str, float]) -> Outcome:
+        """This rank's part in the generation that it has its place in, whose group has been formed.
 
         The first time model and data are made; later they are as the generation before has left them. ``startup``
         receives the seconds of the parts up to the end of the first step.
         """
         began = time.perf_counter()
-        self.assignment = assignment
+        assignment = self.assignment
         self._at("build")
         if self._data is None:
             self._data = self.job.dataset("train"), self.job.dataset("val")
@@ -94,7 +101,8 @@ class Loop:
             stopped = self._train(startup)
             if not stopped:
                 self._evaluate()
-            final = self._checkpoint() if self.position.step > 0 else None
+            hands_over = stopped and not self.gate.saves and self.held(settled=True)
+            final = self._checkpoint() if self.position.step > 0 and not hands_over else None
         self._at("end")
         self._writer.drain(timeout_s=self.config.cluster.collective_timeout_s)
         self._report_written()
@@ -102,13 +110,13 @@ class Loop:
             status="stopped" if stopped else "done",
             step=self.position.step,
             text=None if stopped else self._sample(final),
-            held=self.held,
+            held=self.held(settled=True),
         )
 
-    @property
-    def held(self) -> Mapping[int, tuple[int, ...]]:
+    def held(self, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
         """As :meth:`Strategy.held`; nothing before there is a model."""
-        return {} if self._data is None else self.strategy.held(self.position.step)
+        settled = settled or self.device.type == "cpu"
+        return {} if self._data is None else self.strategy.held(self.position.step, settled=settled)
 
     def finish(self, timeout_s: float) -> None:
         """End the background work."""
@@ -156,8 +164,7 @@ class Loop:
             window.timer.restart()
             while position.step < train.steps:
                 step = position.step + 1
-                self.gate.check(self.assignment.generation)
-                if not self.gate.begin(step):
+                if not self.gate.begin(step, self.assignment.generation):
                     window.check_finite()
                     return True
                 seed_step(self.config.seed, step, self.rank)
@@ -315,6 +322,11 @@ class Loop:
         self._at("train")
         return state
 
+    def _may_save(self) -> bool:
+        """Not once a later generation has begun, though this rank, cut off from it, may not know."""
+        fence = read_json(self._run_dir.fence_file)
+        return not fence or fence["generation"] == self.assignment.fence
+
     def _report_written(self) -> None:
         for result in self._writer.results():
             if isinstance(result, WriteFailed):
@@ -346,13 +358,29 @@ class Loop:
         if not self.config.profile:
             yield lambda: None
             return
-        folder = RunDir(Path(self.assignment.run_dir)).profile
+        folder = self._run_dir.profile
         folder.mkdir(exist_ok=True)
         with torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=5, warmup=2, active=PROFILED_STEPS, repeat=1),
             on_trace_ready=lambda p: p.export_chrome_trace(str(folder / f"rank-{self.rank}.json")),
         ) as profiler:
             yield profiler.step
+
+
+def context_of(assignment: Assignment, device: torch.device) -> Context:
+    """What a strategy is told of its place in a generation."""
+    config, plan = assignment.config, assignment.plan
+    return Context(
+        mesh=plan.mesh,
+        global_rank=assignment.global_rank,
+        device=device,
+        seed=config.seed,
+        train=config.train,
+        options=config.strategy,
+        pipeline=plan.pipeline,
+        num_devices=plan.devices_per_worker,
+        peer_copy_every=config.recovery.peer_copy_every,
+    )
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -36,7 +36,7 @@ def train_until_told(gate: StepGate, barrier: threading.Barrier, jitter: random.
     """Synchronous steps: no rank ends one before all have begun it. Returns the last one."""
     for step in range(1, steps + 1):
         time.sleep(jitter.random() * 2e-4)
-        if not gate.begin(step):
+        if not gate.begin(step, 1):
             return step - 1
         barrier.wait(timeout=5)
     return steps
@@ -59,23 +59,23 @@ def test_all_ranks_stop_after_the_same_step(seed):
             time.sleep(chance.random() * 5e-4)
         assert max(begun) - min(begun) <= 2 * ranks
         for gate in chance.sample(gates, ranks):
-            gate.stop_after(max(begun))
+            gate.stop_after(max(begun), save=True)
             time.sleep(chance.random() * 5e-4)
         assert [e.result(timeout=5) for e in ends] == [max(begun)] * ranks
 
 
 def test_nothing_begins_while_held():
     gate = StepGate(timeout_s=5)
-    assert gate.begin(1)
+    assert gate.begin(1, 1)
     assert gate.hold() == 1
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(gate.begin, 2)
+        second = pool.submit(gate.begin, 2, 1)
         time.sleep(0.1)
         assert not second.done()
         assert gate.hold() == 1
-        gate.stop_after(2)
+        gate.stop_after(2, save=True)
         assert second.result(timeout=5)
-    assert not gate.begin(3)
+    assert not gate.begin(3, 1)
 
 
 def test_a_silent_driver_is_an_error():
@@ -83,7 +83,7 @@ def test_a_silent_driver_is_an_error():
     gate.hold()
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="held at step 7"):
-        gate.begin(7)
+        gate.begin(7, 1)
     assert 0.15 < time.monotonic() - began < 2
 
 

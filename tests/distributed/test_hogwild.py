@@ -16,10 +16,11 @@ from orchestrator.config import schema
 from orchestrator.worker.state import TrainState
 
 HOGWILD = schema.HogwildConfig(name="hogwild", num_workers=2)
-LOCKED = schema.LockedSGDConfig(name="locked_sgd", num_workers=2)
+LOCKED = schema.LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")
+LOCKED_UPDATE = replace(LOCKED, lock="update")
 
 
-@pytest.mark.parametrize("options", [HOGWILD, LOCKED], ids=["hogwild", "locked_sgd"])
+@pytest.mark.parametrize("options", [HOGWILD, LOCKED, LOCKED_UPDATE], ids=["hogwild", "locked_sgd", "locked_update"])
 @pytest.mark.parametrize("job", [digits(lr=0.02), AdamDigits(hidden=24, lr=2e-3)], ids=["sgd", "adamw"])
 def test_all_have_one_model_and_it_learns(gang: Gang, options: schema.StrategyConfig, job: Any) -> None:
     case = Case(job=job, train=having(global_batch_size=32, steps=60), options=options)
@@ -54,11 +55,13 @@ def optimizer_state(strategy: Any) -> dict[str, torch.Tensor]:
     return optimizer_tensors(strategy.optimizer)
 
 
-def test_a_lock_loses_no_update(gang: Gang) -> None:
-    case = Case(job=Toy(), train=having(global_batch_size=20, steps=200), options=LOCKED)
+@pytest.mark.parametrize("options", [LOCKED, LOCKED_UPDATE], ids=["step", "update"])
+def test_a_lock_loses_no_update(gang: Gang, options: schema.StrategyConfig) -> None:
+    case = Case(job=Toy(), train=having(global_batch_size=20, steps=200), options=options)
     ranks = gang.run(train_to_the_end, case, world_size=4)
     assert ranks[0]["figures"]["hogwild/lost_updates_pct"] == 0
-    assert all(r["figures"]["async/staleness_max"] == 0 for r in ranks)
+    if options is LOCKED:
+        assert all(r["figures"]["async/staleness_max"] == 0 for r in ranks)
 
 
 def test_without_a_lock_others_update_meanwhile(gang: Gang) -> None:

@@ -60,7 +60,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         outbox=outbox,
     )
     try:
-        outcome = loop.run(orders, {})
+        outcome = loop.run({})
     finally:
         made.clear()  # closing the loop's strategy has to be enough
         strategy.close()

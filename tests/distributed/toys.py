@@ -62,6 +62,7 @@ CLUSTER = schema.ClusterConfig(
     rendezvous_timeout_s=20,
     collective_timeout_s=20,
     heartbeat_s=1,
+    node_timeout_s=4,
     heartbeat_timeout_s=5,
     stop_grace_s=5,
 )

@@ -197,7 +197,7 @@ def test_yaml_and_dict_come_back_as_the_files_have_them() -> None:
 
 # Faults -------------------------------------------------------------------------------------------
 
-EXPECTED_WORKERS = "expected a whole number of at least 1 or auto"
+EXPECTED_WORKERS = "expected a whole number of at least 1 or auto or [a whole number, a whole number]"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ EXPECTED_WORKERS = "expected a whole number of at least 1 or auto"
         ("strategy.num_workers=many", EXPECTED_WORKERS),
         ("strategy.num_workers=true", EXPECTED_WORKERS),
         ("strategy.num_workers=null", EXPECTED_WORKERS),
-        ("strategy.num_workers=[1,2]", EXPECTED_WORKERS),
+        ("strategy.num_workers=[1,2,3]", EXPECTED_WORKERS),
         ("strategy.num_workers={a:1}", EXPECTED_WORKERS),
         ("strategy.num_workers=", EXPECTED_WORKERS),
         ("strategy.num_workers=0", "must be at least 1"),

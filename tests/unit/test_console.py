@@ -328,7 +328,8 @@ def drawn(view: RunView, *, width: int = 80, height: int = 24, unicode: bool = T
 
 def view_of(*events: Event, world_size: int = 2) -> RunView:
     view = RunView(steps=500, world_size=world_size)
-    for event in (STARTED, FORMED, *events):
+    formed = replace(FORMED, workers=tuple(f"node-{rank}" for rank in range(world_size)))
+    for event in (STARTED, formed, *events):
         view.update(event)
     return view
 

@@ -61,11 +61,11 @@ def test_without_a_survivor_that_has_it_all_the_checkpoint_is_the_source() -> No
 def test_stages_go_on_from_the_last_step_that_every_one_of_them_is_held_after() -> None:
     """Ranks 0 and 1 are the stages of one pipeline, 2 and 3 those of its replica; 1 is lost."""
     replicas = {0: {0: (40,), 2: (40,)}, 2: {0: (40,), 2: (40,)}, 3: {1: (40,), 3: (40,)}}
-    assert newest_state(replicas, 4) == (40, (0, 3, 2, 3))
+    assert newest_state(replicas, range(4)) == (40, (0, 3, 2, 3))
     uneven = {**replicas, 3: {1: (39,), 3: (39,)}}
-    assert newest_state(uneven, 4) == (0, None)
+    assert newest_state(uneven, range(4)) == (0, None)
     with_copies = {0: {0: (40, 30), 1: (30, 20)}, 2: {2: (40, 30), 3: (30, 20)}, 3: {3: (39, 30)}}
-    assert newest_state(with_copies, 4) == (30, (0, 0, 2, 3))
+    assert newest_state(with_copies, range(4)) == (30, (0, 0, 2, 3))
 
 
 def test_no_failure_is_outlived_where_none_is_allowed_or_all_are_used_up() -> None:

@@ -1,0 +1,63 @@
+"""Whether the other machines still answer: a process on each that does nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class Sentry:
+    """On a node; it answers whatever the workers there are doing."""
+
+    def answer(self) -> None:
+        """That it is there."""
+
+
+class NodeWatch:
+    """A node counts as silent when neither its sentry nor any worker has answered for ``timeout_s``.
+
+    This machine is not watched: if it is gone, so is the one who watches.
+    """
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._here = ray.get_runtime_context().get_node_id()
+        self._sentries: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}  # by node: the answer to come
+        self._heard_at: dict[str, float] = {}
+
+    def silent(self, nodes: Mapping[str, bool], now: float) -> Collection[str]:
+        """To be asked several times a second; ``nodes``: those with workers, and whether one of them has answered."""
+        for node_id in self._sentries.keys() - nodes.keys():
+            self._forget(node_id)
+        for node_id in nodes.keys() - {self._here} - self._sentries.keys():
+            there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            self._sentries[node_id] = Sentry.options(scheduling_strategy=there).remote()  # type: ignore[attr-defined]
+            self._asked[node_id] = self._sentries[node_id].answer.remote()
+            self._heard_at[node_id] = now
+        for node_id, sentry in self._sentries.items():
+            answered = bool(ray.wait([self._asked[node_id]], timeout=0)[0]) and self._succeeded(node_id)
+            if answered:
+                self._asked[node_id] = sentry.answer.remote()
+            if answered or nodes[node_id]:
+                self._heard_at[node_id] = now
+        return [node_id for node_id, heard_at in self._heard_at.items() if now - heard_at > self._timeout_s]
+
+    def close(self) -> None:
+        for node_id in list(self._sentries):
+            self._forget(node_id)
+
+    def _succeeded(self, node_id: str) -> bool:
+        try:
+            ray.get(self._asked[node_id])
+        except ray.exceptions.RayError:
+            return False
+        return True
+
+    def _forget(self, node_id: str) -> None:
+        ray.kill(self._sentries.pop(node_id))
+        del self._asked[node_id], self._heard_at[node_id]

@@ -1,0 +1,111 @@
+"""A run goes on with the workers that there are: fewer after a loss, more where there is room for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import events, losses
+
+STEPS = 400
+WORDS = (
+    f"train.steps={STEPS}",
+    "train.log_every=1",
+    "train.eval_every=0",
+    "checkpoint.every=0",
+    "train.global_batch_size=48",
+    "job._target_=leisurely_job.Leisurely",
+    "job.momentum=0",  # which would make more of rounding, that differs with the number of workers
+    "job.lr=0.1",
+)
+GRID = ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.split=[hidden1]", "job.pause_ms=6")
+
+
+@pytest.fixture(scope="module")
+def curves() -> dict[tuple[str, ...], dict[int, float]]:
+    return {}
+
+
+@pytest.fixture
+def undisturbed(run: Callable[..., Any], curves: Any) -> dict[int, float]:
+    if () not in curves:
+        result = run(*WORDS, "strategy.num_workers=2", "job.pause_ms=0")
+        assert result.exit_code == 0, result.reason
+        curves[()] = losses(result.run_dir)
+    return curves[()]  # type: ignore[no-any-return]
+
+
+def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
+    seen = losses(run_dir)
+    assert len(seen) > 0.9 * len(expected)
+    assert {step: pytest.approx(expected[step], rel=1e-5) for step in seen} == seen
+
+
+def sizes(run_dir: Path) -> list[tuple[int, int, str | None]]:
+    return [(e["num_workers_before"], e["num_workers"], e["planned"]) for e in events(run_dir, "recovered")]
+
+
+def test_a_run_goes_on_smaller_and_grows_again(run: Any, undisturbed: dict[int, float]) -> None:
+    result = run(*WORDS, "strategy.num_workers=[1,3]", "recovery.chaos=[kill@60:1]")
+    assert result.exit_code == 0, result.reason
+    assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
+    assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
+    assert all(e["in_place"] for e in events(result.run_dir, "recovered"))
+    assert [len(e["workers"]) for e in events(result.run_dir, "generation_started")] == [3, 2, 3]
+    assert_same_curve(result.run_dir, undisturbed)
+
+
+def test_pipelines_lose_and_gain_whole_replicas(run: Any, undisturbed: dict[int, float]) -> None:
+    result = run(*WORDS, *GRID, "strategy.num_workers=[2,4]", "recovery.chaos=[kill@60:3]")
+    assert result.exit_code == 0, result.reason
+    assert sizes(result.run_dir) == [(4, 2, None), (2, 4, "growing")]
+    assert result.summary["steps_lost"] == 0
+    assert_same_curve(result.run_dir, undisturbed)
+
+
+def test_a_pipeline_is_cut_anew_from_its_checkpoint(run: Any, undisturbed: dict[int, float]) -> None:
+    words = [w for w in WORDS if not w.startswith("checkpoint")]
+    pipeline = ("strategy=pipeline", "strategy.num_workers=[2,3]", "strategy.num_microbatches=4", "job.pause_ms=5")
+    result = run(*words, *pipeline, "checkpoint.every=25", "recovery.chaos=[kill@60:1]")
+    assert result.exit_code == 0, result.reason
+    assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
+    (shrunk, grown) = events(result.run_dir, "recovered")
+    assert (shrunk["steps_lost"] > 0, grown["steps_lost"]) == (True, 0)
+    assert_same_curve(result.run_dir, undisturbed)
+
+
+def test_a_worker_that_is_told_to_end_hands_over(run: Any, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    terminator = threading.Thread(target=terminate, args=(tmp_path,), kwargs={"rank": 1, "after_step": 50}, daemon=True)
+    terminator.start()
+    result = run(*WORDS, "strategy.num_workers=2", "recovery.max_failures=0")
+    terminator.join(10)
+    assert result.exit_code == 0, result.reason
+    assert sizes(result.run_dir) == [(2, 2, "preempted")]
+    (handed_over,) = events(result.run_dir, "recovered")
+    assert (handed_over["replaced"], handed_over["in_place"], handed_over["steps_lost"]) == ([1], True, 0)
+    assert (result.summary["restarts"], result.summary["preemptions"]) == (0, 1)
+    saved = [e["step"] for e in events(result.run_dir, "checkpoint_saved")]
+    assert saved == [handed_over["step"], STEPS]
+    assert_same_curve(result.run_dir, undisturbed)
+
+
+def terminate(folder: Path, *, rank: int, after_step: int) -> None:
+    """SIGTERM to a rank once it has come so far."""
+    (metrics,) = wait_for(lambda: list(folder.glob("outputs/*/*/metrics.jsonl")))
+    wait_for(lambda: max(losses(metrics.parent), default=0) >= after_step)
+    (started,) = events(metrics.parent, "generation_started")
+    os.kill(int(started["workers"][rank].rpartition(" ")[2]), signal.SIGTERM)
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """What the condition gives once it gives something."""
+    deadline = time.monotonic() + 60
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found

@@ -1,0 +1,174 @@
+"""Which size a run has, and who sits where: decided without Ray."""
+
+from __future__ import annotations
+
+import pytest
+from test_plan import LAPTOP, plan_of
+
+from orchestrator.config.build import ConfigError
+from orchestrator.driver.elastic import Seating, Sizes, find_seating, reseated
+from orchestrator.driver.recovery import Continuation, hand_over
+from orchestrator.plan import Plan
+from orchestrator.session import check_all
+
+
+def ddp(num_workers: int) -> Plan:
+    return plan_of(LAPTOP, f"strategy.num_workers={num_workers}", embedded=True)
+
+
+def grid(replicas: int, close: str = "stages") -> Plan:
+    """Pipelines of two stages."""
+    words = ["strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", f"strategy.close={close}"]
+    return plan_of(LAPTOP, *words, f"strategy.num_workers={2 * replicas}", "train.global_batch_size=96", embedded=True)
+
+
+DDP = Sizes(tuple(ddp(n) for n in range(2, 5)), ddp(4))
+GRID = Sizes(tuple(grid(n) for n in range(1, 4)), grid(3))
+
+
+def before(plan: Plan, sizes: Sizes, alive: list[int], ready: int) -> tuple[int | None, ...] | None:
+    seating = find_seating(plan, sizes, alive, ready=ready)
+    return None if seating is None else seating.before
+
+
+@pytest.mark.parametrize(
+    ("alive", "ready", "expected"),
+    [
+        ([0, 1, 3], 0, (0, 1, 3)),
+        ([0, 1, 3], 1, (0, 1, 3, None)),
+        ([1, 2], 0, (1, 2)),
+        ([3], 1, (3, None)),
+        ([3], 0, None),
+        ([0, 1, 2, 3], 2, (0, 1, 2, 3)),
+    ],
+)
+def test_a_run_has_as_many_workers_as_there_are_up_to_its_most(
+    alive: list[int], ready: int, expected: tuple[int | None, ...] | None
+) -> None:
+    assert before(DDP.most, DDP, alive, ready) == expected
+
+
+def test_a_run_of_one_size_waits_for_workers_unless_they_are_ready() -> None:
+    fixed = Sizes((ddp(2),), ddp(2))
+    assert find_seating(fixed.first, fixed, [0], ready=0) is None
+    assert before(fixed.first, fixed, [0], 1) == (0, None)
+
+
+def test_replicas_are_lost_and_gained_as_a_whole() -> None:
+    """Ranks 0, 2, 4 have the first stage, 1, 3, 5 the second."""
+    assert before(GRID.most, GRID, [0, 1, 2, 4, 5], 0) == (0, 1, 2, 5)
+    assert before(GRID.most, GRID, [1, 2], 0) == (2, 1), "a whole pipeline of what two have left"
+    assert before(grid(1), GRID, [0, 1], 3) == (0, 1, None, None)
+    assert before(grid(1), GRID, [0, 1], 4) == (0, 1, None, None, None, None)
+
+
+def test_where_a_stage_is_lost_everywhere_all_begin_anew() -> None:
+    seating = find_seating(GRID.most, GRID, [1, 3, 5], ready=0)
+    assert seating == Seating(plan=GRID.plans[0], before=(1, 3), twins=None)
+
+
+def test_keeping_what_one_has_comes_before_size() -> None:
+    seating = find_seating(GRID.most, GRID, [0, 1, 3, 5], ready=0)
+    assert seating is not None
+    assert (seating.before, seating.twins) == ((0, 1), (0, 1)), "two replicas could only begin from a checkpoint"
+
+
+def test_stages_are_found_by_their_rank_whichever_way_ranks_are_numbered() -> None:
+    """With replicas close, ranks 0 to 2 have the first stage and 3 to 5 the second."""
+    close = Sizes(tuple(grid(n, "replicas") for n in range(1, 4)), grid(3, "replicas"))
+    assert before(close.most, close, [0, 2, 3, 4, 5], 0) == (0, 2, 3, 4)
+
+
+def test_a_pipeline_that_is_cut_anew_keeps_nothing() -> None:
+    pipelines = tuple(plan_of(LAPTOP, "strategy=pipeline", f"strategy.num_workers={n}", embedded=True) for n in (2, 3))
+    sizes = Sizes(pipelines, pipelines[1])
+    shrunk = Seating(plan=pipelines[0], before=(0, 2), twins=None)
+    assert find_seating(pipelines[1], sizes, [0, 2], ready=0) == shrunk
+    grown = Seating(plan=pipelines[1], before=(0, 1, None), twins=None)
+    assert find_seating(pipelines[0], sizes, [0, 1], ready=1, saved=True) == grown
+    assert before(pipelines[0], sizes, [0, 1], 1) == (0, 1), "nothing is saved"
+
+
+# Where the state comes from -----------------------------------------------------------------------
+
+
+LOST = Continuation(lost=(2,), sources=None, step=0, pause_s=1.5)
+
+
+def test_sources_are_named_by_the_new_ranks() -> None:
+    everything = {rank: {r: (step,) for r in range(4)} for rank, step in ((0, 39), (1, 40), (3, 40))}
+    seating = find_seating(DDP.most, DDP, [0, 1, 3], ready=0)
+    assert seating is not None
+    assert reseated(LOST, seating, everything) == Continuation(lost=(), sources=(1, 1, 2), step=40, pause_s=1.5)
+
+
+def test_a_new_replica_gets_its_stages_from_another() -> None:
+    held = {0: {0: (7,), 2: (7,)}, 1: {1: (7,), 3: (7,)}}
+    seating = find_seating(grid(1), GRID, [0, 1], ready=2)
+    assert seating is not None
+    assert reseated(LOST, seating, held) == Continuation(lost=(2, 3), sources=(0, 1, 0, 1), step=7, pause_s=1.5)
+
+
+def test_who_has_no_seat_is_no_source() -> None:
+    held = {0: {0: (7,), 2: (7,), 4: (7,)}, 3: {r: (7,) for r in (1, 3, 5)}, 5: {r: (8,) for r in (1, 3, 5)}}
+    seating = find_seating(GRID.most, GRID, [0, 3, 5], ready=0)
+    assert seating is not None
+    assert seating.before == (0, 3)
+    assert reseated(LOST, seating, held).sources == (0, 1)
+
+
+def test_a_model_that_is_cut_anew_comes_from_the_checkpoint() -> None:
+    seating = find_seating(GRID.most, GRID, [1, 3, 5], ready=0)
+    assert seating is not None
+    assert reseated(LOST, seating, {1: {1: (7,)}}).sources is None
+
+
+def test_those_who_leave_hand_nothing_over() -> None:
+    held = {0: {0: (9,), 1: (9,)}, 1: {0: (9,), 1: (9,)}}
+    assert hand_over(held, (0,), world_size=2) == Continuation(lost=(0,), sources=(1, 1), step=9, pause_s=0)
+    assert hand_over({0: {0: (9,)}, 1: {1: (9,)}}, (0,), world_size=2).sources is None
+
+
+# Which sizes there are ----------------------------------------------------------------------------
+
+
+def offered(*words: str) -> list[tuple[int, int | None]]:
+    """World size and number of micro-batches of each plan."""
+    (candidate,) = check_all([["tracking=none", *words]])
+    assert candidate.sizes is not None
+    return [(p.world_size, p.pipeline.num_microbatches if p.pipeline else None) for p in candidate.sizes.plans]
+
+
+def test_every_number_of_workers_between_the_two_is_a_size() -> None:
+    assert offered("strategy.num_workers=[2,4]") == [(2, None), (3, None), (4, None)]
+    assert offered("strategy.num_workers=3") == [(3, None)]
+    assert offered("strategy=pipeline", "strategy.num_workers=[2,3]", "train.global_batch_size=24") == [(2, 4), (3, 6)]
+
+
+def test_the_micro_batches_of_replicas_keep_their_size() -> None:
+    words = ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.num_workers=[2,6]")
+    assert offered(*words, "train.global_batch_size=96") == [(2, 12), (4, 6), (6, 4)]
+    assert offered(*words, "strategy.num_microbatches=3", "train.global_batch_size=54") == [(2, 9), (6, 3)], (
+        "9 micro-batches cannot be shared by two replicas"
+    )
+
+
+def test_faults_may_be_rehearsed_on_any_rank_of_the_largest_size() -> None:
+    assert len(offered("strategy.num_workers=[2,4]", "recovery.chaos=[kill@3:3]")) == 3
+    with pytest.raises(ConfigError, match="no rank 4 among 4 workers"):
+        offered("strategy.num_workers=[4,4]", "recovery.chaos=[kill@3:4]")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("strategy.num_workers=[3,2]",), "the smaller number first"),
+        (("strategy.num_workers=[0,2]",), "at least 1"),
+        (("strategy=hogwild", "strategy.num_workers=[1,2]"), "has a fixed number of workers; give one number"),
+        (("strategy=single", "strategy.num_workers=[1,2]"), "has a fixed number of workers; give one number"),
+        (("strategy.num_workers=[2,3]", "train.global_batch_size=1"), "smaller than 2 workers"),
+    ],
+)
+def test_sizes_that_cannot_be(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        offered(*words)
