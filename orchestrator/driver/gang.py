@@ -253,9 +253,8 @@ class Gang:
         bundle: dict[str, float] = {"CPU": self._plan.cpus_per_worker}
         if self._plan.gpus_per_worker:
             bundle["GPU"] = self._plan.gpus_per_worker
-        group: PlacementGroup = placement_group(
-            [dict(bundle) for _ in range(bundles)], strategy=strategy, name=self._label
-        )
+        asked, name = [dict(bundle) for _ in range(bundles)], f"{self._label}/{len(self._slots)}"
+        group: PlacementGroup = placement_group(asked, strategy=strategy, name=name)
         self._slots += [(group, index) for index in range(bundles)]
         return group
 
@@ -390,7 +389,7 @@ def _holders(label: str) -> str:
     others = [
         f"{group['name'] or 'unnamed'} ({len(group['bundles'])} bundles)"
         for group in placement_group_table().values()
-        if group["state"] == "CREATED" and group["name"] != label
+        if group["state"] == "CREATED" and not group["name"].startswith(f"{label}/")
     ]
     return ", ".join(others) or "other Ray tasks"
 

@@ -16,7 +16,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 HERE = Path(__file__).parent
-HEALTH = {"health_check_period_ms": 500, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
+HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
 WORDS = (
     "tracking=none",
     "train.log_every=1",
@@ -48,7 +48,8 @@ class Run:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "orchestrator.launch", *WORDS, f"cluster.address={cluster.address}", *words],
             cwd=folder,
-            env={**environment, "PYTHONPATH": str(HERE.parent / "ray")},  # the job, for the workers too
+            # The job, for the workers too; and a cluster of this kind asks for no token, though this user may have one.
+            env={**environment, "PYTHONPATH": str(HERE.parent / "ray"), "RAY_AUTH_MODE": "disabled"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -138,12 +139,14 @@ def pids_of(node: Any) -> list[int]:
 
 
 def drain(cluster: Cluster, node_id: str) -> None:
-    words = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
     ray = Path(sys.executable).with_name("ray")
-    subprocess.run(
-        [ray, "drain-node", "--address", cluster.address, "--node-id", node_id, *words]
-        + ["--deadline-remaining-seconds", "60"],
-        check=True,
-        timeout=60,
-        capture_output=True,
-    )
+    words = [
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message",
+        "test",
+        "--deadline-remaining-seconds",
+        "60",
+    ]
+    command = [ray, "drain-node", "--address", cluster.address, "--node-id", node_id, *words]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
