@@ -25,9 +25,9 @@ def die_once(folder: Path, step: int) -> None:
 
 
 def note_recovery(folder: Path, resumed_at: int) -> None:
-    """The first step after the kill is done."""
+    """A step is done; written down is the first one after the kill, by a process that began from a checkpoint."""
     result = folder / "recovery.json"
-    if result.exists() or not (folder / KILLED).exists():
+    if not resumed_at or result.exists() or not (folder / KILLED).exists():
         return
     killed = json.loads((folder / KILLED).read_text())
     seconds = time.time() - killed["time"]
