@@ -5,28 +5,20 @@ python benchmarks/bubble.py
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
 
-import torch
-import torch.distributed as dist
+from forked import train
 from rounds import Claim, argument_parser, report, table
 from torch.utils.data import DataLoader
 
 from jobs.sleep import Sleep
-from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
-from orchestrator.plan import Node, Plan, make_plan
 from orchestrator.schedule_model import theoretical_bubble
 from orchestrator.schedules import SCHEDULES
 from orchestrator.spans import Span, bubble
-from orchestrator.strategies.base import Context
+from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.pipeline import Pipeline
 
 GRIDS = ((4, 8), (8, 8))
@@ -39,16 +31,12 @@ WITH_FORMULA = ("GPipe", "1F1B", "Interleaved1F1B")
 FORWARD_MS = 100.0
 """Of a micro-batch on a worker, all its stages together; backward takes twice as long."""
 STEPS = 3
-TIMEOUT_S = 120
-
-_context = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """Of a worker: its spans of each step, and the micro-batches that its first stage held at most."""
 
-    rank: int
     steps: Sequence[Sequence[Span]]
     live: int
 
@@ -91,71 +79,29 @@ def main() -> None:
 
 
 def observe(schedule: str, workers: int, microbatches: int, *, steps: int) -> list[Seen]:
-    """A pipeline of processes with gloo, by rank; its first step, which connects them, is left out.
-
-    Raises:
-        RuntimeError: a worker failed or took longer than ``TIMEOUT_S``.
-    """
+    """A pipeline, by rank; its first step, which connects the workers, is left out."""
     layers = workers * STAGES_PER_WORKER[schedule]
-    faults: list[str] = []
-    config, _ = compose(
-        [
-            "strategy=pipeline",
-            f"strategy.num_workers={workers}",
-            f"strategy.schedule={schedule}",
-            f"strategy.num_microbatches={microbatches}",
-            f"strategy.split=[{','.join(f'layer{n}' for n in range(1, layers))}]",
-            "job=sleep",
-            f"train.steps={1 + steps}",
-            f"train.global_batch_size={microbatches}",
-        ],
-        faults,
-    )
-    if config is None or faults:
-        raise RuntimeError("\n".join(faults))
-    job = Sleep(layers=layers, forward_ms=FORWARD_MS / STAGES_PER_WORKER[schedule])
-    plan = make_plan(config, (Node(node_id="here", name="here", cpus=workers, gpus=0),), oversubscribe_cpus=True)
-    results: SimpleQueue[Seen] = _context.SimpleQueue()
-    with tempfile.NamedTemporaryFile(prefix="bubble-") as store:  # a store that needs no thread, before the forks
-        processes = [
-            _context.Process(target=_work, args=(rank, config, plan, job, store.name, results))
-            for rank in range(workers)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + TIMEOUT_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
-    for process in processes:
-        process.kill()
-    if failed:
-        raise RuntimeError(f"{schedule}: ranks {failed} failed")
-    return sorted((results.get() for _ in processes), key=lambda s: s.rank)
+    words = [
+        "strategy=pipeline",
+        f"strategy.num_workers={workers}",
+        f"strategy.schedule={schedule}",
+        f"strategy.num_microbatches={microbatches}",
+        f"strategy.split=[{','.join(f'layer{n}' for n in range(1, layers))}]",
+        "job=sleep",
+        f"train.steps={1 + steps}",
+        f"train.global_batch_size={microbatches}",
+    ]
+    return train(words, Sleep(layers=layers, forward_ms=FORWARD_MS / STAGES_PER_WORKER[schedule]), watch)
 
 
-def _work(rank: int, config: Config, plan: Plan, job: Sleep, store: str, results: SimpleQueue[Seen]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, plan.world_size), rank=rank, world_size=plan.world_size)
-    context = Context(
-        mesh=plan.mesh,
-        global_rank=rank,
-        device=torch.device("cpu"),
-        seed=0,
-        train=config.train,
-        options=config.strategy,
-        pipeline=plan.pipeline,
-    )
-    strategy = Pipeline(context, job)
-    dataset = job.dataset("train")
-    strategy.setup(dataset)
+def watch(strategy: Strategy, config: Config) -> Seen:
+    assert isinstance(strategy, Pipeline)
+    loader = DataLoader(strategy.job.dataset("train"), config.train.global_batch_size)
     steps = []
-    for _, batch in zip(range(config.train.steps), DataLoader(dataset, config.train.global_batch_size), strict=False):
+    for _, batch in zip(range(config.train.steps), loader, strict=False):
         strategy.train_step([batch], want_grad_norm=False)
         steps.append(strategy.spans())
-    results.put(Seen(rank=rank, steps=steps[1:], live=strategy.timed_stages[0].live))
-    dist.destroy_process_group()
+    return Seen(steps=steps[1:], live=strategy.timed_stages[0].live)
 
 
 if __name__ == "__main__":

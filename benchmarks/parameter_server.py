@@ -5,30 +5,24 @@ python benchmarks/parameter_server.py
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import statistics
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.queues import SimpleQueue
+from pathlib import Path
 
+import forked
 import torch
 import torch.distributed as dist
-from rounds import Claim, argument_parser, report, table
+from forked import Seen
+from rounds import HERE, Claim, argument_parser, report, table
 from torch import Tensor
 
 from jobs.digits import Digits
 from jobs.sparse import SparseLogistic, wait
-from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
-from orchestrator.plan import Node, Plan, make_plan
-from orchestrator.strategies import make_strategy
-from orchestrator.strategies.base import Context
-from orchestrator.worker.data import train_batches
+from orchestrator.strategies.base import Strategy
 
 ROUNDS = 3
 WORKERS = 4
@@ -39,16 +33,19 @@ BOUNDS = (0, 1, 2, 4, 8, 16)
 TARGET_LOSS = 0.5
 LR = 0.4
 """Of a synchronous step, in place of which there are otherwise as many smaller updates as workers."""
-TIMEOUT_S = 300
 
 SERVER = "strategy=parameter_server"
+PASSING, ALWAYS = "a tenth of the steps five times as long", "one worker always three times as slow"
+PICTURE = HERE / "results" / "parameter_server.png"
+
+Measured = dict[str, dict[str, list[float]]]
+"""By kind of delay and by consistency: a value for each round."""
+
 CONSISTENCIES: dict[str, tuple[str, ...]] = {
     "sync": (SERVER, "strategy.consistency=sync"),
     "stale, s=8": (SERVER, "strategy.consistency=stale", "strategy.max_staleness=8"),
     "async": (SERVER, "strategy.consistency=async"),
 }
-
-_context = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,76 +68,103 @@ class Delayed(Digits):
         return super().loss(output, target)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Of a rank: how long its steps took, the losses of its batches, its figures."""
-
-    rank: int
-    seconds: Sequence[float]
-    losses: Sequence[float]
-    figures: Mapping[str, float]
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds)
-
-
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     rounds = 1 if arguments.quick else ROUNDS
     claims: list[Claim] = []
+    rates, idle = _delays(claims, rounds)
+    to_target = _bounds(rounds)
     notes = [
-        _delays(claims, rounds),
-        _bounds(1 if arguments.quick else ROUNDS),
+        table(
+            ["delays", "consistency", f"gradients/s of {WORKERS} workers", "idle, %"],
+            [
+                [
+                    delays,
+                    name,
+                    f"{statistics.median(rates[delays][name]):.0f}",
+                    f"{100 * statistics.median(shares):.0f}",
+                ]
+                for delays, of in idle.items()
+                for name, shares in of.items()
+            ],
+        ),
+        table(
+            [f"consistency, to a loss of {TARGET_LOSS}", "steps", "seconds"],
+            [[name, f"{steps:.0f}", f"{seconds:.2f}"] for name, (steps, seconds) in to_target.items()],
+        ),
         _over_ddp(claims, rounds),
         _sparse(claims),
     ]
     report("parameter_server", claims, ceiling=None, rounds={}, notes="\n\n".join(notes), keep=not arguments.quick)
+    if not arguments.quick:
+        draw(rates, to_target, PICTURE)
 
 
-def _delays(claims: list[Claim], rounds: int) -> str:
-    """Passing delays, which a bound helps against, and a worker that is always slow, which it does not."""
-    rows = []
-    for title, job in {
-        "a tenth of the steps five times as long": Delayed(often=True),
-        "one worker always three times as slow": Delayed(always=True),
-    }.items():
-        rates: dict[str, list[float]] = {name: [] for name in CONSISTENCIES}
-        idle: dict[str, list[float]] = {name: [] for name in CONSISTENCIES}
+def _delays(claims: list[Claim], rounds: int) -> tuple[Measured, Measured]:
+    """Gradients/s and idle shares: passing delays, which a bound helps against, and a worker that is always slow, which
+    it does not."""
+    rates: Measured = {}
+    idle: Measured = {}
+    for delays, job in {PASSING: Delayed(often=True), ALWAYS: Delayed(always=True)}.items():
+        rates[delays] = {name: [] for name in CONSISTENCIES}
+        idle[delays] = {name: [] for name in CONSISTENCIES}
         for _ in range(rounds):
             for name, words in CONSISTENCIES.items():
                 seen = observe(words, job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS]
-                rates[name].append(WORKERS * DELAYED_STEPS / max(s.total_s for s in seen))
-                idle[name].append(statistics.fmean(s.figures["parameter_server/wait_pct"] for s in seen))
-        for name in CONSISTENCIES:
-            rate, wait_pct = statistics.median(rates[name]), statistics.median(idle[name])
-            rows.append([title, name, f"{rate:.0f}", f"{wait_pct:.0f}"])
-            print("  " + ", ".join(rows[-1]), flush=True)
-        gains = [a / b for a, b in zip(rates["stale, s=8"], rates["sync"], strict=True)]
-        if job.often:
-            claims.append(Claim(name="passing delays: rate of stale over sync", ratios=gains, at_least=1.5))
-            idle_shares = [pct / 100 for pct in idle["stale, s=8"]]
-            claims.append(Claim(name="passing delays: idle share with stale", ratios=idle_shares, at_most=0.10))
-        else:
-            claims.append(Claim(name="always slow: rate of stale over sync", ratios=gains, at_most=1.15))
-    head = ["delays", "consistency", "gradients/s of 4 workers", "idle, %"]
-    return table(head, rows)
+                rates[delays][name].append(WORKERS * DELAYED_STEPS / max(s.total_s for s in seen))
+                idle[delays][name].append(statistics.fmean(s.figures["parameter_server/wait_pct"] for s in seen) / 100)
+                print(f"  {delays}, {name}: {rates[delays][name][-1]:.0f}/s", flush=True)
+    gains = {d: [a / b for a, b in zip(of["stale, s=8"], of["sync"], strict=True)] for d, of in rates.items()}
+    claims += [
+        Claim(name="passing delays: rate of stale over sync", ratios=gains[PASSING], at_least=1.5),
+        Claim(name="passing delays: idle share with stale", ratios=idle[PASSING]["stale, s=8"], at_most=0.10),
+        Claim(name="always slow: rate of stale over sync", ratios=gains[ALWAYS], at_most=1.15),
+    ]
+    return rates, idle
 
 
-def _bounds(rounds: int) -> str:
-    """The time to a loss with passing delays: more steps in a second, each of them worth less."""
-    rows = []
+def _bounds(rounds: int) -> dict[str, tuple[float, float]]:
+    """Steps and seconds to a loss with passing delays: more steps in a second, each of them worth less."""
+    found: dict[str, tuple[float, float]] = {}
     arms = {f"stale, s={s}": (SERVER, "strategy.consistency=stale", f"strategy.max_staleness={s}") for s in BOUNDS}
     for name, words in {"sync": CONSISTENCIES["sync"], **arms, "async": CONSISTENCIES["async"]}.items():
         job = Delayed(often=True, lr=LR if name == "sync" else LR / WORKERS)
-        found = []
-        for _ in range(rounds):
-            seen = observe(words, job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)
-            found.append(_time_to(TARGET_LOSS, seen[:WORKERS]))
-        steps, seconds = (statistics.median(values) for values in zip(*found, strict=True))
-        rows.append([name, f"{steps:.0f}", f"{seconds:.2f}"])
-        print("  " + ", ".join(rows[-1]), flush=True)
-    return table([f"consistency, to a loss of {TARGET_LOSS}", "steps", "seconds"], rows)
+        each = [
+            _time_to(TARGET_LOSS, observe(words, job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS])
+            for _ in range(rounds)
+        ]
+        steps, seconds = (statistics.median(values) for values in zip(*each, strict=True))
+        found[name] = steps, seconds
+        print(f"  {name}: {steps:.0f} steps, {seconds:.2f} s", flush=True)
+    return found
+
+
+def draw(rates: Measured, to_target: Mapping[str, tuple[float, float]], path: Path) -> None:
+    """Rates under the two kinds of delay, and the time to a loss, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, (delays, colour) in enumerate({PASSING: "#0072B2", ALWAYS: "#D55E00"}.items()):
+        heights = [statistics.median(values) for values in rates[delays].values()]
+        places = [place + 0.38 * (number - 0.5) for place in range(len(heights))]
+        bars = left.bar(places, heights, width=0.36, color=colour, label=delays)
+        left.bar_label(bars, fmt="{:.0f}", fontsize=8)
+    left.set_xticks(range(len(CONSISTENCIES)), list(CONSISTENCIES))
+    left.set_ylabel(f"gradients/s of {WORKERS} workers")
+    left.set_ylim(0, 1.45 * max(statistics.median(v) for of in rates.values() for v in of.values()))
+    left.legend(frameon=False, loc="upper left", fontsize=8)
+    left.set_title("Who waits less, computes more", loc="left", fontweight="bold")
+    names = [name.removeprefix("stale, ") for name in to_target]
+    right.plot(range(len(names)), [seconds for _, seconds in to_target.values()], marker="o", color="#0072B2")
+    right.set_xticks(range(len(names)), names, fontsize=8)
+    right.set_ylim(bottom=0)
+    right.set_ylabel(f"seconds to a loss of {TARGET_LOSS}")
+    right.set_title("and is there sooner, with passing delays", loc="left", fontweight="bold")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def _time_to(loss: float, seen: Sequence[Seen]) -> tuple[float, float]:
@@ -167,18 +191,15 @@ def _over_ddp(claims: list[Claim], rounds: int) -> str:
                 waited[name] = seen[0].figures.get("parameter_server/wait_pct", 0.0)
         for name, seconds in times.items():
             middle = statistics.median(seconds)
-            rows.append([f"{size_mb} MB", name, f"{1e3 * middle:.1f}", f"{1e3 * middle * waited[name] / 100:.1f}"])
+            over = [a / b for a, b in zip(seconds, times["ddp"], strict=True)]
+            waiting_ms = 1e3 * middle * waited[name] / 100
+            rows.append(
+                [f"{size_mb} MB", name, f"{1e3 * middle:.1f}", f"{waiting_ms:.1f}", f"{statistics.median(over):.2f}"]
+            )
             print("  " + ", ".join(rows[-1]), flush=True)
-            if name != "ddp":
-                over = [a / b for a, b in zip(seconds, times["ddp"], strict=True)]
-                claims.append(
-                    Claim(
-                        name=f"{size_mb} MB, {name}: step over that of ddp",
-                        ratios=over,
-                        at_most=2.0 if size_mb < 10 else 9.99,
-                    )
-                )
-    return table(["parameters", "strategy", "median step, ms", "of it waiting for shards, ms"], rows)
+            if name != "ddp" and size_mb == 4:
+                claims.append(Claim(name=f"4 MB, {name}: step over that of ddp", ratios=over, at_most=2.0))
+    return table(["parameters", "strategy", "median step, ms", "of it waiting for shards, ms", "over ddp"], rows)
 
 
 def _sparse(claims: list[Claim]) -> str:
@@ -202,85 +223,15 @@ def _sparse(claims: list[Claim]) -> str:
 
 
 def observe(words: Sequence[str], job: Job, *, workers: int, shards: int, steps: int) -> list[Seen]:
-    """Train in processes with gloo; what each saw after five steps of warm-up, by rank.
-
-    Raises:
-        RuntimeError: one failed or took longer than ``TIMEOUT_S``.
-    """
-    faults: list[str] = []
-    words = [*words, f"strategy.num_workers={workers}", f"train.steps={5 + steps}", "job=digits"]
-    config, _ = compose([*words, f"strategy.num_shards={shards}"] if shards else words, faults)
-    if config is None or faults:
-        raise RuntimeError("\n".join(faults))
-    size = workers + shards
-    plan = make_plan(config, (Node(node_id="here", name="here", cpus=size, gpus=0),), oversubscribe_cpus=True)
-    results: SimpleQueue[Seen] = _context.SimpleQueue()
-    with tempfile.NamedTemporaryFile(prefix="shards-") as store:  # a store that needs no thread, before the forks
-        processes = [
-            _context.Process(target=_work, args=(rank, config, plan, job, store.name, results)) for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + TIMEOUT_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
-    for process in processes:
-        process.kill()
-    if failed:
-        raise RuntimeError(f"{words}: ranks {failed} failed")
-    return sorted((results.get() for _ in processes), key=lambda s: s.rank)
+    """What each rank saw after five steps of warm-up."""
+    words = [*words, f"strategy.num_workers={workers}", f"train.steps={forked.WARM_UP_STEPS + steps}", "job=digits"]
+    return forked.train([*words, f"strategy.num_shards={shards}"] if shards else words, job, watch)
 
 
-def _work(rank: int, config: Config, plan: Plan, job: Job, store: str, results: SimpleQueue[Seen]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, plan.world_size), rank=rank, world_size=plan.world_size)
-    if isinstance(job, Delayed):
-        job.chance.seed(rank)
-    train = config.train
-    context = Context(
-        mesh=plan.mesh,
-        global_rank=rank,
-        device=torch.device("cpu"),
-        seed=0,
-        train=train,
-        options=config.strategy,
-    )
-    strategy = make_strategy(config.strategy.name, context, job)
-    dataset = job.dataset("train")
-    strategy.setup(dataset)
-    strategy.attach()
-    batches = train_batches(
-        dataset,
-        collate=job.collate,
-        seed=0,
-        samples_consumed=0,
-        steps=train.steps,
-        global_batch_size=train.global_batch_size,
-        data_parallel_size=plan.mesh.data_parallel_size,
-        dp_rank=context.dp_rank,
-        grad_accumulation=1,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=TIMEOUT_S,
-        read=strategy.reads_data,
-    )
-    seconds, losses = [], []
-    for step, batch in enumerate(batches):
-        if step == 5:
-            with strategy.together():
-                dist.barrier()
-            strategy.figures()
-        began = time.perf_counter()
-        result = strategy.train_step(batch, want_grad_norm=False)
-        seconds.append(time.perf_counter() - began)
-        losses.append(float(result.loss_sum) / max(1.0, float(result.weight)))
-    figures = {name: figure.value for name, figure in strategy.figures().items()}
-    with strategy.together():
-        results.put(Seen(rank=rank, seconds=seconds[5:], losses=losses[5:], figures=figures))
-    strategy.close()
-    dist.destroy_process_group()
+def watch(strategy: Strategy, config: Config) -> Seen:
+    if isinstance(strategy.job, Delayed):
+        strategy.job.chance.seed(strategy.context.global_rank)
+    return forked.time_steps(strategy, config)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""Training in plain processes with gloo on this machine, without Ray: for experiments that look into the strategies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import Config
+from orchestrator.job import Job
+from orchestrator.plan import Node, Plan, make_plan
+from orchestrator.strategies import make_strategy
+from orchestrator.strategies.base import Context, Strategy
+from orchestrator.worker.data import train_batches
+
+TIMEOUT_S = 300
+
+WARM_UP_STEPS = 5
+
+T = TypeVar("T")
+
+_context = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Of a rank after warm-up: how long its steps took, the losses of its batches, its figures."""
+
+    seconds: Sequence[float]
+    losses: Sequence[float]
+    figures: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds)
+
+
+def train(words: Sequence[str], job: Job, work: Callable[[Strategy, Config], T]) -> list[T]:
+    """What ``work`` returns on each rank, in order; it gets the strategy that ``words`` ask for, ready to train.
+
+    Raises:
+        RuntimeError: a process failed or took longer than ``TIMEOUT_S``.
+    """
+    faults: list[str] = []
+    config, _ = compose(words, faults)
+    if config is None or faults:
+        raise RuntimeError("\n".join(faults))
+    plan = make_plan(config, (Node(node_id="here", name="here", cpus=64, gpus=0),), oversubscribe_cpus=True)
+    results: SimpleQueue[tuple[int, T]] = _context.SimpleQueue()
+    with tempfile.NamedTemporaryFile(prefix="bench-") as store:  # a store that needs no thread, before the forks
+        processes = [
+            _context.Process(target=_run, args=(rank, config, plan, job, work, store.name, results))
+            for rank in range(plan.world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + TIMEOUT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
+    for process in processes:
+        process.kill()
+    if failed:
+        raise RuntimeError(f"{' '.join(words)}: ranks {failed} failed")
+    return [result for _, result in sorted((results.get() for _ in processes), key=lambda pair: pair[0])]
+
+
+def time_steps(strategy: Strategy, config: Config) -> Seen:
+    """Train through all steps; for :func:`train`."""
+    context, job, settings = strategy.context, strategy.job, config.train
+    batches = train_batches(
+        job.dataset("train"),
+        collate=job.collate,
+        seed=config.seed,
+        samples_consumed=0,
+        steps=settings.steps,
+        global_batch_size=settings.global_batch_size,
+        data_parallel_size=context.mesh.data_parallel_size,
+        dp_rank=context.dp_rank,
+        grad_accumulation=1,
+        num_workers=0,
+        pin_memory=False,
+        timeout_s=TIMEOUT_S,
+        read=strategy.reads_data,
+    )
+    seconds, losses = [], []
+    for step, batch in enumerate(batches):
+        if step == WARM_UP_STEPS:
+            with strategy.together():
+                dist.barrier()
+            strategy.figures()
+        began = time.perf_counter()
+        result = strategy.train_step(batch, want_grad_norm=False)
+        seconds.append(time.perf_counter() - began)
+        losses.append(float(result.loss_sum) / max(1.0, float(result.weight)))
+    figures = {name: figure.value for name, figure in strategy.figures().items()}
+    with strategy.together():
+        return Seen(seconds=seconds[WARM_UP_STEPS:], losses=losses[WARM_UP_STEPS:], figures=figures)
+
+
+def _run(
+    rank: int,
+    config: Config,
+    plan: Plan,
+    job: Job,
+    work: Callable[[Strategy, Config], Any],
+    store: str,
+    results: SimpleQueue[Any],
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, plan.world_size), rank=rank, world_size=plan.world_size)
+    context = Context(
+        mesh=plan.mesh,
+        global_rank=rank,
+        device=torch.device("cpu"),
+        seed=config.seed,
+        train=config.train,
+        options=config.strategy,
+        pipeline=plan.pipeline,
+        num_devices=plan.devices_per_worker,
+    )
+    strategy = make_strategy(config.strategy.name, context, job)
+    strategy.setup(job.dataset("train"))
+    strategy.attach()
+    results.put((rank, work(strategy, config)))
+    strategy.close()
+    dist.destroy_process_group()
