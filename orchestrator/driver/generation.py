@@ -79,6 +79,7 @@ class Generation:
         self._growth = growth
         self._pending: dict[Any, Member] = {}
         self._silent_since: dict[int, float] = {}
+        self._unreachable: tuple[str, ...] = ()
         self._pace = Pace(config.recovery)
 
     def begin(
@@ -160,7 +161,7 @@ class Generation:
                 abandoned = True
                 give_up_at = time.monotonic() + SETTLE_S
                 left = [m.global_rank for m in self._pending.values()]
-                self._gang.tell("abandon", self.number, ranks=left)
+                self._gang.tell("abandon", self.number, self._unreachable, ranks=left)
             if self._stop.received and not self.stop_sent and self.paused is None:
                 self._coordinate_stop()
                 give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
@@ -225,6 +226,7 @@ class Generation:
         silent = self._nodes.silent(self._nodes_heard(beats), now)
         if self._failed():
             return
+        self._unreachable = tuple({m.where.node_ip for m in waited_for if m.where.node_id in silent})
         for member in waited_for:
             if member.where.node_id in silent:
                 timeout_s = self._config.cluster.node_timeout_s

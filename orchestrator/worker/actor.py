@@ -21,7 +21,7 @@ from orchestrator.job import Job, load_job
 from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, Whereabouts
 from orchestrator.rundir import RunDir, log_tail
 from orchestrator.strategies import make_strategy
-from orchestrator.worker import allocator, deferred_dynamo, rendezvous
+from orchestrator.worker import allocator, connections, deferred_dynamo, rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.faults import strike
 from orchestrator.worker.loop import Loop, context_of
@@ -92,8 +92,11 @@ class Worker:
         self.gate.open()
 
     @ray.method(concurrency_group="control")
-    def abandon(self, generation: int) -> None:
+    def abandon(self, generation: int, unreachable: tuple[str, ...]) -> None:
+        """``unreachable``: the addresses of nodes that are gone."""
         self.gate.abandon(generation)
+        if unreachable:
+            connections.shut_down(unreachable)
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:

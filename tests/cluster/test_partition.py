@@ -1,0 +1,142 @@
+"""Two hosts whose link is cut: two network namespaces of this machine, joined by a virtual cable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).parent
+HEAD, OTHER = "10.93.7.2", "10.93.7.1"
+"""Ranks go by address: rank 0, which saves, is on the other host."""
+PORT = 6479
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+class Hosts:
+    """``head`` and ``other``, the names of their namespaces."""
+
+    def __init__(self, tag: str):
+        self.head, self.other = f"head-{tag}", f"other-{tag}"
+        self._started: list[subprocess.Popen[Any]] = []
+
+    def connect(self) -> None:
+        for host in (self.head, self.other):
+            ip("netns", "add", host)
+            ip("-n", host, "link", "set", "lo", "up")
+        ip("link", "add", "cable", "netns", self.head, "type", "veth", "peer", "name", "cable", "netns", self.other)
+        for host, address in ((self.head, HEAD), (self.other, OTHER)):
+            ip("-n", host, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", host, "link", "set", "cable", "up")
+
+    def cut(self) -> None:
+        ip("-n", self.other, "link", "set", "cable", "down")
+
+    def mend(self) -> None:
+        ip("-n", self.other, "link", "set", "cable", "up")
+
+    def start(self, host: str, *words: str | Path, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", host, *words],
+            cwd=cwd,
+            env={**kept, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "c" * 40, **environment},
+            stdout=(cwd / f"{len(self._started)}.out").open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def remove(self) -> None:
+        for process in reversed(self._started):
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for member in family:
+                with contextlib.suppress(psutil.Error):
+                    member.kill()
+            process.wait(10)
+        for host in (self.head, self.other):
+            for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", host], capture_output=True, timeout=10)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs the `ip` command and root, to make hosts of network namespaces")
+    made = Hosts(str(os.getpid()))
+    try:
+        try:
+            made.connect()
+        except subprocess.CalledProcessError as e:
+            pytest.skip(f"this machine makes no network namespaces: {e.stderr.decode().strip()}")
+        yield made
+    finally:
+        made.remove()
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in folder.glob(f"outputs/*/*/{name}") for line in path.read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 90) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_a_link_is_cut_and_mended(hosts: Hosts, tmp_path: Path) -> None:
+    """The run goes on at the head within seconds; the other side, which cannot know, writes nothing any more."""
+    ray_ = [BIN / "ray", "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
+    hosts.start(hosts.head, *ray_, "--head", f"--node-ip-address={HEAD}", f"--port={PORT}",
+                "--include-dashboard=false", cwd=tmp_path)  # fmt: skip
+    launch = [sys.executable, "-m", "orchestrator.launch", f"cluster.address={HEAD}:{PORT}", "tracking=none"]
+    asked = [*launch, "strategy.num_workers=2", "plan=true"]
+    hosts.start(hosts.other, *ray_, f"--node-ip-address={OTHER}", f"--address={HEAD}:{PORT}", cwd=tmp_path)
+
+    def both_are_there() -> bool:
+        return hosts.start(hosts.head, *asked, cwd=tmp_path).wait(60) == 0
+
+    wait_for(both_are_there, "two nodes")
+    words = ["strategy.num_workers=[1,2]", "train.steps=1500", "train.log_every=1", "train.eval_every=0"]
+    job = ["job._target_=leisurely_job.Leisurely", "checkpoint.every=10"]
+    run = hosts.start(hosts.head, *launch, *words, *job, cwd=tmp_path, PYTHONPATH=str(HERE.parent / "ray"))
+    wait_for(lambda: any(p["step"] >= 40 for p in lines(tmp_path, "metrics.jsonl")), "training")
+    (started,) = (e for e in lines(tmp_path, "events.jsonl") if e["event"] == "generation_started")
+    cut_off = psutil.Process(int(started["workers"][0].rpartition(" ")[2]))
+    assert OTHER in started["workers"][0]
+
+    cut_at = time.time()
+    hosts.cut()
+    (lost,) = wait_for(lambda: [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "worker_lost"], "a loss")
+    assert lost["time"] - cut_at < 5
+    assert "has not answered" in lost["reason"]
+    (back,) = wait_for(lambda: [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "recovered"], "recovery")
+    assert (back["num_workers"], back["in_place"], back["steps_lost"]) == (1, True, 0)
+    hosts.mend()
+    assert run.wait(120) == 0
+    wait_for(lambda: not cut_off.is_running(), "the end of the worker that was cut off", timeout_s=60)
+    saved = [e["step"] for e in lines(tmp_path, "events.jsonl") if e["event"] == "checkpoint_saved"]
+    assert saved == sorted(set(saved))
+    assert saved[-1] == 1500
