@@ -17,17 +17,17 @@ from orchestrator.config.schema import Config
 from orchestrator.driver.aggregate import Aggregator
 from orchestrator.driver.elastic import Seating, Sizes, find_seating, reseated
 from orchestrator.driver.gang import Gang, GangError
-from orchestrator.driver.generation import Generation, Pause
+from orchestrator.driver.generation import Generation
 from orchestrator.driver.lease import Lease
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.recovery import Continuation, GiveUp, Held, Setback, decide, hand_over
+from orchestrator.driver.regrouping import Ledger, Regrouping
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.events import (
     CheckpointSaved,
     Event,
     FirstStepDone,
-    Recovered,
     RunStarted,
     Sink,
     TextSampled,
@@ -73,21 +73,6 @@ class RunSpec:
     secrets: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Regrouping:
-    """From one generation to the next: what was decided, since when, how far training had come.
-
-    ``planned``: nothing had failed. ``workers_before``: their number.
-    """
-
-    began: float
-    reached: int
-    resumed_at: int
-    decision: Continuation
-    workers_before: int
-    planned: Pause | None = None
-
-
 class Run:
     """``tracking_problem()`` says why nothing reaches the tracking server at present, if so."""
 
@@ -121,11 +106,7 @@ class Run:
         self._checkpoint_step = spec.resumed_from_step or 0
         self._faults = spec.sizes.most.faults
         self._held: Mapping[int, Held] = {}
-        self._regrouping: Regrouping | None = None
-        self._recovery_s: list[float] = []
-        self._regrouping_s: list[float] = []
-        self._preemptions = 0
-        self._steps_lost = 0
+        self._ledger = Ledger()
 
     def execute(self) -> RunResult:
         """Train to the end, a stop or a failure. No actor of the run is left when it returns.
@@ -186,7 +167,6 @@ class Run:
                     return self._fail(generation, guilty, decision.why)
                 self._tell_of_loss(generation, guilty)
             elif generation.paused is not None and self._all(generation, "stopped"):
-                gang.poll("open_gate", timeout_s=self.config.cluster.stop_grace_s)
                 decision = hand_over(self._held, generation.leaving, world_size=self._plan.world_size)
             else:
                 break
@@ -257,8 +237,11 @@ class Run:
     def _regroup(self, gang: Gang, generation: Generation, guilty: int | None, decision: Continuation) -> Continuation:
         """Put workers in the places of those that were lost, or go on with fewer or more of them; the next generation
         can begin with what is returned."""
-        for rank in decision.lost:
-            self._faults = chaos.without_next(self._faults, rank)
+        if guilty is not None:
+            for rank in decision.lost:
+                self._faults = chaos.without_next(self._faults, rank)
+        if generation.paused is not None:
+            gang.poll("open_gate", ranks=generation.returned, timeout_s=self.config.cluster.stop_grace_s)
         # A stop waits for the next generation: it has something to save.
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and self._stop.received is None:
@@ -276,19 +259,18 @@ class Run:
             self._plan, self._held = seating.plan, {}
         if decision.sources is None:
             self._find_checkpoint()
-        reached = self._reached(generation)
-        began = generation.paused_at if guilty is None else self._failure(generation, guilty).time
-        if (earlier := self._regrouping) is not None:  # it failed while it regrouped: one recovery, from the first on
-            reached, began, workers_before = max(reached, earlier.reached), earlier.began, earlier.workers_before
-        self._regrouping = Regrouping(
-            began=began,
-            reached=reached,
-            resumed_at=self._checkpoint_step if decision.sources is None else decision.step,
-            decision=decision,
-            workers_before=workers_before,
-            planned=generation.paused if guilty is None else None,
+        regrouping = self._ledger.begin(
+            Regrouping(
+                began=generation.paused_at if guilty is None else self._failure(generation, guilty).time,
+                reached=self._reached(generation),
+                resumed_at=self._checkpoint_step if decision.sources is None else decision.step,
+                decision=decision,
+                num_workers_before=workers_before,
+                num_workers=self._plan.mesh.num_workers,
+                planned=generation.paused if guilty is None else None,
+            )
         )
-        self._telemetry.begin_generation(self._plan, decision.lost, self._regrouping.resumed_at)
+        self._telemetry.begin_generation(self._plan, decision.lost, regrouping.resumed_at)
         return decision
 
     def _find_checkpoint(self) -> None:
@@ -369,18 +351,13 @@ class Run:
         summary: dict[str, Any] = {
             **self._aggregator.summary(),
             "steps": max(self._telemetry.last_step.values(), default=0),
-            "restarts": len(self._recovery_s),
-            "steps_lost": self._steps_lost,
-            "recovery_s": self._recovery_s,
+            **self._ledger.summary(),
         }
-        if self._recovery_s:
-            summary["recovery_s_max"] = max(self._recovery_s)
-        if self._preemptions:
-            summary["preemptions"] = self._preemptions
         if self._first_step_at is not None:
             summary["startup_s"] = self._first_step_at - self.spec.started_at
             summary["startup"] = self._startup
-            summary["effective_time_pct"] = self._effective_time_pct(summary)
+            elapsed_s, step_s = time.time() - self._first_step_at, float(summary.get("step_ms_p50", 0.0)) / 1e3
+            summary["effective_time_pct"] = self._ledger.effective_time_pct(elapsed_s, step_s=step_s)
         return RunResult(
             status=status,
             exit_code=exit_code,
@@ -389,14 +366,6 @@ class Run:
             summary=summary,
             timeline=self._aggregator.timeline,
         )
-
-    def _effective_time_pct(self, summary: Mapping[str, Any]) -> float:
-        """How much of the time since the first step was not spent on regrouping and on steps that were made again."""
-        assert self._first_step_at is not None
-        elapsed_s = max(time.time() - self._first_step_at, 1e-9)
-        again_s = self._steps_lost * float(summary.get("step_ms_p50", 0.0)) / 1e3
-        lost_s = sum(self._recovery_s) + sum(self._regrouping_s) + again_s
-        return 100 * max(0.0, 1 - lost_s / elapsed_s)
 
     def _on_wait(self, waited_s: float, holders: str) -> None:
         plan = self._plan
@@ -429,27 +398,5 @@ class Run:
             self._startup |= event.startup
         if self._gang is not None:
             self._gang.refill(self._workers_wanted)
-        regrouping, self._regrouping = self._regrouping, None
-        if regrouping is None:
-            return
-        seconds = event.time - regrouping.began
-        lost = max(0, regrouping.reached - regrouping.resumed_at)
-        self._steps_lost += lost
-        if regrouping.planned is None:
-            self._recovery_s.append(seconds)
-        else:
-            self._regrouping_s.append(seconds)
-            self._preemptions += regrouping.planned == "preempted"
-        self._emit(
-            Recovered(
-                generation=event.generation,
-                step=regrouping.resumed_at,
-                steps_lost=lost,
-                replaced=regrouping.decision.lost,
-                in_place=regrouping.decision.sources is not None,
-                seconds=seconds,
-                planned=regrouping.planned,
-                num_workers=self._plan.mesh.num_workers,
-                num_workers_before=regrouping.workers_before,
-            )
-        )
+        if (recovered := self._ledger.end(event.generation, event.time)) is not None:
+            self._emit(recovered)

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.events import Warned
 from orchestrator.messages import EvalPoint, TrainPoint
-from orchestrator.worker.control import Outbox, StepGate
+from orchestrator.worker.control import AbandonedError, Outbox, StepGate
 
 
 def train_point(step: int, *, step_ms: tuple[float, ...] = (), comm_share: float | None = None) -> TrainPoint:
@@ -134,3 +134,25 @@ def test_busy_time_is_that_without_waiting_for_others():
     outbox.put_point(train_point(2, step_ms=(10.0, 14.0), comm_share=0.25))
     outbox.put_point(EvalPoint(step=2, time=0.0, loss_sum=0.0, weight=1.0, sums={}))
     assert outbox.collect({}).busy_ms == 9.0
+
+
+def test_a_gate_that_was_closed_for_a_while_opens_again():
+    gate = StepGate(timeout_s=5)
+    gate.hold()
+    gate.stop_after(2, save=False)
+    assert gate.begin(2, 1)
+    assert not gate.begin(3, 1)
+    assert not gate.saves
+    gate.open()
+    assert gate.begin(3, 2)
+    assert gate.saves
+
+
+def test_who_is_held_hears_that_the_generation_has_ended():
+    gate = StepGate(timeout_s=60)
+    gate.hold()
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(gate.begin, 1, 4)
+        gate.abandon(4)
+        with pytest.raises(AbandonedError):
+            held.result(timeout=5)

@@ -413,3 +413,13 @@ def test_the_writer_goes_on_after_an_error(tmp_path: Path) -> None:
     assert writer.close(30)
     (written,) = writer.results()
     assert isinstance(written, Written)
+
+
+def test_who_may_not_save_any_more_leaves_nothing(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=2, run_uid="run", may_save=lambda: False)
+    writer.submit(make_state(3))
+    assert writer.close(timeout_s=10)
+    (result,) = writer.results()
+    assert isinstance(result, WriteFailed)
+    assert "another generation of the run has taken over" in result.reason
+    assert list(tmp_path.iterdir()) == []

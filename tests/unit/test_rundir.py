@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import psutil
 import pytest
 
 from orchestrator import rundir
+from orchestrator.driver.lease import Lease, SupersededError
+from orchestrator.rundir import RunDir
 
 
 def test_a_run_directory_lies_under_its_day_and_bears_time_and_name(tmp_path: Path) -> None:
@@ -93,8 +96,6 @@ def test_this_process_is_alive_and_another_one_with_its_number_is_not() -> None:
     assert rundir.is_alive(json.loads(json.dumps(me)))
     assert not rundir.is_alive({**me, "created": me["created"] - 100})
     assert not rundir.is_alive({"host": me["host"]})
-    assert rundir.is_alive({**me, "host": "elsewhere"})
-    assert rundir.is_alive({})
 
 
 def test_a_dead_process_and_a_zombie_are_not_alive() -> None:
@@ -108,3 +109,39 @@ def test_a_dead_process_and_a_zombie_are_not_alive() -> None:
     assert not rundir.is_alive(process)
     child.wait(timeout=10)
     assert not rundir.is_alive(process)
+
+
+def test_a_driver_of_another_host_lives_as_long_as_it_renews_its_lease(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    elsewhere = {**rundir.this_process(), "host": "elsewhere"}
+    run.update_record(state="running", driver=elsewhere)
+    assert run.driver_if_running() == elsewhere
+    long_ago = time.time() - rundir.LEASE_S - 1
+    os.utime(run.record_file, (long_ago, long_ago))
+    assert run.driver_if_running() is None
+    run.lease_file.touch()
+    assert run.driver_if_running() == elsewhere
+    os.utime(run.lease_file, (long_ago, long_ago))
+    assert run.driver_if_running() is None
+
+
+def test_a_driver_of_this_host_lives_as_its_process_does(tmp_path: Path) -> None:
+    run, me = RunDir(tmp_path), rundir.this_process()
+    run.update_record(state="running", driver=me)
+    long_ago = time.time() - rundir.LEASE_S - 1
+    os.utime(run.record_file, (long_ago, long_ago))
+    assert run.driver_if_running() == me
+    run.update_record(driver={**me, "created": 0.0})
+    assert run.driver_if_running() is None
+    run.update_record(driver=me, state="finished")
+    assert run.driver_if_running() is None
+
+
+def test_a_driver_that_was_replaced_gives_up(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.update_record(driver=rundir.this_process())
+    Lease(run).renew()
+    assert run.lease_file.exists()
+    run.update_record(driver={**rundir.this_process(), "host": "elsewhere", "pid": 7})
+    with pytest.raises(SupersededError, match="pid 7 on elsewhere"):
+        Lease(run).renew()

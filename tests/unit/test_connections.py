@@ -1,0 +1,29 @@
+"""Connections to a machine that is gone end at once; those to others stay."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from orchestrator.worker.connections import shut_down
+
+
+def connected(host: str) -> tuple[socket.socket, socket.socket]:
+    with socket.create_server((host, 0)) as server:
+        near = socket.create_connection(server.getsockname(), timeout=5)
+        far, _ = server.accept()
+    return near, far
+
+
+def test_who_waits_for_a_lost_machine_sees_it_closed() -> None:
+    (lost, far), (kept, other) = connected("127.0.0.2"), connected("127.0.0.3")
+    with lost, far, kept, other:
+        lost.settimeout(10)
+        received: list[bytes] = []
+        waiting = threading.Thread(target=lambda: received.append(lost.recv(1)))
+        waiting.start()
+        shut_down({"127.0.0.2"})
+        waiting.join(5)
+        assert received == [b""]
+        kept.send(b"x")
+        assert other.recv(1) == b"x"
