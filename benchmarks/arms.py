@@ -29,7 +29,7 @@ RAY_START_TIMEOUT_S = 60
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(HERE.parent),
+    "PYTHONPATH": f"{HERE.parent}:{HERE / 'peers'}",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would handicap its workers against torchrun's
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",

@@ -190,7 +190,7 @@ def differences(
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def left_behind() -> list[str]:

@@ -17,11 +17,21 @@ KILLED = "killed.json"
 
 def die_once(folder: Path, step: int) -> None:
     """SIGKILL this process before it begins ``step``, unless that has happened before."""
-    marker = folder / KILLED
+    marker = folder / f"killed-{step}.json"
     if marker.exists():
         return
     marker.write_text(json.dumps({"time": time.time(), "step": step}))
+    if not (folder / KILLED).exists():
+        (folder / KILLED).write_text(marker.read_text())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note_time(folder: Path, step: int, steps: int) -> None:
+    """When the first step ended, the first time that it did, and the last one."""
+    if step in (1, steps):
+        path = folder / "times.json"
+        times = json.loads(path.read_text()) if path.exists() else {"first": time.time()}
+        path.write_text(json.dumps({**times, "last": time.time()}))
 
 
 def note_recovery(folder: Path, resumed_at: int) -> None:

@@ -16,7 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
-from elastic import die_once, load, note_recovery, save
+from elastic import die_once, load, note_recovery, note_time, save
 from settings import Settings, parse
 
 
@@ -36,7 +36,7 @@ def train_function(config: dict[str, Any]) -> None:
     )
     while step < settings.steps:
         for inputs, target in loader:
-            if context.get_world_rank() == 1 and step + 1 == settings.kill_at:
+            if context.get_world_rank() == 1 and settings.kills(step + 1):
                 die_once(folder, step + 1)
             optimizer.zero_grad()
             job.loss(model(inputs), target).backward()
@@ -44,6 +44,7 @@ def train_function(config: dict[str, Any]) -> None:
             step += 1
             if context.get_world_rank() == 0:
                 note_recovery(folder, resumed_at)
+                note_time(folder, step, settings.steps)
                 if step % settings.checkpoint_every == 0:
                     save(folder, model.module, optimizer, step)
             if step == settings.steps:
@@ -62,7 +63,7 @@ def main() -> None:
         run_config=RunConfig(
             name="peer",
             storage_path=str(Path(settings.result).parent / "ray_results"),
-            failure_config=FailureConfig(max_failures=3),
+            failure_config=FailureConfig(max_failures=20),
         ),
     ).fit()
 

@@ -29,7 +29,14 @@ class Settings:
     schedule: str
     num_microbatches: int
     kill_at: int
+    kill_every: int
     checkpoint_every: int
+
+    def kills(self, step: int) -> bool:
+        """Whether rank 1 dies in this step."""
+        if self.kill_every and step > self.kill_at:
+            return (step - self.kill_at) % self.kill_every == 0
+        return step == self.kill_at
 
     def make_job(self) -> Job:
         module, _, name = self.job.rpartition(".")
@@ -53,6 +60,7 @@ def parse() -> Settings:
     parser.add_argument("--schedule", default="1F1B")
     parser.add_argument("--num-microbatches", type=int, default=1)
     parser.add_argument("--kill-at", type=int, default=0, help="the step in which rank 1 dies; 0: it does not")
+    parser.add_argument("--kill-every", type=int, default=0, help="steps between that and the next one; 0: no more")
     parser.add_argument("--checkpoint-every", type=int, default=20)
     return Settings(**vars(parser.parse_args()))
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).parent))
-from elastic import die_once, load, note_recovery, save
+from elastic import die_once, load, note_recovery, note_time, save
 from settings import parse
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     loader = DataLoader(dataset, batch_size=settings.global_batch_size // world_size, sampler=sampler, drop_last=True)
     while step < settings.steps:
         for inputs, target in loader:
-            if rank == 1 and step + 1 == settings.kill_at:
+            if rank == 1 and settings.kills(step + 1):
                 die_once(folder, step + 1)
             optimizer.zero_grad()
             job.loss(model(inputs), target).backward()
@@ -40,6 +40,7 @@ def main() -> None:
             step += 1
             if rank == 0:
                 note_recovery(folder, resumed_at)
+                note_time(folder, step, settings.steps)
                 if step % settings.checkpoint_every == 0:
                     save(folder, model.module, optimizer, step)
             if step == settings.steps:

@@ -1,0 +1,121 @@
+"""How much of the time is training when a worker is killed every ten seconds: ours with spares that are started anew in
+the background, torchrun (--max-restarts) and Ray Train (FailureConfig).
+
+python benchmarks/effective_time.py
+
+Steps take 100 ms. The peers begin anew from a checkpoint that they write every 20 steps. Counted is the time from the
+end of the first step to the end of the last one; effective is what the steps would have taken undisturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from arms import WORKERS, Stuck, Work, execute, launch, python_of_torchrun, running_ray
+from rounds import HERE, Claim, argument_parser, report, table
+
+ROUNDS = 2
+TRIES = 4
+STUCK_AFTER_S = 200
+STEP_MS = 100
+KILL_EVERY, CHECKPOINT_EVERY = 100, 20
+WORK = Work(
+    job="paced.Paced",
+    fields={"hidden": 64, "step_ms": STEP_MS},
+    global_batch_size=64,
+    steps=450,
+    log_every=10,
+)
+PEERS = HERE / "peers"
+
+
+def ours(address: str) -> Callable[[Path], float]:
+    def run(folder: Path) -> float:
+        kills = [f"kill@{step}:{step // KILL_EVERY % WORKERS}" for step in range(KILL_EVERY, WORK.steps, KILL_EVERY)]
+        words = ["strategy=ddp", f"strategy.num_workers={WORKERS}", f"cluster.address={address}", "tracking=none"]
+        healing = ["recovery.spares=1", f"recovery.chaos=[{','.join(kills)}]"]
+        run_dir = launch(WORK, [*words, *healing], folder, checkpoint_every=CHECKPOINT_EVERY)
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        times = {line["step"]: line["time"] for line in lines if "train/loss" in line}
+        return effective(times[WORK.steps] - times[1])
+
+    return run
+
+
+def peer(command: list[str]) -> Callable[[Path], float]:
+    def run(folder: Path) -> float:
+        words = [
+            f"--job={WORK.job}",
+            f"--fields={json.dumps(dict(WORK.fields))}",
+            f"--steps={WORK.steps}",
+            f"--global-batch-size={WORK.global_batch_size}",
+            f"--log-every={WORK.log_every}",
+            f"--result={folder / 'result.json'}",
+            f"--kill-at={KILL_EVERY}",
+            f"--kill-every={KILL_EVERY}",
+            f"--checkpoint-every={CHECKPOINT_EVERY}",
+        ]
+        execute([*command, *words], folder, timeout_s=STUCK_AFTER_S)
+        times = json.loads((folder / "times.json").read_text())
+        return effective(times["last"] - times["first"])
+
+    return run
+
+
+def effective(elapsed_s: float) -> float:
+    return (WORK.steps - 1) * STEP_MS / 1e3 / elapsed_s
+
+
+def main() -> None:
+    arguments = argument_parser(__doc__).parse_args()
+    stuck: Counter[str] = Counter()
+    shares: dict[str, list[float]] = {}
+    with running_ray(num_cpus=WORKERS + 1) as address:
+        arms = {
+            "ours, a spare": ours(address),
+            "torchrun": peer([*python_of_torchrun("--max-restarts=20"), str(PEERS / "torchrun_elastic.py")]),
+            "Ray Train": peer([str(PEERS / "ray_train_elastic.py"), f"--workers={WORKERS}", f"--address={address}"]),
+        }
+        for number in range(1 if arguments.quick else ROUNDS):
+            for name, arm in arms.items():
+                share = run_arm(name, arm, stuck)
+                shares.setdefault(name, []).append(share)
+                print(f"  round {number + 1}, {name}: {share:.3f}", flush=True)
+    rows = [[name, " ".join(f"{100 * v:.1f}" for v in values), str(stuck[name])] for name, values in shares.items()]
+    report(
+        "effective_time",
+        [
+            Claim(name="effective part of the time, ours", ratios=shares["ours, a spare"], at_least=0.95),
+            *(
+                Claim(
+                    name=f"effective part, {other} / ours",
+                    ratios=[a / b for a, b in zip(shares[other], shares["ours, a spare"], strict=True)],
+                    at_most=1.0,
+                )
+                for other in ("torchrun", "Ray Train")
+            ),
+        ],
+        ceiling=None,
+        rounds={},
+        notes=table(["arm", "effective, %, each round", "runs that never came back"], rows),
+        keep=not arguments.quick,
+    )
+
+
+def run_arm(name: str, arm: Callable[[Path], float], stuck: Counter[str]) -> float:
+    for _ in range(TRIES):
+        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+            try:
+                return arm(Path(folder))
+            except Stuck:
+                stuck[name] += 1
+                print(f"  {name}: stuck, once more", flush=True)
+    return 0.0
+
+
+if __name__ == "__main__":
+    main()
