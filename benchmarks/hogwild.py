@@ -136,7 +136,7 @@ def draw(locked_over_hogwild: Mapping[str, Mapping[int, float]], path: Path) -> 
     axes.set_ylim(0, 1.25)
     axes.set_xlabel("delay in each gradient, microseconds")
     axes.set_ylabel("updates/s over lock-free")
-    axes.set_title("A lock around the update costs less, the longer a gradient takes", loc="left", fontweight="bold")
+    axes.set_title("The longer a gradient takes, the less a lock around the update costs", loc="left", fontsize=10)
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(exist_ok=True)

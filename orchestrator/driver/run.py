@@ -28,6 +28,7 @@ from orchestrator.events import (
     CheckpointSaved,
     Event,
     FirstStepDone,
+    MetricsLogged,
     RunStarted,
     Sink,
     TextSampled,
@@ -400,3 +401,5 @@ class Run:
             self._gang.refill(self._workers_wanted)
         if (recovered := self._ledger.end(event.generation, event.time)) is not None:
             self._emit(recovered)
+            figures = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}
+            self._emit(MetricsLogged(step=recovered.step, metrics=figures))

@@ -8,9 +8,8 @@ pass, in one way for every schedule: the zero-bubble ones go around DDP's hooks.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +33,10 @@ from orchestrator.model.stages import (
     state_of,
 )
 from orchestrator.spans import Span
-from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.chain import Chain
 from orchestrator.strategies.gradients import norm_over, sum_over
+from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.sharing import Sharing
 from orchestrator.strategies.single import entries
@@ -47,13 +47,12 @@ from orchestrator.worker.state import TrainState
 from orchestrator.worker.transfer import broadcast_state, gather_states, receive_state, send_state
 
 
-class Pipeline(Strategy):
+class Pipeline(OptimizerStep):
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
         self.move(context)
         self._comm_ms: float | None = None
         self._built = False
-        self._in_step = False
         self._copies: PeerCopies | None = None
         if context.peer_copy_every:
             self._copies = PeerCopies()
@@ -107,8 +106,7 @@ class Pipeline(Strategy):
             self.optimizer = _optimizer_of(self.job, self.parameters)
             self.scheduler = self.job.scheduler(self.optimizer, context.train.steps)
             self._built = True
-        elif self._in_step:
-            self._forget_step()
+        super().attach()
         if self._copies is not None:
             self._copies.attach(
                 self._group_for_copies(), context.mesh.pipeline(context.dp_rank), rank=context.global_rank
@@ -142,32 +140,6 @@ class Pipeline(Strategy):
         """The tensors of this worker's stages under the model's own names, as they are now."""
         return state_of(self.stages)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
-        context, train = self.context, self.context.train
-        slices = [to_device(b, context.device) for b in microbatches]
-        weights, total_weight = self._weigh(slices)
-        self._buffers_before = [b.clone() for b in self._buffers()]
-        self._in_step = True
-        self.optimizer.zero_grad()
-        loss_sum = self._chain.train(slices, weights, total_weight)
-        self._bring_gradients_together()
-        norm: Tensor | None = None
-        if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
-            elsewhere = self._sharing.counted_elsewhere
-            counted = [entries(p.grad) for p in self.parameters if p.grad is not None and p not in elsewhere]
-            norm = norm_over(self._pipeline, counted, context.device)
-        weight = torch.as_tensor(sum(w for w in weights), dtype=torch.float32)
-        if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
-            self._forget_step()
-            return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, skipped=True)
-        if norm is not None and train.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, train.clip_norm, norm)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self._in_step = False
-        return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm)
-
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return self._chain.evaluate(to_device(batch, self.context.device), valid)
 
@@ -175,7 +147,7 @@ class Pipeline(Strategy):
         context = self.context
         if context.dp_rank != 0:
             return None
-        state = self._snapshot(step=step, samples_consumed=samples_consumed, into=into)
+        state = self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
         states = gather_states(
             train_state.without_shared(state, self._sharing.first_names, saved=self._sharing.saved_elsewhere),
             ranks=context.mesh.pipeline(0),
@@ -197,7 +169,7 @@ class Pipeline(Strategy):
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every
         if copies is not None and step % every == 0:
-            copies.submit(lambda into: self._snapshot(step=step, samples_consumed=samples_consumed, into=into))
+            copies.submit(lambda into: self.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
     def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
         """The stages of this worker, which its replicas have too, and copies of these and of a neighbour's."""
@@ -233,7 +205,7 @@ class Pipeline(Strategy):
     def _state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
         """The state of a rank after the step ``wanted``, as this one holds it."""
         if self.context.mesh.pp_rank(rank) == self.context.pp_rank and wanted == step:
-            return self._snapshot(step=step, samples_consumed=samples_consumed)
+            return self.snapshot(step=step, samples_consumed=samples_consumed)
         assert self._copies is not None
         if self.context.mesh.pp_rank(rank) == self.context.pp_rank:
             return self._copies.own(wanted)
@@ -242,12 +214,6 @@ class Pipeline(Strategy):
     def _take_over(self, state: TrainState) -> dict[str, Any]:
         train_state.restore(state, self.model, self.optimizer, self.scheduler)
         return {name: state.meta[name] for name in ("step", "samples_consumed")}
-
-    def _snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
-        """The state of this worker's stages."""
-        return train_state.capture(
-            self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
-        )
 
     def _group_for_copies(self) -> dist.ProcessGroup:
         """That of this worker's pipeline; every rank takes part in forming those of all."""
@@ -273,10 +239,6 @@ class Pipeline(Strategy):
     @property
     def eval_batch_size(self) -> int:
         return self._rows * self.layout.num_microbatches
-
-    @property
-    def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
 
     def spans(self) -> tuple[Span, ...]:
         return self._chain.spans()
@@ -332,12 +294,6 @@ class Pipeline(Strategy):
                     "then differ; use its layer once, or cut with strategy.split so that one worker has it"
                 )
 
-    def _forget_step(self) -> None:
-        """Undo what a step without an update has changed: the buffers that its forward passes wrote."""
-        for buffer, before in zip(self._buffers(), self._buffers_before, strict=True):
-            buffer.copy_(before)
-        self._in_step = False
-
     def _buffers(self) -> list[Tensor]:
         """Those of this worker's stages as they are now, also those that are not saved."""
         return list(nn.ModuleList(stage.module for stage in self.stages).buffers())
@@ -353,6 +309,18 @@ class Pipeline(Strategy):
         total = torch.as_tensor(sum(counted), dtype=torch.float32, device=self.context.device).clone()
         dist.all_reduce(total, group=self._replicas)
         return counted, total
+
+    def _backward(
+        self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor
+    ) -> Tensor:
+        loss_sum = self._chain.train(slices, weights, total_weight)
+        self._bring_gradients_together()
+        return loss_sum
+
+    def _gradient_norm(self) -> Tensor:
+        elsewhere = self._sharing.counted_elsewhere
+        counted = [entries(p.grad) for p in self.parameters if p.grad is not None and p not in elsewhere]
+        return norm_over(self._pipeline, counted, self.context.device)
 
     def _bring_gradients_together(self) -> None:
         """Every parameter's over the replicas of its stage, then those that several stages have over these."""
@@ -370,12 +338,6 @@ class Pipeline(Strategy):
         self._sharing.add_gradients()
         if self.context.mesh.data_parallel_size > 1:
             self._comm_ms = (time.perf_counter() - began) * 1e3
-
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        enabled = self.context.train.precision == "bf16"
-        with torch.autocast(self.context.device.type, dtype=torch.bfloat16, enabled=enabled):
-            yield
 
 
 def _optimizer_of(job: Job, parameters: Sequence[nn.Parameter]) -> Optimizer:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.mesh import even_shares
-from orchestrator.strategies.base import EvalSums, StepResult, Strategy
+from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.worker import state as train_state
 from orchestrator.worker.data import to_device
 from orchestrator.worker.state import TrainState
 
 
-class Single(Strategy):
+class Single(OptimizerStep):
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
         self.model = self.job.model().to(self.context.device)
@@ -29,46 +30,6 @@ class Single(Strategy):
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.job.optimizer(self.parameters)
         self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
-        self._in_step = False
-
-    def attach(self) -> None:
-        if self._in_step:
-            self.forget_step()
-            self._in_step = False
-
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
-        train = self.context.train
-        batches = [to_device(b, self.context.device) for b in microbatches]
-        weights, total_weight = self._weights([target for _, target in batches])
-        may_fail = train.on_nonfinite == "skip" or self.context.mesh.world_size > 1
-        self._buffers_before = [b.clone() for b in self.model.buffers()] if may_fail else []
-        self._in_step = True
-        self.optimizer.zero_grad()
-        loss_sum = torch.zeros((), device=self.context.device)
-        last = len(batches) - 1
-        for i, ((inputs, target), weight) in enumerate(zip(batches, weights, strict=True)):
-            with self._gradient_sync(i == last):
-                with self._precision():
-                    loss = self._mean_loss(inputs, target)
-                (loss * (weight / total_weight * self.context.mesh.data_parallel_size)).backward()
-            loss_sum += weighted(loss.detach(), weight)
-        self._after_backward()
-        norm: Tensor | None = None
-        if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
-            norm = self._gradient_norm()
-        local_weight = torch.as_tensor(sum(weights), dtype=torch.float32)
-        if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
-            # The one wait for the device that `skip` costs: the update depends on it.
-            self.forget_step()
-            self._in_step = False
-            return StepResult(loss_sum=loss_sum, weight=local_weight, grad_norm=norm, skipped=True)
-        if norm is not None and train.clip_norm is not None:
-            self._clip(norm)
-        self._update()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self._in_step = False
-        return StepResult(loss_sum=loss_sum, weight=local_weight, grad_norm=norm)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         inputs, target = to_device(batch, self.context.device)
@@ -87,16 +48,6 @@ class Single(Strategy):
             return None
         return self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
 
-    def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
-        return train_state.capture(
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            step=step,
-            samples_consumed=samples_consumed,
-            into=into,
-        )
-
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         assert state is not None
         assert source == self.context.global_rank
@@ -104,12 +55,25 @@ class Single(Strategy):
         return state.meta
 
     @property
-    def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    @property
     def full_model(self) -> nn.Module | None:
         return self.model if self.context.global_rank == 0 else None
+
+    def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
+        return self._weights([target for _, target in slices])
+
+    def _backward(
+        self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor
+    ) -> Tensor:
+        loss_sum = torch.zeros((), device=self.context.device)
+        last = len(slices) - 1
+        for i, ((inputs, target), weight) in enumerate(zip(slices, weights, strict=True)):
+            with self._gradient_sync(i == last):
+                with self._precision():
+                    loss = self._mean_loss(inputs, target)
+                (loss * (weight / total_weight * self.context.mesh.data_parallel_size)).backward()
+            loss_sum += weighted(loss.detach(), weight)
+        self._after_backward()
+        return loss_sum
 
     def _weights(self, targets: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
         """The weight of each micro-batch, and of the global batch."""
@@ -139,28 +103,10 @@ class Single(Strategy):
     def _gradient_norm(self) -> Tensor:
         return nn.utils.get_total_norm([entries(p.grad) for p in self.parameters if p.grad is not None])
 
-    def _clip(self, norm: Tensor) -> None:
-        assert self.context.train.clip_norm is not None
-        nn.utils.clip_grads_with_norm_(self.parameters, self.context.train.clip_norm, norm)
-
-    def _update(self) -> None:
-        self.optimizer.step()
-
-    def forget_step(self) -> None:
-        """Undo what a step without an update has changed: the buffers that its forward pass wrote."""
-        for buffer, before in zip(self.model.buffers(), self._buffers_before, strict=True):
-            buffer.copy_(before)
-
     @contextlib.contextmanager
     def _gradient_sync(self, last: bool) -> Iterator[None]:
         """Around forward and backward of a micro-batch; a hook for strategies that synchronise."""
         yield
-
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        enabled = self.context.train.precision == "bf16"
-        with torch.autocast(self.context.device.type, dtype=torch.bfloat16, enabled=enabled):
-            yield
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:

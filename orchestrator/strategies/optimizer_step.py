@@ -1,0 +1,104 @@
+"""A step with an optimizer of this rank's own: what is the same whether it has the whole model or some stages of it."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.worker import state as train_state
+from orchestrator.worker.data import to_device
+from orchestrator.worker.state import TrainState
+
+
+class OptimizerStep(Strategy):
+    """A subclass has ``model``, and after its set-up ``parameters``, ``optimizer`` and ``scheduler``."""
+
+    model: nn.Module
+    parameters: Sequence[nn.Parameter]
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    _buffers_before: Sequence[Tensor] = ()
+    _in_step = False
+
+    def attach(self) -> None:
+        if self._in_step:
+            self.forget_step()
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+        context, train = self.context, self.context.train
+        slices = [to_device(b, context.device) for b in microbatches]
+        weights, total_weight = self._weigh(slices)
+        may_fail = train.on_nonfinite == "skip" or context.mesh.world_size > 1
+        self._buffers_before = [b.clone() for b in self._buffers()] if may_fail else []
+        self._in_step = True
+        self.optimizer.zero_grad()
+        loss_sum = self._backward(slices, weights, total_weight)
+        norm: Tensor | None = None
+        if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
+            norm = self._gradient_norm()
+        weight = torch.as_tensor(sum(weights), dtype=torch.float32)
+        if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
+            # The one wait for the device that `skip` costs: the update depends on it.
+            self.forget_step()
+            return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, skipped=True)
+        if norm is not None and train.clip_norm is not None:
+            self._clip(norm)
+        self._update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._in_step = False
+        return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm)
+
+    def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
+        """What this rank has of the model and its optimizer, in host memory."""
+        return train_state.capture(
+            self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
+        )
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def forget_step(self) -> None:
+        """Undo what a step without an update has changed: the buffers that its forward pass wrote."""
+        for buffer, before in zip(self._buffers(), self._buffers_before, strict=True):
+            buffer.copy_(before)
+        self._in_step = False
+
+    @abc.abstractmethod
+    def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
+        """The weight of each of this rank's slices, and of the global batch."""
+
+    @abc.abstractmethod
+    def _backward(
+        self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor
+    ) -> Tensor:
+        """Forward and backward passes; returns the summed loss, gradients are those of the global batch."""
+
+    @abc.abstractmethod
+    def _gradient_norm(self) -> Tensor:
+        """Of the whole model's gradient."""
+
+    def _buffers(self) -> Sequence[Tensor]:
+        return list(self.model.buffers())
+
+    def _clip(self, norm: Tensor) -> None:
+        assert self.context.train.clip_norm is not None
+        nn.utils.clip_grads_with_norm_(self.parameters, self.context.train.clip_norm, norm)
+
+    def _update(self) -> None:
+        self.optimizer.step()
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        enabled = self.context.train.precision == "bf16"
+        with torch.autocast(self.context.device.type, dtype=torch.bfloat16, enabled=enabled):
+            yield
