@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import threading
@@ -20,6 +21,8 @@ class TerminationNotice:
         self._reading, self._writing = os.pipe()
         threading.Thread(target=self._wait, name="termination-notice", daemon=True).start()
         faulthandler.register(signal.SIGTERM, file=self._writing, all_threads=False, chain=False)
+        # A process that is forked from this one is asked to end by this one, and has to.
+        os.register_at_fork(after_in_child=functools.partial(faulthandler.unregister, signal.SIGTERM))
 
     def _wait(self) -> None:
         os.read(self._reading, 1)
