@@ -124,7 +124,8 @@ def _sizes(
         anywhere: list[str] = []
         plan = _plan(growing, job, nodes, anywhere, oversubscribe_cpus=oversubscribe_cpus)
         if plan is not None and not anywhere:
-            plans[n] = plan
+            note = f"as many workers as there are, {least} to {most}; the global batch stays"
+            plans[n] = replace(plan, notes=(*plan.notes, note))
     if not have_room:
         faults += of_smallest
         return None
