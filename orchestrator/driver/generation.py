@@ -232,7 +232,7 @@ class Generation:
                 timeout_s = self._config.cluster.node_timeout_s
                 self._end(member.global_rank, node_loss(timeout_s, hostname=member.where.hostname, time=time.time()))
         slow = self._telemetry.straggler
-        if slow is not None and self._config.recovery.replace_stragglers and slow.rank not in self.outcomes:
+        if slow is not None and self._config.recovery.replace_stragglers and self._is_training(slow.rank):
             self._end(slow.rank, too_slow(slow.slower_by, time=time.time()))
             return
         timeout_s = self._config.cluster.heartbeat_timeout_s
@@ -245,6 +245,9 @@ class Generation:
         all_train = self._telemetry.has_trained(self.number) and not self.outcomes
         if all_train and self.paused is None and not self.stop_sent:
             self._pause_if_due(beats)
+
+    def _is_training(self, rank: int) -> bool:
+        return rank not in self.outcomes and self._telemetry.last_step.get(rank, 0) < self._plan.steps
 
     def _nodes_heard(self, beats: Mapping[int, Heartbeat]) -> dict[str, bool]:
         """The nodes of the ranks that are waited for, and whether one of them has answered."""

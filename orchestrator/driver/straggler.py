@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from orchestrator.messages import TrainPoint
 
 CLEARLY_SLOWER = 1.5
+WORTH_SAYING_MS = 2.0
+"""Less than this per step is what the machine's other work costs now one rank, now another."""
 POINTS_IN_A_ROW = 2
 STEPS_AT_LEAST = 10
 """A rank has to be slower in so many logged points in a row, over so many steps together."""
@@ -71,7 +73,7 @@ class StragglerWatch:
         slowest = max(parts, key=lambda r: parts[r].own_ms)
         others = [t for r, t in parts.items() if r != slowest]
         usual_ms = statistics.median(t.own_ms for t in others)
-        slow = parts[slowest].own_ms > CLEARLY_SLOWER * usual_ms
+        slow = parts[slowest].own_ms > max(CLEARLY_SLOWER * usual_ms, usual_ms + WORTH_SAYING_MS)
         for rank in parts:
             if rank != slowest or not slow:
                 self._slow_points.pop(rank, None)

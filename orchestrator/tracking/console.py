@@ -125,6 +125,8 @@ class PlainConsole:
 
     def _lines(self, event: Event) -> list[Line]:
         match event:
+            case MetricsLogged() if all(name.startswith("recovery/") for name in event.metrics):
+                return []  # what they say has been said in words
             case MetricsLogged():
                 if event.step != self._unshown_step:
                     self._unshown = {}  # figures of another step would pass for this one's

@@ -1,9 +1,11 @@
-"""A job whose rank 1 sleeps in every step."""
+"""Jobs whose rank 1 sleeps in every step."""
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,4 +21,19 @@ class Straggling(Digits):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         if dist.get_rank() == 1:
             time.sleep(self.sleep_s)
+        return super().loss(output, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowProcess(Straggling):
+    """It is the first process of rank 1 that is slow, and writes its number into the file ``who``."""
+
+    who: str
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        path = Path(self.who)
+        if dist.get_rank() == 1 and not path.exists():
+            path.write_text(str(os.getpid()))
+        if dist.get_rank() != 1 or path.read_text() != str(os.getpid()):
+            return Digits.loss(self, output, target)
         return super().loss(output, target)

@@ -130,7 +130,7 @@ def test_an_error_that_comes_again_is_no_accident(run: Any) -> None:
     assert "the same error at the same step as before" in result.reason
 
 
-@pytest.mark.parametrize("strategy", ["single", "pipeline", "hogwild"])
+@pytest.mark.parametrize("strategy", ["single", "pipeline"])
 def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, strategy: str) -> None:
     rank = 0 if strategy == "single" else 1
     result = run(*WORDS, f"strategy={strategy}", f"recovery.chaos=[kill@13:{rank}]")
@@ -140,8 +140,7 @@ def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, st
     (recovered,) = events(result.run_dir, "recovered")
     assert recovered["step"] in (0, 8)  # the checkpoint may not have been whole yet
     assert not recovered["in_place"]
-    if strategy != "hogwild":
-        assert_same_weights(result.run_dir, reference(f"strategy={strategy}")[0])
+    assert_same_weights(result.run_dir, reference(f"strategy={strategy}")[0])
 
 
 def test_a_stage_gets_its_state_from_its_replica(run: Any, reference: Any) -> None:
@@ -161,6 +160,16 @@ def test_a_straggler_is_named_within_twenty_steps(run: Any) -> None:
     assert found["step"] <= 10 + 20, "ten steps warm up"
     assert found["slower_by"] > 2
     assert found["compute_ms"] > 25 > found["others_compute_ms"] + found["data_wait_ms"]
+
+
+def test_a_straggler_is_replaced_where_that_is_wished(run: Any, tmp_path: Path) -> None:
+    job = ("job._target_=straggling_job.SlowProcess", f"job.who={tmp_path / 'who'}")
+    words = ("train.steps=120", "train.log_every=5", "train.eval_every=0", "recovery.replace_stragglers=true")
+    result = run(*job, *words)
+    assert result.exit_code == 0, result.reason
+    (lost,) = events(result.run_dir, "worker_lost")
+    assert (lost["rank"], "times slower than the others" in lost["reason"]) == (1, True)
+    assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
 
 
 def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
