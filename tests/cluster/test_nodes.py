@@ -103,6 +103,7 @@ def test_a_node_is_lost_and_another_comes(cluster: Cluster, tmp_path: Path) -> N
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
 
 
+@pytest.mark.campaign
 def test_with_a_spare_elsewhere_a_lost_node_costs_no_step(cluster: Cluster, tmp_path: Path) -> None:
     """The spare may have been on the lost one; then there is nothing to see."""
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]

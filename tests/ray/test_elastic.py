@@ -69,6 +69,7 @@ def test_pipelines_lose_and_gain_whole_replicas(run: Any, undisturbed: dict[int,
     assert_same_curve(result.run_dir, undisturbed)
 
 
+@pytest.mark.campaign
 def test_a_pipeline_is_cut_anew_from_its_checkpoint(run: Any, undisturbed: dict[int, float]) -> None:
     words = [w for w in WORDS if not w.startswith("checkpoint")]
     pipeline = ("strategy=pipeline", "strategy.num_workers=[2,3]", "strategy.num_microbatches=4", "job.pause_ms=5")
