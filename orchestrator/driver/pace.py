@@ -6,17 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.messages import Heartbeat
+from orchestrator.messages import Heartbeat, Phase
 
 STEADY = ("train", "eval")
 """The phases with steady progress. In the others a rank may take its time, and the others may wait for it."""
+BOUNDED = (*STEADY, "checkpoint")
+"""Those that do not go on for ever: what a start may take, with downloads and all, nobody knows."""
 
 
 @dataclass
 class _Rank:
     ticks: int
     moved_at: float
-    steady: bool
+    phase: Phase
     usual_tick_s: float | None
 
 
@@ -30,18 +32,17 @@ class Pace:
     def observe(self, rank: int, beat: Heartbeat, now: float) -> None:
         """A rank has answered."""
         known = self._ranks.get(rank)
-        steady = beat.phase in STEADY
-        moved = known is None or not (steady and known.steady) or beat.ticks != known.ticks
+        moved = known is None or (beat.phase, beat.ticks) != (known.phase, known.ticks)
         moved_at = now if known is None or moved else known.moved_at
-        self._ranks[rank] = _Rank(beat.ticks, moved_at, steady, beat.usual_tick_s)
+        self._ranks[rank] = _Rank(beat.ticks, moved_at, beat.phase, beat.usual_tick_s)
 
     def hanging(self, now: float) -> list[int]:
         """The ranks that have not got on for too long."""
-        all_steady = all(state.steady for state in self._ranks.values())
+        all_steady = all(state.phase in STEADY for state in self._ranks.values())
         return [
             rank
             for rank, state in self._ranks.items()
-            if state.steady and now - state.moved_at > self._patience_s(state, all_steady)
+            if state.phase in BOUNDED and now - state.moved_at > self._patience_s(state, all_steady)
         ]
 
     def standing_s(self, now: float) -> float:

@@ -126,11 +126,16 @@ def test_short_steps_have_the_least_patience_and_unknown_ones_the_most() -> None
     assert (unknown.hanging(99.9), unknown.hanging(100.1)) == ([], [0])
 
 
-@pytest.mark.parametrize("phase", ["start", "join", "build", "checkpoint", "end"])
+@pytest.mark.parametrize("phase", ["start", "join", "build", "end"])
 def test_other_phases_may_take_what_they_take_and_the_others_wait_for_them(phase: Phase) -> None:
     seen = pace(beat(5), beat(5, phase))
     assert seen.hanging(99.9) == []
     assert seen.hanging(100.1) == [0]
+
+
+def test_a_checkpoint_may_take_as_long_as_any_step_may() -> None:
+    seen = pace(beat(5, "checkpoint"), beat(5, "checkpoint"))
+    assert (seen.hanging(99.9), seen.hanging(100.1)) == ([], [0, 1])
 
 
 def test_a_phase_without_ticks_does_not_count_against_the_steps_after_it() -> None:
