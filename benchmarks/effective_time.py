@@ -27,7 +27,7 @@ WORK = Work(
     job="paced.Paced",
     fields={"hidden": 64, "step_ms": STEP_MS},
     global_batch_size=64,
-    steps=450,
+    steps=350,
     log_every=10,
 )
 PEERS = HERE / "peers"

@@ -15,7 +15,7 @@ from arms import WORKERS, Work, launch, ours, running_ray
 from ceiling import ceiling
 from rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
 
-ROUNDS = 5
+ROUNDS = 3
 DIGITS = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=20)
 GPT = Work(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=150, log_every=10)
 SAVED = Work(
