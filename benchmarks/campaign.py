@@ -152,6 +152,8 @@ def run_trial(name: str, faults: tuple[str, ...], expected: tuple[dict[str, torc
         result = orchestrator.run([*layout.words, *WORDS, f"recovery.chaos=[{','.join(faults)}]"])
     seconds = time.monotonic() - began
     assert result is not None
+    if result.status == "KILLED":
+        raise KeyboardInterrupt
     summary = result.summary
     if result.exit_code != 0:
         why.append(f"exit {result.exit_code}: {result.reason}")
