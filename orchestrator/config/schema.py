@@ -76,7 +76,8 @@ class RecoveryConfig:
     max_failures: int = option("failures of workers that a run outlives; 0: the first one ends it", minimum=0)
     spares: int = option("workers kept ready to take the place of a lost one", minimum=0)
     peer_copy_every: int = option(
-        "steps between the copies of each pipeline stage in its neighbour's memory; 0: none", minimum=0
+        "steps between the copies of each pipeline stage, or parameter shard, in its neighbour's memory; 0: none",
+        minimum=0,
     )
     backoff_s: float = option(
         "pause before another try where the last brought no progress, doubled each time", minimum=0

@@ -110,22 +110,30 @@ def state_of(stages: Sequence[Stage]) -> nn.Module:
     Raises:
         ValueError: a module keeps something else than tensors in its ``state_dict()``.
     """
-    root = nn.Module()
+    tensors: dict[str, Tensor] = {}
     for stage in stages:
         for name, tensor in stage.tensors().items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(
                     f"{name} in the model's state_dict() is a {type(tensor).__name__}; only tensors can be saved"
                 )
-            owner = root
-            *path, attribute = name.split(".")
-            for part in path:
-                owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-            # Not through the methods, which refuse names that a module has of its own, such as "half".
-            if isinstance(tensor, nn.Parameter):
-                owner._parameters[attribute] = tensor
-            else:
-                owner._buffers[attribute] = tensor
+            tensors[name] = tensor
+    return module_of(tensors)
+
+
+def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A bare module that has these tensors under their names."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        owner = root
+        *path, attribute = name.split(".")
+        for part in path:
+            owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        # Not through the methods, which refuse names that a module has of its own, such as "half".
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[attribute] = tensor
+        else:
+            owner._buffers[attribute] = tensor
     return root
 
 

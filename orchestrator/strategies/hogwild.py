@@ -6,6 +6,10 @@ update by each worker; workers wait for each other only to evaluate and to save.
 update itself: it divides one mean by another, and where a worker sees a first gradient in the one and not yet in the
 other, the quotient has no bound. ``locked_sgd``, what hogwild is compared with, takes a lock around reading, computing
 and updating, or around updating alone.
+
+The memory outlives a lost worker: the new one maps it from any that is left, and all go on from the last step that
+every worker has made, the lost one too. Workers that were further make the steps in between again, and the lost one may
+have written a part of its last update, which is no more than what updates without a lock do to each other.
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ from torch.utils.data import Dataset
 from orchestrator.config.schema import LockedSGDConfig
 from orchestrator.figures import Figure
 from orchestrator.strategies.base import StepResult
-from orchestrator.strategies.shared_memory import SharedMemory
+from orchestrator.strategies.shared_memory import SharedMemory, in_common
 from orchestrator.strategies.single import Single
 from orchestrator.strategies.staleness import staleness_figures
+from orchestrator.worker import state as train_state
 from orchestrator.worker.state import TrainState
-from orchestrator.worker.transfer import broadcast_state
+from orchestrator.worker.transfer import broadcast_state, receive_state, send_state
 
 PROBES = 1024
 """Counters that every update adds one to without a lock, to see how many updates get lost."""
@@ -37,43 +42,93 @@ class Hogwild(Single):
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
         make_state(self.optimizer)
-        world_size = self.context.mesh.world_size
+        self._memory: SharedMemory | None = None
+        self._has_state = False
+        self._scheduled = 0  # the last step that the scheduler has seen
+        self._staleness: list[int] = []
+
+    def attach(self) -> None:
+        super().attach()
+        world_size, rank = self.context.mesh.world_size, self.context.global_rank
         own = {
+            "steps": torch.zeros(world_size, dtype=torch.int64),
             "updates": torch.zeros(world_size, dtype=torch.int64),
             "probes": torch.zeros(PROBES, dtype=torch.float64),
             **{f"model/{name}": p.detach() for name, p in self.model.named_parameters()},
             **{f"optimizer/{path}": t for path, t in optimizer_tensors(self.optimizer).items()},
         }
-        self._memory = SharedMemory(own, rank=self.context.global_rank)
-        shared = self._memory.tensors
-        self._updates, self._probes = shared["updates"], shared["probes"]
+        memory = in_common(self._memory, own, rank=rank, world_size=world_size)
+        if self._memory is None:
+            self._use(memory)
+
+    def _use(self, memory: SharedMemory) -> None:
+        """Train on what is there."""
+        self._memory, shared = memory, memory.tensors
+        self._steps, self._updates, self._probes = shared["steps"], shared["updates"], shared["probes"]
         for name, parameter in self.model.named_parameters():
             parameter.data = shared[f"model/{name}"]
         share_state(self.optimizer, {p.removeprefix("optimizer/"): t for p, t in shared.items()})
-        self._staleness: list[int] = []
 
-    def close(self) -> None:
-        if "_memory" in vars(self):
-            self._memory.close()
+    def begin_equal(self) -> None:
+        self._has_state = True
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         with self._exclusive():
             before = int(self._updates.sum())
             result = super().train_step(microbatches, want_grad_norm=want_grad_norm)
             self._staleness.append(int(self._updates.sum()) - before - 1)
+            self._steps[self.context.global_rank] += 1
         return result
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context
         state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
         with self.together():
-            shared = optimizer_tensors(self.optimizer)
-            meta = super().restore(state, source=context.global_rank)
-            # Loading makes tensors of its own for the optimizer.
-            for path, loaded in optimizer_tensors(self.optimizer).items():
-                shared[path].copy_(loaded)
-            share_state(self.optimizer, shared)
-        return meta
+            self._load(state)
+            self._steps.fill_(state.step)
+        self._scheduled = state.step
+        self._has_state = True
+        return state.meta
+
+    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+        """Everything, after the last step that every worker has come to the end of."""
+        if not self._has_state:
+            return {}
+        return dict.fromkeys(range(self.context.mesh.world_size), (int(self._steps.min()),))
+
+    def hand_over(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        """The memory is there; the new workers need buffers, the optimizer's options and the schedule."""
+        rank, device = self.context.global_rank, self.context.device
+        batch_size = self.context.train.global_batch_size
+        samples_before = samples_consumed - step * batch_size  # a run may have had another batch size
+        for receiver, sender in enumerate(sources):
+            if rank == sender != receiver:
+                at = self._scheduled
+                state = self.snapshot(step=at, samples_consumed=samples_before + at * batch_size)
+                send_state(state, to=receiver, device=device)
+            elif rank == receiver != sender:
+                state = receive_state(sender, device=device)
+                self._load(state)
+                self._scheduled = state.step
+                samples_before = state.samples_consumed - state.step * batch_size
+        with self.together():
+            if rank == 0:
+                self._steps.fill_(source_step)
+                self._updates.zero_()  # a lost worker may have counted half of an update
+                self._probes.zero_()
+        self._has_state = True
+        return {"step": source_step, "samples_consumed": samples_before + source_step * batch_size}
+
+    def _load(self, state: TrainState) -> None:
+        """``state`` into the shared memory."""
+        shared = optimizer_tensors(self.optimizer)
+        train_state.restore(state, self.model, self.optimizer, self.scheduler)
+        # Loading makes tensors of its own for the optimizer.
+        for path, loaded in optimizer_tensors(self.optimizer).items():
+            shared[path].copy_(loaded)
+        share_state(self.optimizer, shared)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -88,10 +143,20 @@ class Hogwild(Single):
         return {"hogwild/lost_updates_pct": Figure(lost_pct, "max"), **staleness_figures(staleness)}
 
     def _update(self) -> None:
-        with self._memory.lock() if self._locks_update else contextlib.nullcontext():
+        with self._lock() if self._locks_update else contextlib.nullcontext():
             super()._update()
             self._probes += 1
         self._updates[self.context.global_rank] += 1
+
+    def _schedule(self) -> None:
+        """Once for each step: one that is made again has the learning rate that was reached already."""
+        if (step := int(self._steps[self.context.global_rank]) + 1) > self._scheduled:
+            super()._schedule()
+            self._scheduled = step
+
+    def _lock(self) -> contextlib.AbstractContextManager[None]:
+        assert self._memory is not None
+        return self._memory.lock()
 
     @property
     def _locks_update(self) -> bool:
@@ -111,7 +176,7 @@ class LockedSGD(Hogwild):
         return not self._locks_step
 
     def _exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return self._memory.lock() if self._locks_step else contextlib.nullcontext()
+        return self._lock() if self._locks_step else contextlib.nullcontext()
 
     @property
     def _locks_step(self) -> bool:

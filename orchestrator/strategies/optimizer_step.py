@@ -52,8 +52,7 @@ class OptimizerStep(Strategy):
         if norm is not None and train.clip_norm is not None:
             self._clip(norm)
         self._update()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        self._schedule()
         self._in_step = False
         return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm)
 
@@ -96,6 +95,10 @@ class OptimizerStep(Strategy):
 
     def _update(self) -> None:
         self.optimizer.step()
+
+    def _schedule(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:

@@ -4,6 +4,12 @@ In a step each worker pushes every shard its part of the gradient, as soon as th
 parameters back, while it loads the next batch. With ``sync`` a shard waits for all workers, and losses are those of
 one worker alone; with ``async`` each gradient is an update of its own, however old the parameters were that it was
 computed with; with ``stale`` a worker that is too many steps ahead of the slowest waits for its answer.
+
+A lost worker costs nothing that the shards have: they hand their parameters to the new one, and all go on from the step
+that the shards stand after. Where nobody waits for anybody, workers that were further make the steps in between again,
+so that some gradients are applied twice. Buffers are those of the first worker that is left; where none is, those that
+the job begins with. A lost shard's state is in its neighbour's memory with ``recovery.peer_copy_every``; then buffers
+stay as they were later on.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from orchestrator.figures import Figure
 from orchestrator.job import Job
 from orchestrator.model.sharding import PER_PARAMETER, Extent, extents_of, offsets, optimizer_fault
 from orchestrator.strategies.base import Context, StepResult, Strategy
-from orchestrator.strategies.parameter_shard import Shard
+from orchestrator.strategies.parameter_shard import Shard, share_meta, with_settings
 from orchestrator.strategies.single import Single
 from orchestrator.strategies.wire import (
     ANSWER,
@@ -40,6 +46,7 @@ from orchestrator.strategies.wire import (
     receive_rows,
     whole_bytes,
 )
+from orchestrator.worker import state as train_state
 from orchestrator.worker.state import TrainState
 from orchestrator.worker.transfer import broadcast_state, gather_states
 
@@ -56,11 +63,18 @@ class Line:
     """A worker's line to one shard: a push, then the answer."""
 
     def __init__(
-        self, rank: int, parts: Sequence[Part], parameters: Mapping[str, Tensor], memory: Tensor, compression: str
+        self,
+        rank: int,
+        parts: Sequence[Part],
+        parameters: Mapping[str, Tensor],
+        memory: Tensor,
+        compression: str,
+        pushes: dist.ProcessGroup | None,
     ):
-        """``memory``: of all parameters that are cut anywhere, as bytes."""
+        """``memory``: of all parameters that are cut anywhere, as bytes. ``pushes``: the group for pushes."""
         taken = whole_bytes(parts)
         self.rank = rank
+        self._pushes = pushes
         self.sends = Sends()
         self.received_bytes = 0
         self._names = [part.name for part in parts]
@@ -103,7 +117,7 @@ class Line:
         """Send what there is, whatever is missing."""
         if not self._pushed:
             self._pushed = True
-            self._push.send(self.rank, self.sends)
+            self._push.send(self.rank, self.sends, self._pushes)
 
     @property
     def missing(self) -> list[str]:
@@ -158,6 +172,7 @@ class Worker(Single):
         self._lines: list[Line] = []
         self._lines_of: dict[str, list[Line]] = {}
         self._last_backward = False
+        self._finished: int | None = None  # the last step of the run that this worker has come to the end of
         self._ended_at: float | None = None  # when the last step did, if steps follow each other
         self._forget_figures()
 
@@ -175,10 +190,11 @@ class Worker(Single):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, name))
 
     def attach(self) -> None:
-        super().attach()
+        """Whether to forget an interrupted step, or even the one before it, the shards know: :meth:`hand_over`."""
         self._groups = Groups.form(self.context.mesh)
+        pushes = None if self._sync else self._groups.pushes
         self._lines = [
-            Line(rank, parts, self._trained, self._memory, self._options.compression)
+            Line(rank, parts, self._trained, self._memory, self._options.compression, pushes)
             for rank, parts in zip(self.context.mesh.shards, self._parts, strict=True)
         ]
         self._lines_of = {
@@ -188,6 +204,9 @@ class Worker(Single):
             for name in self._trained
         }
         self._forget_figures()
+
+    def begin_equal(self) -> None:
+        self._finished = 0
 
     @property
     def nonfinite_advice(self) -> str | None:
@@ -215,7 +234,9 @@ class Worker(Single):
         self._model = model
 
     def close(self) -> None:
+        """Give up all that holds a process group."""
         self._lines, self._lines_of = [], {}
+        vars(self).pop("_groups", None)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         began, self._waited_s = time.perf_counter(), 0.0
@@ -225,6 +246,8 @@ class Worker(Single):
         result = super().train_step(microbatches, want_grad_norm=want_grad_norm)
         if result.skipped and self._changes_gradient:
             self._exchange()
+        assert self._finished is not None
+        self._finished += 1
         self._steps += 1
         self._waited_in_window_s += self._waited_s
         self._window_s += time.perf_counter() - (self._ended_at or began)
@@ -246,7 +269,32 @@ class Worker(Single):
         state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
         meta = super().restore(state, source=context.global_rank)
         self.optimizer.state.clear()
+        self._finished = meta["step"]
         return meta
+
+    @torch.no_grad()
+    def hand_over(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        """Take everything from the shards but what they do not have: buffers, and parameters that are not trained."""
+        rank, num_workers = self.context.global_rank, self.context.mesh.num_workers
+        meta = share_meta(None, mesh=self.context.mesh, rank=rank)
+        own = self.snapshot(step=step, samples_consumed=samples_consumed)
+        train_state.restore(with_settings(own, meta), self._model, self.optimizer, self.scheduler)
+        if self._finished is not None and source_step < self._finished + self._in_step:
+            self.forget_step()  # the shards have not made its update, though this worker may have come to its end
+        self._in_step = False
+        first = torch.tensor(num_workers if self._finished is None else rank)
+        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._groups.workers)
+        untrained = [p for p in self._model.parameters() if not p.requires_grad]
+        self._share([*untrained, *self._model.buffers()], source=int(first) % num_workers)
+        self._buffers_before = [b.clone() for b in self._model.buffers()]
+        self._finished = source_step
+        for line in self._lines:
+            line.expect()
+        self._complete()
+        self._forget_figures()
+        return {name: meta[name] for name in ("step", "samples_consumed")}
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -259,7 +307,7 @@ class Worker(Single):
             for line, before in zip(self._lines, received, strict=True):
                 line.complete()
                 line.received_bytes = before  # the figures are of steps
-            self._share_buffers()
+            self._share(list(self._model.buffers()))
         yield
         self._ended_at = None
 
@@ -324,7 +372,7 @@ class Worker(Single):
             self._put_gradients()
             self._exchange()
         if self._sync:
-            self._share_buffers()
+            self._share(list(self._model.buffers()))
 
     def _gradient_norm(self) -> Tensor:
         if not self._sync:
@@ -365,15 +413,14 @@ class Worker(Single):
             self._answers += any(line.is_expecting for line in self._lines)
             self._pulled += sum(line.complete() for line in self._lines)
 
-    def _share_buffers(self) -> None:
-        """Give every worker the buffers of the first."""
-        buffers = list(self._model.buffers())
-        if not buffers:
+    def _share(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
+        """Give every worker the numbers that the worker ``source`` has."""
+        if not tensors:
             return
-        flat = torch.cat([b.reshape(-1).view(torch.uint8).cpu() for b in buffers])
-        dist.broadcast(flat, src=0, group=self._groups.workers)
-        for buffer, values in zip(buffers, flat.split([b.nbytes for b in buffers]), strict=True):
-            buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))
+        flat = torch.cat([t.reshape(-1).view(torch.uint8).cpu() for t in tensors])
+        dist.broadcast(flat, src=source, group=self._groups.workers)
+        for tensor, values in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
+            tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -3,6 +3,10 @@
 In a synchronous step it adds up the gradients of all workers in the order of their ranks, updates and answers all.
 Otherwise it takes them as they come, one at a time, and answers each worker at once, or with ``stale`` as soon as
 that one is not too far ahead. Either way a step is over when every worker's gradient of it has been applied.
+
+Synchronous shards update once all of them have all gradients, so that whenever a worker dies they stand after the same
+step. Where that fails, because a shard died too, and where a shard is to be replaced, their copies have a common step
+(``recovery.peer_copy_every``), or the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +26,11 @@ from torch.utils.data import Dataset
 from orchestrator.config.schema import ParameterServerConfig
 from orchestrator.figures import Figure
 from orchestrator.job import Job
+from orchestrator.mesh import Mesh
 from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_fault, touches_rows_alone
+from orchestrator.model.stages import module_of
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.single import entries
 from orchestrator.strategies.staleness import staleness_figures
 from orchestrator.strategies.wire import (
@@ -30,6 +38,7 @@ from orchestrator.strategies.wire import (
     ANSWERED_COUNTS,
     ANSWERED_ROWS,
     NORM,
+    Arrivals,
     Groups,
     Part,
     Push,
@@ -41,9 +50,12 @@ from orchestrator.strategies.wire import (
 )
 from orchestrator.worker import state as train_state
 from orchestrator.worker.state import TrainState
-from orchestrator.worker.transfer import broadcast_state, gather_states
+from orchestrator.worker.transfer import broadcast_json, broadcast_state, gather_states, receive_state, send_state
 
 CPU = torch.device("cpu")
+STEPS_APART = 2
+"""Where nobody waits for anybody, shards may be so far apart, since a worker goes on when all of them have answered; a
+shard may take its parameters for those of any of these steps."""
 
 
 class Shard(Strategy):
@@ -58,17 +70,22 @@ class Shard(Strategy):
         self._workers = range(context.mesh.num_workers)
         self._sync = options.consistency == "sync"
         self._lead = options.max_staleness if options.consistency == "stale" else None
+        self._at: int | None = None  # the step of the run after which its parameters are
+        self._copies: PeerCopies | None = None
+        if context.peer_copy_every and context.mesh.num_shards > 1:
+            self._copies = PeerCopies()
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._take_over(None)
 
     def attach(self) -> None:
-        self._groups = Groups.form(self.context.mesh)
+        mesh = self.context.mesh
+        self._groups = Groups.form(mesh)
         self._sends = Sends()
-        buffers = len(self._workers) if self._sync else 1
-        self._pushes = [Push(self._parts, compression=self._options.compression) for _ in range(buffers)]
-        self._step = 0
-        self._done = dict.fromkeys(self._workers, 0)  # steps whose gradients are applied
+        self._pushes = {w: Push(self._parts, compression=self._options.compression) for w in self._workers}
+        self._arrivals = None if self._sync else Arrivals(self._pushes, self._groups.pushes)
+        if self._copies is not None:
+            self._copies.attach(self._groups.copies, mesh.shards, rank=self.context.global_rank)
         self._unanswered: set[int] = set()
         self._updates = 0
         self._seen = dict.fromkeys(self._workers, 0)  # updates in the parameters that a worker has
@@ -76,21 +93,28 @@ class Shard(Strategy):
         self._most_ahead = 0
         self._told_at, self._told_updates = time.perf_counter(), 0
 
+    def begin_equal(self) -> None:
+        self._begin_after(0)
+
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
-        self._step += 1
+        assert self._at is not None
         self._waited_s = 0.0
         norm: Tensor | None = None
         skipped = False
         if self._sync:
             norm, skipped = self._serve_all(want_grad_norm)
         else:
-            while min(self._done.values()) < self._step:
+            while min(self._done.values()) <= self._at:
                 self._serve_one()
+            self._end_step()
         self._wait_for(self._sends)
-        if self.scheduler is not None and not skipped:
-            self.scheduler.step()
         nothing = torch.zeros(())
         return StepResult(loss_sum=nothing, weight=nothing, grad_norm=norm, skipped=skipped)
+
+    def after_step(self, *, step: int, samples_consumed: int) -> None:
+        copies, every = self._copies, self.context.peer_copy_every
+        if copies is not None and step % every == 0:
+            copies.submit(lambda into: self._snapshot(samples_consumed, into=into))
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return EvalSums(loss_sum=torch.zeros(()), weight=torch.zeros(()), metrics={})
@@ -110,7 +134,59 @@ class Shard(Strategy):
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         state = broadcast_state(state, source=source, rank=self.context.global_rank, device=CPU)
         self._take_over(state)
+        self._begin_after(state.step)
         return state.meta
+
+    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+        """Its own state, that of any worker, which can have its parameters, and the copy of the shard before it."""
+        if self._at is None:
+            return {}
+        own = (self._at,) if self._sync else tuple(range(max(0, self._at - STEPS_APART), self._at + 1))
+        found: dict[int, tuple[int, ...]] = {}
+        if self._copies is not None:
+            own = (*own, *self._copies.own_steps)
+            found[self.context.mesh.shards[self._shard - 1]] = self._copies.neighbours_steps
+        return {**found, self.context.global_rank: own, **dict.fromkeys(self._workers, own)}
+
+    def hand_over(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        """Have the state of this shard, then give every worker its part of the parameters, and what the optimizer's
+        options and the schedule are."""
+        mesh, rank, copies = self.context.mesh, self.context.global_rank, self._copies
+        for receiver in mesh.shards:
+            sender = sources[receiver]
+            if rank == sender != receiver:
+                assert copies is not None
+                send_state(copies.neighbours(source_step), to=receiver, device=CPU)
+            elif rank == receiver != sender:
+                self._load(receive_state(sender, device=CPU))
+        if copies is not None:
+            if sources[rank] == rank and self._at != source_step and source_step in copies.own_steps:
+                self._load(copies.own(source_step))
+            copies.forget_after(source_step)
+        assert self._at is not None
+        samples_consumed += (self._at - step) * self.context.train.global_batch_size
+        own = self._snapshot(samples_consumed)
+        meta = share_meta(own.meta if self._at == source_step else None, mesh=mesh, rank=rank)
+        if self._at != source_step:
+            self._load(with_settings(own, meta))
+        self._begin_after(source_step)
+        for unseen in self._unseen.values():
+            unseen.fill_(True)
+        for worker in self._workers:
+            self._answer(worker)
+        self._sends.wait()
+        return {name: meta[name] for name in ("step", "samples_consumed")}
+
+    def close(self) -> None:
+        """Give up all that holds a process group."""
+        if self._copies is not None:
+            self._copies.detach()
+        if (arrivals := vars(self).pop("_arrivals", None)) is not None:
+            arrivals.end()
+        for owner in ("_groups", "_sends", "_pushes"):
+            vars(self).pop(owner, None)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -164,6 +240,7 @@ class Shard(Strategy):
                 piece = values.clone()
                 self._unseen[part.name] = torch.zeros(len(self._workers), len(piece), dtype=torch.bool)
             self._pieces[part.name] = nn.Parameter(piece)
+        self._module = module_of(self._pieces)
         keep_parts(optimizer, {parameters[p.name]: (p, self._pieces[p.name]) for p in self._parts})
         self.optimizer = optimizer
         group_of = {piece: group for group in optimizer.param_groups for piece in group["params"]}
@@ -173,40 +250,64 @@ class Shard(Strategy):
             if not touches_rows_alone(optimizer, group_of.get(self._pieces[name], optimizer.defaults))
         }
 
+    def _begin_after(self, step: int) -> None:
+        self._at = step
+        self._done = dict.fromkeys(self._workers, step)  # the last step whose gradient of a worker is applied
+
+    def _end_step(self, *, skipped: bool = False) -> None:
+        assert self._at is not None
+        self._at += 1
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
+
+    def _snapshot(self, samples_consumed: int, *, into: TrainState | None = None) -> TrainState:
+        """The state of this shard's pieces."""
+        assert self._at is not None
+        return train_state.capture(
+            self._module, self.optimizer, self.scheduler, step=self._at, samples_consumed=samples_consumed, into=into
+        )
+
+    def _load(self, state: TrainState) -> None:
+        train_state.restore(state, self._module, self.optimizer, self.scheduler)
+        self._at = state.step
+
     def _serve_all(self, want_grad_norm: bool) -> tuple[Tensor | None, bool]:
         """A synchronous step; the norm of the whole gradient where it is needed, and whether it was skipped."""
         train = self.context.train
-        arriving = [push.expect(worker) for push, worker in zip(self._pushes, self._workers, strict=True)]
-        for work, push, worker in zip(arriving, self._pushes, self._workers, strict=True):
+        arriving = {worker: push.expect(worker) for worker, push in self._pushes.items()}
+        for worker, work in arriving.items():
             self._wait_for(work)
-            push.complete(worker)
-        self._set_gradients(self._pushes)
+            self._pushes[worker].complete(worker)
+        self._set_gradients(list(self._pushes.values()))
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
             norm = self._norm()
             if self._shard == 0:
                 for worker in self._workers:
                     self._sends.send(norm, worker, NORM)
+        elif self.context.mesh.num_shards > 1:
+            dist.all_reduce(torch.zeros(()), group=self._groups.shards)
         skipped = norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm)
         if not skipped:
             if norm is not None and train.clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(self._pieces.values(), train.clip_norm, norm)
             self._update()
+        self._end_step(skipped=skipped)
         for worker in self._workers:
             self._answer(worker)
         return norm, skipped
 
     def _serve_one(self) -> None:
         """Apply the gradient that comes first, and answer those who may go on."""
-        (push,) = self._pushes
-        arriving = push.expect(None)
-        self._wait_for(arriving)
-        worker = arriving._source_rank()
-        push.complete(worker)
+        assert self._arrivals is not None
+        began = time.perf_counter()
+        worker, push = self._arrivals.next()
+        self._waited_s += time.perf_counter() - began
         self._staleness.append(self._updates - self._seen[worker])
         self._wait_for(self._sends)
         self._set_gradients([push])
         self._update()
+        self._arrivals.free(worker)
         self._done[worker] += 1
         self._unanswered.add(worker)
         slowest = min(self._done.values())
@@ -270,6 +371,24 @@ class Shard(Strategy):
             if any(len(n) for n, _ in rows):
                 self._sends.send(pack_rows(rows), worker, ANSWERED_ROWS, group)
         self._seen[worker] = self._updates
+
+
+def share_meta(own: Mapping[str, Any] | None, *, mesh: Mesh, rank: int) -> dict[str, Any]:
+    """What the first of the ranks that know it passes, on every rank; the others pass None."""
+    first = torch.tensor(mesh.world_size if own is None else rank)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    meta: dict[str, Any] = broadcast_json(own, source=int(first), rank=rank, device=CPU)
+    return meta
+
+
+def with_settings(state: TrainState, meta: Mapping[str, Any]) -> TrainState:
+    """``state`` with the step, the options of the optimizer and the schedule of ``meta``, which is another rank's."""
+    groups = [
+        {**theirs, "params": own["params"]}
+        for theirs, own in zip(meta["param_groups"], state.meta["param_groups"], strict=True)
+    ]
+    taken = {name: meta[name] for name in ("step", "samples_consumed", "scheduler")}
+    return replace(state, meta={**state.meta, **taken, "param_groups": groups})
 
 
 def keep_parts(optimizer: Optimizer, parts: Mapping[Tensor, tuple[Part, nn.Parameter]]) -> None:

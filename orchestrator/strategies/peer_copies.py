@@ -1,8 +1,8 @@
-"""Copies of the stages' states in the memory of their neighbours, for the day that a worker is lost.
+"""Copies of the states of stages, or of shards, in the memory of their neighbours, for the day that one is lost.
 
-Every so many steps each worker takes a snapshot of its own state and passes it to the next worker of its pipeline, in
-the background and through a group of its own. The last two of its own and of the neighbour before it are kept: a
-worker takes its next snapshot once the one before has arrived everywhere, so there is always one that is whole.
+Every so many steps each rank takes a snapshot of its own state and passes it to the next one of its pipeline, or the
+next shard, in the background and through a group of its own. The last two of its own and of the neighbour before it are
+kept: a rank takes its next snapshot once the one before has arrived everywhere, so there is always one that is whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ States = dict[int, TrainState]
 
 
 class PeerCopies:
-    """What this worker keeps. The copies outlive the groups; :meth:`attach` begins with a new one."""
+    """What this rank keeps. The copies outlive the groups; :meth:`attach` begins with a new one."""
 
     def __init__(self) -> None:
         self._own: States = {}
@@ -34,11 +34,11 @@ class PeerCopies:
         self._lock = threading.Lock()
         self._work: queue.Queue[TrainState | None] = queue.Queue()
 
-    def attach(self, group: dist.ProcessGroup, pipeline: Sequence[int], *, rank: int) -> None:
-        """Exchange through ``group``, a gloo group of the workers of ``pipeline``, from now on."""
-        place = pipeline.index(rank)
+    def attach(self, group: dist.ProcessGroup, ring: Sequence[int], *, rank: int) -> None:
+        """Exchange through ``group``, a gloo group of the ranks of ``ring``, from now on."""
+        place = ring.index(rank)
         self._goes_first = place % 2 == 0
-        self._before, self._after = pipeline[place - 1], pipeline[(place + 1) % len(pipeline)]
+        self._before, self._after = ring[place - 1], ring[(place + 1) % len(ring)]
         self._work = queue.Queue()
         threading.Thread(target=self._exchange, args=(group, self._work), name="peer-copies", daemon=True).start()
 
@@ -56,24 +56,24 @@ class PeerCopies:
         self._work.put(state)
 
     def own(self, step: int) -> TrainState:
-        """This worker's own snapshot."""
+        """This rank's own snapshot."""
         with self._lock:
             return self._own[step]
 
     def neighbours(self, step: int) -> TrainState:
-        """The copy of the worker before it."""
+        """The copy of the rank before it."""
         with self._lock:
             return self._neighbours[step]
 
     @property
     def own_steps(self) -> tuple[int, ...]:
-        """After which steps this worker's own snapshots were taken."""
+        """After which steps this rank's own snapshots were taken."""
         with self._lock:
             return tuple(self._own)
 
     @property
     def neighbours_steps(self) -> tuple[int, ...]:
-        """After which steps the copies of the worker before it were taken."""
+        """After which steps the copies of the rank before it were taken."""
         with self._lock:
             return tuple(self._neighbours)
 

@@ -3,11 +3,16 @@
 A push is one message: a count for each piece of the shard, then the gradients of the pieces that travel whole. Of a
 table with sparse gradients only rows travel, with their numbers, in a second message; the counts say how many. An
 answer has the shard's whole pieces as they lie in its memory, then the rows that this worker has not seen yet.
+
+Where nobody waits for anybody, a shard has a thread for each worker to receive its pushes (:class:`Arrivals`): gloo can
+wait for whichever comes first, but that wait does not end where a connection closes.
 """
 
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,11 +39,15 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Groups:
-    """``patient``: all ranks, however far apart in time they are."""
+    """``patient``: all ranks, however far apart in time they are. ``pushes``: for pushes that are received in the
+    background, on connections of their own, so that a shard that leaves closes all others at once. ``copies``: the
+    shards, for their copies."""
 
     workers: dist.ProcessGroup
     shards: dist.ProcessGroup
     patient: dist.ProcessGroup
+    pushes: dist.ProcessGroup
+    copies: dist.ProcessGroup
 
     @staticmethod
     def form(mesh: Mesh) -> Groups:
@@ -47,6 +56,8 @@ class Groups:
             workers=dist.new_group(list(range(mesh.num_workers))),
             shards=dist.new_group(list(mesh.shards)),
             patient=dist.new_group(timeout=FAR_APART),
+            pushes=dist.new_group(timeout=FAR_APART),
+            copies=dist.new_group(list(mesh.shards)),
         )
 
 
@@ -135,20 +146,20 @@ class Push:
         self._rows[name] = here, sparse.values()[first:last].to("cpu", self._dtypes[name])
         self._counts[name] = len(here)
 
-    def send(self, to: int, sends: Sends) -> None:
+    def send(self, to: int, sends: Sends, group: dist.ProcessGroup | None = None) -> None:
         self._header.copy_(torch.tensor(list(self._counts.values())))
-        sends.send(self._memory, to, PUSH)
+        sends.send(self._memory, to, PUSH, group)
         rows = [self._rows[name] for name in self._parts if name in self._rows]  # gradients come in any order
         if any(len(numbers) for numbers, _ in rows):
-            sends.send(pack_rows(rows), to, PUSHED_ROWS)
+            sends.send(pack_rows(rows), to, PUSHED_ROWS, group)
 
-    def expect(self, source: int | None) -> dist.Work:
-        """Begin to receive the push of a worker; with None, of whichever pushes first."""
-        work = dist.irecv(self._memory, source, tag=PUSH)
+    def expect(self, source: int, group: dist.ProcessGroup | None = None) -> dist.Work:
+        """Begin to receive the push of a worker."""
+        work = dist.irecv(self._memory, source, group=group, tag=PUSH)
         assert work is not None
         return work
 
-    def complete(self, source: int) -> None:
+    def complete(self, source: int, group: dist.ProcessGroup | None = None) -> None:
         """After what was expected has come: the rest of it."""
         self._counts = dict(zip(self._parts, self._header.tolist(), strict=True))
         self._rows = {}
@@ -157,7 +168,7 @@ class Push:
             for name, part in self._parts.items()
             if part.row is not None
         }
-        rows = receive_rows(list(specs.values()), source, PUSHED_ROWS)
+        rows = receive_rows(list(specs.values()), source, PUSHED_ROWS, group)
         self._rows = {name: pair for name, pair in zip(specs, rows, strict=True) if self._counts[name] != ABSENT}
 
     def whole(self, name: str) -> Tensor | None:
@@ -167,6 +178,52 @@ class Push:
     def rows(self, name: str) -> Rows | None:
         """The rows of a table that have a gradient; None: there is none at all."""
         return self._rows.get(name)
+
+
+class Arrivals:
+    """The pushes of several workers in the order in which they come, each received in memory of its own."""
+
+    def __init__(self, pushes: Mapping[int, Push], group: dist.ProcessGroup):
+        self._pushes = pushes
+        self._arrived: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+        self._free = {worker: threading.Semaphore() for worker in pushes}
+        self._ended = False
+        for worker in pushes:
+            threading.Thread(target=self._receive, args=(worker, group), name=f"push-{worker}", daemon=True).start()
+
+    def next(self) -> tuple[int, Push]:
+        """The push that comes first, and whose it is; its memory is in use until :meth:`free`.
+
+        Raises:
+            RuntimeError: the connection to a worker is closed.
+        """
+        worker, error = self._arrived.get()
+        if error is not None:
+            raise error
+        return worker, self._pushes[worker]
+
+    def free(self, worker: int) -> None:
+        """The next push of the worker may come."""
+        self._free[worker].release()
+
+    def end(self) -> None:
+        """No further push is received; one that is expected already, until its worker leaves the group."""
+        self._ended = True
+        for worker in self._free:
+            self.free(worker)
+
+    def _receive(self, worker: int, group: dist.ProcessGroup) -> None:
+        error: Exception | None = None
+        while error is None:
+            self._free[worker].acquire()
+            if self._ended:
+                return
+            try:
+                self._pushes[worker].expect(worker, group).wait()
+                self._pushes[worker].complete(worker, group)
+            except Exception as e:
+                error = e.with_traceback(None)  # which would keep the group
+            self._arrived.put((worker, error))
 
 
 class Sends:
