@@ -199,9 +199,15 @@ def left_behind() -> list[str]:
     from ray.util.placement_group import placement_group_table
 
     held = [g for g in placement_group_table().values() if g["state"] not in ("REMOVED",)]
-    workers = [p for p in psutil.process_iter(["cmdline"]) if "ray::Worker" in " ".join(p.info["cmdline"] or [])]
+    workers = [p for p in psutil.Process().children(recursive=True) if is_worker(p)]
     _, alive = psutil.wait_procs(workers, timeout=10)
     return [f"{len(held)} placement groups left"] * bool(held) + [f"{len(alive)} processes left"] * bool(alive)
+
+
+def is_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("ray::Worker" in word or "/worker-" in word for word in process.cmdline())
+    return False
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
