@@ -56,9 +56,10 @@ def train(words: Sequence[str], job: Job, work: Callable[[Strategy, Config], T])
         raise RuntimeError("\n".join(faults))
     plan = make_plan(config, (Node(node_id="here", name="here", cpus=64, gpus=0),), oversubscribe_cpus=True)
     results: SimpleQueue[tuple[int, T]] = _context.SimpleQueue()
-    with tempfile.NamedTemporaryFile(prefix="bench-") as store:  # a store that needs no thread, before the forks
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        store = f"{folder}/store"  # a file, which needs no thread before the forks
         processes = [
-            _context.Process(target=_run, args=(rank, config, plan, job, work, store.name, results))
+            _context.Process(target=_run, args=(rank, config, plan, job, work, store, results))
             for rank in range(plan.world_size)
         ]
         for process in processes:
