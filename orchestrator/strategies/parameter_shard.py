@@ -38,6 +38,7 @@ from orchestrator.strategies.wire import (
     ANSWERED_COUNTS,
     ANSWERED_ROWS,
     NORM,
+    READY,
     Arrivals,
     Groups,
     Part,
@@ -274,19 +275,24 @@ class Shard(Strategy):
     def _serve_all(self, want_grad_norm: bool) -> tuple[Tensor | None, bool]:
         """A synchronous step; the norm of the whole gradient where it is needed, and whether it was skipped."""
         train = self.context.train
+        others = [rank for rank in self.context.mesh.shards if rank != self.context.global_rank]
+        # More direct than a collective operation, which small steps would feel.
+        ready = [dist.irecv(torch.zeros(1), other, tag=READY) for other in others]
         arriving = {worker: push.expect(worker) for worker, push in self._pushes.items()}
         for worker, work in arriving.items():
             self._wait_for(work)
             self._pushes[worker].complete(worker)
+        for other in others:
+            self._sends.send(torch.zeros(1), other, READY)
         self._set_gradients(list(self._pushes.values()))
+        for word in ready:
+            self._wait_for(word)
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
             norm = self._norm()
             if self._shard == 0:
                 for worker in self._workers:
                     self._sends.send(norm, worker, NORM)
-        elif self.context.mesh.num_shards > 1:
-            dist.all_reduce(torch.zeros(()), group=self._groups.shards)
         skipped = norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm)
         if not skipped:
             if norm is not None and train.clip_norm is not None:
@@ -318,7 +324,8 @@ class Shard(Strategy):
                 self._unanswered.remove(waiting)
                 self._answer(waiting)
 
-    def _wait_for(self, arriving: dist.Work | Sends) -> None:
+    def _wait_for(self, arriving: dist.Work | Sends | None) -> None:
+        assert arriving is not None
         began = time.perf_counter()
         arriving.wait()
         self._waited_s += time.perf_counter() - began

@@ -25,7 +25,7 @@ from torch import Tensor
 from orchestrator.mesh import Mesh
 from orchestrator.model.sharding import ALIGNMENT_BYTES, Extent, cut, offsets, wire_dtype
 
-PUSH, PUSHED_ROWS, NORM, ANSWER, ANSWERED_COUNTS, ANSWERED_ROWS = range(1, 7)
+PUSH, PUSHED_ROWS, READY, NORM, ANSWER, ANSWERED_COUNTS, ANSWERED_ROWS = range(1, 8)
 """Tags of messages."""
 
 ABSENT = -1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,10 +11,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gang import Gang
-from toys import DDP, AdamDigits, Case, Toy, assert_same_state, digits, having, losses, make, snapshot, steps, train
+from toys import (
+    DDP,
+    AdamDigits,
+    Case,
+    Toy,
+    assert_same,
+    assert_same_state,
+    digits,
+    having,
+    losses,
+    made,
+    make,
+    snapshot,
+    steps,
+    train,
+)
 
 from orchestrator.config import schema
+from orchestrator.strategies import make_strategy
 from orchestrator.worker.state import TrainState
 
 HOGWILD = schema.HogwildConfig(name="hogwild", num_workers=2)
@@ -117,6 +136,61 @@ def test_the_memory_has_no_name(gang: Gang) -> None:
     case = Case(job=Toy(), train=having(global_batch_size=20), options=HOGWILD)
     for during in gang.run(names_in_training, case, world_size=2):
         assert during <= before
+
+
+def test_a_new_worker_maps_the_memory_that_is_there(gang: Gang) -> None:
+    case = Case(job=AdamDigits(hidden=24), train=having(global_batch_size=32, steps=20), options=HOGWILD)
+    for lost in (0, 1):
+        ranks = gang.run(with_a_new_worker, case, lost, 8, world_size=2)
+        for rank in ranks:
+            assert rank["handed over"] == {"step": 8, "samples_consumed": 8 * 32}
+            assert_same(rank["before"], ranks[1 - lost]["before"])
+            assert_same(rank["model"], ranks[0]["model"])
+            assert rank["held"] == {0: (20,), 1: (20,)}
+            assert rank["lost_pct"] < 50
+            assert rank["descriptors"] == 0
+
+
+def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> dict[str, Any]:
+    """Train on after step ``at``, when the worker ``lost`` is another one than before."""
+    opened = memory_descriptors()
+    strategy: Any = make(case, rank)
+    list(steps(strategy, last=at))
+    dist.barrier()
+    strategy.close()
+    step = at
+    if rank == lost:
+        made.remove(strategy)
+        strategy, step = make_strategy("hogwild", strategy.context, case.job), 0
+        made.append(strategy)
+        strategy.setup(case.job.dataset("train"))
+        assert strategy.held(0, settled=True) == {}
+    strategy.attach()
+    handed_over = strategy.hand_over((1 - lost,) * 2, source_step=at, step=step, samples_consumed=step * 32)
+    before = snapshot(strategy.model)
+    dist.barrier()
+    list(steps(strategy, first=at + 1))
+    with strategy.together():
+        result = {
+            "handed over": handed_over,
+            "before": before,
+            "model": snapshot(strategy.model),
+            "held": strategy.held(20, settled=True),
+            "lost_pct": strategy.figures()["hogwild/lost_updates_pct"].value,
+        }
+    made.remove(strategy)
+    del strategy
+    gc.collect()
+    return {**result, "descriptors": memory_descriptors() - opened}
+
+
+def memory_descriptors() -> int:
+    """How many shared memories this process has open."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this listing itself
+            found += "memfd:orchestrator" in str(descriptor.readlink())
+    return found
 
 
 def names_in_training(rank: int, case: Case) -> set[Path]:

@@ -31,7 +31,9 @@ from toys import (
     digits,
     having,
     losses,
+    made,
     make,
+    model_of,
     piece,
     snapshot,
     steps,
@@ -41,6 +43,7 @@ from toys import (
 
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.config import schema
+from orchestrator.strategies import make_strategy
 from orchestrator.worker.state import TrainState
 
 
@@ -388,6 +391,64 @@ def loaded(rank: int, case: Case, state: TrainState) -> TrainState | None:
     strategy.restore(state if rank == 0 else None, source=0)
     with strategy.together():
         return strategy.capture(step=state.step, samples_consumed=state.samples_consumed, into=None)
+
+
+# A lost worker ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    "job",
+    [ScheduledDigits(hidden=24), AdamDigits(hidden=24), Normed(), SPARSE],
+    ids=["sgd", "adamw", "buffers", "sparse"],
+)
+def test_a_new_worker_has_everything_from_the_shards_and_the_other_one(gang: Gang, job: Any, lost: int) -> None:
+    case = Case(job=job, train=having(global_batch_size=24, steps=12))
+    undisturbed = run(gang, case, 2, 2)
+    seen = gang.run(with_a_new_worker, replace(case, options=server()), lost, 7, world_size=4)
+    for rank, (after, lr) in enumerate(seen[:2]):
+        assert after.loss_sums == undisturbed[rank].loss_sums[7:]
+        assert_same(after.model, undisturbed[rank].model)
+        assert lr == seen[2][1]
+
+
+def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> tuple[Steps, float]:
+    """The steps after ``at``, when the worker ``lost`` is another one than before, and the learning rate at the end."""
+    strategy = make(case, rank)
+    list(steps(strategy, last=at))
+    model_of(strategy)  # a worker has the answers now
+    dist.barrier()
+    strategy.close()
+    step = at
+    if rank == lost:
+        strategy, step = make_strategy("parameter_server", strategy.context, case.job), 0
+        made.append(strategy)
+        strategy.setup(case.job.dataset("train"))
+    strategy.attach()
+    batch_size = case.train.global_batch_size
+    meta = strategy.hand_over((2, 2, 2, 3), source_step=at, step=step, samples_consumed=step * batch_size)
+    assert meta == {"step": at, "samples_consumed": at * batch_size}
+    return watched(strategy, steps(strategy, first=at + 1)), strategy.lr
+
+
+def test_a_shard_that_has_no_state_yet_offers_none(gang: Gang) -> None:
+    case = Case(job=digits(), train=having(global_batch_size=24))
+    for before, after in run(gang, case, 1, 1, held_before_and_after):
+        assert before == {}
+        assert after in ({}, {0: (4,), 1: (4,)})
+
+
+def held_before_and_after(rank: int, case: Case) -> tuple[Any, Any]:
+    context = make(case, rank).context
+    strategy = make_strategy("parameter_server", context, case.job)
+    made.append(strategy)
+    strategy.setup(case.job.dataset("train"))
+    before = strategy.held(0, settled=True)
+    strategy.attach()
+    strategy.begin_equal()
+    list(steps(strategy, last=4))
+    model_of(strategy)
+    return before, strategy.held(4, settled=True)
 
 
 # What is refused ----------------------------------------------------------------------------------
