@@ -30,8 +30,8 @@ from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stack
 from orchestrator.plan import Plan
 from orchestrator.rundir import RunDir, write_json
 
-SETTLE_S = 3.0
-"""After a failure, time for the other ranks to say what they saw."""
+SETTLE_S, SETTLE_STEPS = 3.0, 2.0
+"""After a failure, time for the other ranks to say what they saw: seconds, or usual steps where these take longer."""
 STACKS_TIMEOUT_S = 2.0
 Pause = Literal["preempted", "growing"]
 LISTENING_S = 0.1
@@ -159,7 +159,7 @@ class Generation:
             self._look_after(self._telemetry.collect(self._gang), time.monotonic())
             if not abandoned and self._failed():
                 abandoned = True
-                give_up_at = time.monotonic() + SETTLE_S
+                give_up_at = time.monotonic() + max(SETTLE_S, SETTLE_STEPS * self._pace.usual_s)
                 left = [m.global_rank for m in self._pending.values()]
                 self._gang.tell("abandon", self.number, self._unreachable, ranks=left)
             if self._stop.received and not self.stop_sent and self.paused is None:

@@ -45,6 +45,11 @@ class Pace:
             if state.phase in BOUNDED and now - state.moved_at > self._patience_s(state, all_steady)
         ]
 
+    @property
+    def usual_s(self) -> float:
+        """What a batch takes the slowest rank."""
+        return max((state.usual_tick_s or 0.0 for state in self._ranks.values()), default=0.0)
+
     def standing_s(self, now: float) -> float:
         """For how long some rank has not got on."""
         return now - min(state.moved_at for state in self._ranks.values())

@@ -136,7 +136,7 @@ class Pipeline(OptimizerStep):
         self._sharing.begin_equal()
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> nn.Module:  # type: ignore[override]
         """The tensors of this worker's stages under the model's own names, as they are now."""
         return state_of(self.stages)
 

@@ -63,6 +63,7 @@ class Loop:
         self.position = Position()
         self.place(assignment)
         self._data: tuple[Dataset[Any], Dataset[Any]] | None = None
+        self._has_state = False
         self._stall_ms = 0.0
         self._run_dir = RunDir(Path(assignment.run_dir))
         self._writer = CheckpointWriter(
@@ -96,6 +97,7 @@ class Loop:
         if self.rank == 0 and assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
         self._continue_together()
+        self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         with self._advising():
             stopped = self._train(startup)
@@ -114,9 +116,9 @@ class Loop:
         )
 
     def held(self, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
-        """As :meth:`Strategy.held`; nothing before there is a model."""
+        """As :meth:`Strategy.held`; nothing before the model has the state that the run begins with."""
         settled = settled or self.device.type == "cpu"
-        return {} if self._data is None else self.strategy.held(self.position.step, settled=settled)
+        return self.strategy.held(self.position.step, settled=settled) if self._has_state else {}
 
     def finish(self, timeout_s: float) -> None:
         """End the background work."""

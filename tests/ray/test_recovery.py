@@ -121,6 +121,17 @@ def test_whenever_it_happens(run: Any, reference: Any, faults: str) -> None:
     assert_same_weights(result.run_dir, reference()[0])
 
 
+def test_a_resumed_run_that_loses_a_worker_as_it_starts_begins_from_its_checkpoint(run: Any, reference: Any) -> None:
+    """Who has built a model and not yet loaded it has nothing to hand over."""
+    first = run(*WORDS, "recovery.chaos=[kill@13:1]", "recovery.max_failures=0")
+    assert first.exit_code == 1
+    result = run(*WORDS, f"resume={first.run_dir}", "recovery.chaos=[kill@0:1:build]")
+    assert result.exit_code == 0, result.reason
+    (recovered,) = events(result.run_dir, "recovered")
+    assert (recovered["in_place"], recovered["step"]) == (False, 8)
+    assert_same_weights(result.run_dir, reference()[0])
+
+
 def test_a_crash_loop_ends_with_its_cause_said_once(run: Any) -> None:
     faults = ",".join(["kill@13:1"] * 5)
     result = run(*WORDS, f"recovery.chaos=[{faults}]")
