@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver import cluster
+from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.messages import Heartbeat, Whereabouts
 from orchestrator.plan import Plan
 from orchestrator.worker.actor import remote_worker
@@ -54,8 +55,9 @@ class Member:
 class Gang:
     """All workers of a run. Use as a context manager: whatever happens, everything is released."""
 
-    def __init__(self, plan: Plan, config: ClusterConfig, *, label: str):
+    def __init__(self, plan: Plan, config: ClusterConfig, nodes: NodeWatch, *, label: str):
         self._plan = plan
+        self._nodes = nodes
         self._config = config
         self._label = label
         self._slots: list[tuple[PlacementGroup, int]] = []  # a bundle each
@@ -115,7 +117,7 @@ class Gang:
         Raises:
             GangError: not in time, or each new one dies at once.
         """
-        leaving = cluster.leaving_nodes()
+        leaving = self._nodes.leaving
         seats = [(m.slot, m.where) for m in self.members]
         for rank in ranks:
             lost = self.members[rank]
@@ -146,7 +148,7 @@ class Gang:
             if slot is None:
                 raise GangError("a worker that was ready to join is gone")
             seats.append((slot, self._spares.pop(slot)))
-        leaving = cluster.leaving_nodes()
+        leaving = self._nodes.leaving
         for member in self.members:
             if member.global_rank not in before:
                 self._kill(member.slot)
@@ -174,7 +176,7 @@ class Gang:
                 self._spares[slot] = cast(Whereabouts, ray.get(reference))
             except ray.exceptions.RayError:
                 self._vacant.append(slot)
-        leaving = cluster.leaving_nodes() if self._spares else ()
+        leaving = self._nodes.leaving
         return sum(where.node_id not in leaving for where in self._spares.values())
 
     def release(self) -> None:
@@ -316,7 +318,7 @@ class Gang:
             self._kill(slot)
             del self._spares[slot]
             self._vacant.append(slot)
-        leaving = cluster.leaving_nodes() if self._spares else ()
+        leaving = self._nodes.leaving
         staying = [slot for slot, where in self._spares.items() if where.node_id not in leaving]
         return min(staying, key=lambda slot: (self._spares[slot].node_id != node_id, slot), default=None)
 

@@ -15,7 +15,6 @@ import ray.exceptions
 
 from orchestrator.chaos import Fault
 from orchestrator.config.schema import Config
-from orchestrator.driver import cluster
 from orchestrator.driver.elastic import Seating
 from orchestrator.driver.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
 from orchestrator.driver.gang import Gang, GangError, Member, check_ray
@@ -259,7 +258,7 @@ class Generation:
 
     def _pause_if_due(self, beats: Mapping[int, Heartbeat]) -> None:
         """End the generation in good order, if workers have to leave or more could join."""
-        gone = cluster.leaving_nodes()
+        gone = self._nodes.leaving
         leaving = [m.global_rank for m in self._gang.members if m.where.node_id in gone]
         leaving += [rank for rank, beat in beats.items() if beat.leaving]
         if leaving:

@@ -1,12 +1,18 @@
-"""Whether the other machines still answer: a process on each that does nothing else."""
+"""Whether the other machines still answer, by a process on each that does nothing else, and which have to leave."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.driver import cluster
+
+LOOK_EVERY_S = 0.5
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -18,9 +24,10 @@ class Sentry:
 
 
 class NodeWatch:
-    """A node counts as silent when neither its sentry nor any worker has answered for ``timeout_s``.
+    """A node counts as silent when neither its sentry nor any worker has answered for ``timeout_s``. This machine is
+    not watched: if it is gone, so is the one who watches.
 
-    This machine is not watched: if it is gone, so is the one who watches.
+    ``leaving``: the nodes that have been told to drain, by their ids, as of a moment ago.
     """
 
     def __init__(self, timeout_s: float):
@@ -29,6 +36,10 @@ class NodeWatch:
         self._sentries: dict[str, Any] = {}
         self._asked: dict[str, Any] = {}  # by node: the answer to come
         self._heard_at: dict[str, float] = {}
+        self.leaving: Collection[str] = ()
+        self._closed = threading.Event()
+        # On a thread of its own, for a Ray that is dead would never answer.
+        threading.Thread(target=self._look, name="leaving-nodes", daemon=True).start()
 
     def silent(self, nodes: Mapping[str, bool], now: float) -> Collection[str]:
         """To be asked several times a second; ``nodes``: those with workers, and whether one of them has answered."""
@@ -48,8 +59,14 @@ class NodeWatch:
         return [node_id for node_id, heard_at in self._heard_at.items() if now - heard_at > self._timeout_s]
 
     def close(self) -> None:
+        self._closed.set()
         for node_id in list(self._sentries):
             self._forget(node_id)
+
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_EVERY_S):
+            with contextlib.suppress(Exception):  # Ray is gone, which others notice
+                self.leaving = cluster.leaving_nodes()
 
     def _succeeded(self, node_id: str) -> bool:
         try:

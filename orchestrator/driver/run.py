@@ -131,7 +131,7 @@ class Run:
         )
         self._startup["driver_s"] = time.time() - spec.started_at
         label = f"{plan.run_name}-{spec.run_uid[:6]}"
-        with Gang(plan, self.config.cluster, label=label) as gang:
+        with Gang(plan, self.config.cluster, self._nodes, label=label) as gang:
             self._gang = gang
             try:
                 began = time.perf_counter()

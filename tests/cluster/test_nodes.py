@@ -90,7 +90,7 @@ class Run:
 
 def test_a_node_is_lost_and_another_comes(cluster: Cluster, tmp_path: Path) -> None:
     node = cluster.add_node(num_cpus=1)
-    run = Run(cluster, tmp_path, "strategy.num_workers=[1,2]", "train.steps=1000")
+    run = Run(cluster, tmp_path, "strategy.num_workers=[1,2]", "train.steps=900")
     run.wait_for_step(30)
     killed_at = time.time()
     cluster.remove_node(node, allow_graceful=False)
@@ -120,7 +120,7 @@ def test_with_a_spare_elsewhere_a_lost_node_costs_no_step(cluster: Cluster, tmp_
 def test_a_drained_node_is_left_in_time(cluster: Cluster, tmp_path: Path) -> None:
     leaving = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
-    run = Run(cluster, tmp_path, "strategy.num_workers=2", "train.steps=400", "recovery.max_failures=0")
+    run = Run(cluster, tmp_path, "strategy.num_workers=2", "train.steps=300", "recovery.max_failures=0")
     run.wait_for_step(30)
     cluster.add_node(num_cpus=1)
     drain(cluster, leaving.node_id)

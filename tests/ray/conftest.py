@@ -17,6 +17,16 @@ import ray
 HERE = Path(__file__).parent
 
 
+def in_campaign(*values: Any) -> list[Any]:
+    """Parameters that the default run leaves out."""
+    return [
+        pytest.param(*v, marks=pytest.mark.campaign)
+        if isinstance(v, tuple)
+        else pytest.param(v, marks=pytest.mark.campaign)
+        for v in values
+    ]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
     os.environ.pop("RAY_ADDRESS", None)

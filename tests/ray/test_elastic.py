@@ -61,6 +61,7 @@ def test_a_run_goes_on_smaller_and_grows_again(run: Any, undisturbed: dict[int, 
     assert_same_curve(result.run_dir, undisturbed)
 
 
+@pytest.mark.campaign
 def test_pipelines_lose_and_gain_whole_replicas(run: Any, undisturbed: dict[int, float]) -> None:
     result = run(*WORDS, *GRID, "strategy.num_workers=[2,4]", "recovery.chaos=[kill@60:3]")
     assert result.exit_code == 0, result.reason

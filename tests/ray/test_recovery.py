@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import events, losses
+from conftest import events, in_campaign, losses
 from safetensors.torch import load_file
 
 STEPS = 24
@@ -55,8 +55,7 @@ def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
     assert {step: pytest.approx(expected[step], rel=1e-6) for step in seen} == seen
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize(("rank", "spares"), [(0, 1), (1, 0), *in_campaign((0, 0), (1, 1))])
 def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spares: int) -> None:
     result = run(*WORDS, f"recovery.chaos=[kill@13:{rank}]", f"recovery.spares={spares}")
     assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
@@ -72,10 +71,6 @@ def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spar
     assert (recovered["step"], recovered["replaced"], recovered["in_place"]) == (12, [rank], True)
     assert recovered["seconds"] == pytest.approx(result.summary["recovery_s"][0])
     assert [e["generation"] for e in events(result.run_dir, "generation_started")] == [1, 2]
-
-
-def in_campaign(*values: str) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.campaign) for value in values]
 
 
 @pytest.mark.parametrize("kind", ["raise", "stop", "gil", *in_campaign("exit", "segv", "sleep")])

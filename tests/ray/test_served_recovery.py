@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import events, losses
+from conftest import events, in_campaign, losses
 from safetensors.torch import load_file
 
 STEPS = 24
@@ -65,8 +65,7 @@ def recoveries(result: Any) -> list[tuple[list[int], bool]]:
     return [(e["replaced"], e["in_place"]) for e in events(result.run_dir, "recovered")]
 
 
-@pytest.mark.parametrize("words", [(), (NORMED,)], ids=["", "buffers"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "words"), [(0, (NORMED,)), (1, ()), *in_campaign((0, ()), (1, (NORMED,)))])
 def test_a_killed_worker_of_synchronous_shards(
     run: Any, assert_undisturbed: Any, rank: int, words: tuple[str, ...]
 ) -> None:
@@ -80,8 +79,9 @@ def test_a_killed_worker_of_synchronous_shards(
     assert_undisturbed(result.run_dir, *words)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("consistency", ["stale", "async"])
+@pytest.mark.parametrize(
+    ("rank", "consistency"), [(0, "stale"), (1, "async"), *in_campaign((0, "async"), (1, "stale"))]
+)
 def test_a_killed_worker_of_asynchronous_shards(run: Any, consistency: str, rank: int) -> None:
     result = run(*SERVER, NO_CHECKPOINT, f"strategy.consistency={consistency}", f"recovery.chaos=[kill@13:{rank}]")
     assert recoveries(result) == [([rank], True)]
@@ -90,14 +90,17 @@ def test_a_killed_worker_of_asynchronous_shards(run: Any, consistency: str, rank
     assert_learned(result)
 
 
+@pytest.mark.campaign
 def test_workers_die_one_after_another(run: Any, assert_undisturbed: Any) -> None:
     result = run(*SERVER, NO_CHECKPOINT, "recovery.chaos=[kill@8:1:eval,kill@13:0,kill@19:1]")
     assert recoveries(result) == [([1], True), ([0], True), ([1], True)]
     assert_undisturbed(result.run_dir)
 
 
-@pytest.mark.parametrize("consistency", ["sync", "stale", "async"])
-@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize(
+    ("shard", "consistency"),
+    [(0, "sync"), (1, "async"), *in_campaign((0, "stale"), (0, "async"), (1, "sync"), (1, "stale"))],
+)
 def test_a_killed_shard_is_in_its_neighbours_memory(
     run: Any, assert_undisturbed: Any, shard: int, consistency: str
 ) -> None:
@@ -120,8 +123,9 @@ def test_without_copies_a_killed_shard_comes_from_the_checkpoint(run: Any, asser
     assert_undisturbed(result.run_dir)
 
 
-@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "strategy"), [(0, "hogwild"), (1, "locked_sgd"), *in_campaign((1, "hogwild"), (0, "locked_sgd"))]
+)
 def test_a_killed_worker_leaves_the_memory_that_all_have(run: Any, strategy: str, rank: int) -> None:
     words = (f"strategy={strategy}", "strategy.num_workers=2", f"recovery.chaos=[kill@13:{rank}]")
     result = run(*WORDS, NO_CHECKPOINT, *words)
