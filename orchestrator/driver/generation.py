@@ -242,7 +242,7 @@ class Generation:
         if not self._failed() and any(rank not in self.outcomes for rank in self._pace.hanging(now)):
             self._end_hanging(now)
         all_train = self._telemetry.has_trained(self.number) and not self.outcomes
-        if all_train and self.paused is None and not self.stop_sent:
+        if all_train and self.paused is None and self._stop.received is None:
             self._pause_if_due(beats)
 
     def _is_training(self, rank: int) -> bool:

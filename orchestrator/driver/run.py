@@ -16,7 +16,7 @@ from orchestrator.config.redact import redact_text
 from orchestrator.config.schema import Config
 from orchestrator.driver.aggregate import Aggregator
 from orchestrator.driver.elastic import Seating, Sizes, find_seating, reseated
-from orchestrator.driver.gang import Gang, GangError
+from orchestrator.driver.gang import Gang, GangError, check_ray
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.lease import Lease
 from orchestrator.driver.node_watch import NodeWatch
@@ -167,6 +167,8 @@ class Run:
                     self._settle(gang, generation)
                     return self._fail(generation, guilty, decision.why)
                 self._tell_of_loss(generation, guilty)
+            elif generation.paused == "preempted" and self._stop.received is not None:
+                return self._end(*self._interrupted(generation))
             elif generation.paused is not None and self._all(generation, "stopped"):
                 decision = hand_over(self._held, generation.leaving, world_size=self._plan.world_size)
             else:
@@ -238,6 +240,7 @@ class Run:
     def _regroup(self, gang: Gang, generation: Generation, guilty: int | None, decision: Continuation) -> Continuation:
         """Put workers in the places of those that were lost, or go on with fewer or more of them; the next generation
         can begin with what is returned."""
+        check_ray()
         if guilty is not None:
             for rank in decision.lost:
                 self._faults = chaos.without_next(self._faults, rank)

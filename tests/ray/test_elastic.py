@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import events, losses
 
-STEPS = 400
+STEPS = 600
 WORDS = (
     f"train.steps={STEPS}",
     "train.log_every=1",
