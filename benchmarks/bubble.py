@@ -28,9 +28,9 @@ STAGES_PER_WORKER = {
     "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2,
 }  # fmt: skip
 WITH_FORMULA = ("GPipe", "1F1B", "Interleaved1F1B")
-FORWARD_MS = 240.0
+FORWARD_MS = 100.0
 """Of a micro-batch on a worker, all its stages together; backward takes twice as long."""
-STEPS = 2
+STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
