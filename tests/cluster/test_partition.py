@@ -106,6 +106,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 90) -> 
     return found
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_a_link_is_cut_and_mended(hosts: Hosts, tmp_path: Path) -> None:
     """The run goes on at the head within seconds; the other side, which cannot know, writes nothing any more."""
