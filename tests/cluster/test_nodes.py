@@ -117,6 +117,7 @@ def test_with_a_spare_elsewhere_a_lost_node_costs_no_step(cluster: Cluster, tmp_
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
 
 
+@pytest.mark.campaign
 def test_a_drained_node_is_left_in_time(cluster: Cluster, tmp_path: Path) -> None:
     leaving = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()

@@ -155,6 +155,7 @@ def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, st
     assert_same_weights(result.run_dir, reference(f"strategy={strategy}")[0])
 
 
+@pytest.mark.campaign
 def test_a_stage_gets_its_state_from_its_replica(run: Any, reference: Any) -> None:
     words = ("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2", "job.depth=3")
     result = run(*WORDS, *words, "recovery.chaos=[raise@13:1,kill@19:2]")
