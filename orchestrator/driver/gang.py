@@ -122,9 +122,8 @@ class Gang:
         for rank in ranks:
             lost = self.members[rank]
             self._kill(lost.slot)
-            slot = self._take_spare(lost.where.node_id)
-            if slot is not None:
-                seats[rank] = slot, self._spares.pop(slot)
+            if spares := self._live_spares(near=lost.where.node_id):
+                seats[rank] = spares[0], self._spares.pop(spares[0])
                 self._vacate(lost, leaving)
             else:
                 slot = self._new_slot() if lost.where.node_id in leaving else lost.slot
@@ -133,29 +132,28 @@ class Gang:
         self._seat(seats)
         check_devices([m.where for m in self.members])
 
-    def reseat(self, plan: Plan, before: Sequence[int | None]) -> None:
+    def reseat(self, plan: Plan, before: Sequence[int | None]) -> bool:
         """The workers of another plan: for each rank the one that a rank had before, or else a spare.
 
-        Raises:
-            GangError: a spare is gone by now.
+        False: some spares are gone by now, and nothing has changed.
         """
-        seats: list[tuple[int, Whereabouts]] = []
-        for rank in before:
-            if rank is not None:
-                seats.append((self.members[rank].slot, self.members[rank].where))
-                continue
-            slot = self._take_spare("")
-            if slot is None:
-                raise GangError("a worker that was ready to join is gone")
-            seats.append((slot, self._spares.pop(slot)))
+        spares = self._live_spares() if None in before else []
+        if len(spares) < before.count(None):
+            return False
+        joining = iter(spares)
+        slots = [next(joining) if rank is None else self.members[rank].slot for rank in before]
+        places = {m.slot: m.where for m in self.members} | self._spares
         leaving = self._nodes.leaving
         for member in self.members:
             if member.global_rank not in before:
                 self._kill(member.slot)
                 self._vacate(member, leaving)
+        for slot in slots:
+            self._spares.pop(slot, None)
         self._plan = plan
-        self._seat(seats)
+        self._seat([(slot, places[slot]) for slot in slots])
         check_devices([m.where for m in self.members])
+        return True
 
     def refill(self, workers: int) -> None:
         """Start workers in the background until there are ``workers`` with those in their places; first where lost
@@ -309,8 +307,8 @@ class Gang:
         with contextlib.suppress(Exception):
             ray.kill(self._actors[slot])
 
-    def _take_spare(self, node_id: str) -> int | None:
-        """The slot of a spare that lives, on this node if there is one."""
+    def _live_spares(self, *, near: str = "") -> list[int]:
+        """The slots of the spares that answer and may stay where they are, those on the node ``near`` first."""
         self.ready()
         asked = {self._actors[slot].whereabouts.remote(): slot for slot in self._spares}
         alive = _in_time(asked, SPARE_TIMEOUT_S)
@@ -320,7 +318,7 @@ class Gang:
             self._vacant.append(slot)
         leaving = self._nodes.leaving
         staying = [slot for slot, where in self._spares.items() if where.node_id not in leaving]
-        return min(staying, key=lambda slot: (self._spares[slot].node_id != node_id, slot), default=None)
+        return sorted(staying, key=lambda slot: (self._spares[slot].node_id != near, slot))
 
     def _seat(self, seats: Sequence[tuple[int, Whereabouts]]) -> None:
         """Give the workers in these slots their ranks, in order."""

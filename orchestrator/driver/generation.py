@@ -249,9 +249,9 @@ class Generation:
         return rank not in self.outcomes and self._telemetry.last_step.get(rank, 0) < self._plan.steps
 
     def _nodes_heard(self, beats: Mapping[int, Heartbeat]) -> dict[str, bool]:
-        """The nodes of the ranks that are waited for, and whether one of them has answered."""
+        """The nodes of the ranks, and whether one of those on each has answered."""
         heard: dict[str, bool] = {}
-        for member in self._pending.values():
+        for member in self._gang.members:
             node_id = member.where.node_id
             heard[node_id] = heard.get(node_id, False) or member.global_rank in beats
         return heard

@@ -59,6 +59,7 @@ class NodeWatch:
         return [node_id for node_id, heard_at in self._heard_at.items() if now - heard_at > self._timeout_s]
 
     def close(self) -> None:
+        """Give up watching. Never raises."""
         self._closed.set()
         for node_id in list(self._sentries):
             self._forget(node_id)
@@ -76,5 +77,7 @@ class NodeWatch:
         return True
 
     def _forget(self, node_id: str) -> None:
-        ray.kill(self._sentries.pop(node_id))
+        sentry = self._sentries.pop(node_id)
         del self._asked[node_id], self._heard_at[node_id]
+        with contextlib.suppress(Exception):
+            ray.kill(sentry)

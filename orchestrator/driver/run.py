@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -252,13 +252,9 @@ class Run:
             time.sleep(0.1)
         workers_before = self._plan.mesh.num_workers
         self._held = {rank: held for rank, held in self._held.items() if rank not in decision.lost}
-        staying = [rank for rank in range(self._plan.world_size) if rank not in decision.lost]
-        saved = guilty is None
-        seating = find_seating(self._plan, self.spec.sizes, staying, ready=gang.ready(), saved=saved)
-        if seating is None or seating.plan is self._plan:
+        if (seating := self._change_size(gang, decision.lost, saved=guilty is None)) is None:
             gang.replace(decision.lost, on_wait=self._on_wait, poll=self._raise_if_stopped)
         else:
-            gang.reseat(seating.plan, seating.before)
             decision = reseated(decision, seating, self._held)
             self._plan, self._held = seating.plan, {}
         if decision.sources is None:
@@ -276,6 +272,17 @@ class Run:
         )
         self._telemetry.begin_generation(self._plan, decision.lost, regrouping.resumed_at)
         return decision
+
+    def _change_size(self, gang: Gang, lost: Collection[int], *, saved: bool) -> Seating | None:
+        """Seat the workers that there are, where that makes a run of another size; None: it does not."""
+        staying = [rank for rank in range(self._plan.world_size) if rank not in lost]
+        while self.spec.sizes.is_elastic:
+            seating = find_seating(self._plan, self.spec.sizes, staying, ready=gang.ready(), saved=saved)
+            if seating is None or seating.plan is self._plan:
+                return None
+            if gang.reseat(seating.plan, seating.before):
+                return seating
+        return None
 
     def _find_checkpoint(self) -> None:
         """The newest whole one, of which its writer may not have told before it died."""
