@@ -134,16 +134,8 @@ def _torchrun(script: str) -> list[str]:
 def _peer(command: Sequence[str], work: Work) -> Arm:
     def run(folder: Path) -> Timing:
         result = folder / "result.json"
-        words = [
-            f"--job={work.job}",
-            f"--fields={json.dumps(dict(work.fields))}",
-            f"--steps={work.steps}",
-            f"--global-batch-size={work.global_batch_size}",
-            f"--log-every={work.log_every}",
-            f"--result={result}",
-        ]
         created = time.time()
-        execute([*command, *words], folder)
+        execute([*command, *words_of(work, result)], folder)
         measured = json.loads(result.read_text())
         step_ms = measured["step_ms"][min(WARM_UP_STEPS, work.steps // 5) :]
         return Timing(
@@ -154,6 +146,18 @@ def _peer(command: Sequence[str], work: Work) -> Arm:
         )
 
     return run
+
+
+def words_of(work: Work, result: Path) -> list[str]:
+    """What a script of ``peers/`` is told: the work, and where to write what it measured."""
+    return [
+        f"--job={work.job}",
+        f"--fields={json.dumps(dict(work.fields))}",
+        f"--steps={work.steps}",
+        f"--global-batch-size={work.global_batch_size}",
+        f"--log-every={work.log_every}",
+        f"--result={result}",
+    ]
 
 
 class Stuck(RuntimeError):

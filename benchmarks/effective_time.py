@@ -10,19 +10,18 @@ end of the first step to the end of the last one; effective is what the steps wo
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from arms import WORKERS, Stuck, Work, execute, launch, python_of_torchrun, running_ray
-from rounds import HERE, Claim, argument_parser, report, table
+from arms import WORKERS, Work, launch, running_ray
+from deaths import CHECKPOINT_EVERY, peers, run_peer, until_it_comes_back
+from rounds import Claim, argument_parser, report, table
 
 ROUNDS = 2
-TRIES = 4
-STUCK_AFTER_S = 200
+STUCK_AFTER_S = 150
 STEP_MS = 100
-KILL_EVERY, CHECKPOINT_EVERY = 100, 20
+KILL_EVERY = 100
 WORK = Work(
     job="paced.Paced",
     fields={"hidden": 64, "step_ms": STEP_MS},
@@ -30,7 +29,6 @@ WORK = Work(
     steps=350,
     log_every=10,
 )
-PEERS = HERE / "peers"
 
 
 def ours(address: str) -> Callable[[Path], float]:
@@ -48,18 +46,7 @@ def ours(address: str) -> Callable[[Path], float]:
 
 def peer(command: list[str]) -> Callable[[Path], float]:
     def run(folder: Path) -> float:
-        words = [
-            f"--job={WORK.job}",
-            f"--fields={json.dumps(dict(WORK.fields))}",
-            f"--steps={WORK.steps}",
-            f"--global-batch-size={WORK.global_batch_size}",
-            f"--log-every={WORK.log_every}",
-            f"--result={folder / 'result.json'}",
-            f"--kill-at={KILL_EVERY}",
-            f"--kill-every={KILL_EVERY}",
-            f"--checkpoint-every={CHECKPOINT_EVERY}",
-        ]
-        execute([*command, *words], folder, timeout_s=STUCK_AFTER_S)
+        run_peer(command, WORK, folder, kill_at=KILL_EVERY, kill_every=KILL_EVERY, stuck_after_s=STUCK_AFTER_S)
         times = json.loads((folder / "times.json").read_text())
         return effective(times["last"] - times["first"])
 
@@ -77,12 +64,11 @@ def main() -> None:
     with running_ray(num_cpus=WORKERS + 1) as address:
         arms = {
             "ours, a spare": ours(address),
-            "torchrun": peer([*python_of_torchrun("--max-restarts=20"), str(PEERS / "torchrun_elastic.py")]),
-            "Ray Train": peer([str(PEERS / "ray_train_elastic.py"), f"--workers={WORKERS}", f"--address={address}"]),
+            **{name: peer(command) for name, command in peers(address).items()},
         }
         for number in range(1 if arguments.quick else ROUNDS):
             for name, arm in arms.items():
-                share = run_arm(name, arm, stuck)
+                share = until_it_comes_back(name, arm, stuck)
                 shares.setdefault(name, []).append(share)
                 print(f"  round {number + 1}, {name}: {share:.3f}", flush=True)
     rows = [[name, " ".join(f"{100 * v:.1f}" for v in values), str(stuck[name])] for name, values in shares.items()]
@@ -104,17 +90,6 @@ def main() -> None:
         notes=table(["arm", "effective, %, each round", "runs that never came back"], rows),
         keep=not arguments.quick,
     )
-
-
-def run_arm(name: str, arm: Callable[[Path], float], stuck: Counter[str]) -> float:
-    for _ in range(TRIES):
-        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-            try:
-                return arm(Path(folder))
-            except Stuck:
-                stuck[name] += 1
-                print(f"  {name}: stuck, once more", flush=True)
-    return 0.0
 
 
 if __name__ == "__main__":

@@ -12,21 +12,20 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from arms import WORKERS, Stuck, Work, execute, launch, python_of_torchrun, running_ray
-from rounds import HERE, Claim, argument_parser, report, table
+from arms import WORKERS, Work, launch, running_ray
+from deaths import CHECKPOINT_EVERY, peers, run_peer, until_it_comes_back
+from rounds import Claim, argument_parser, report, table
 
 ROUNDS = 3
-TRIES = 5
 STUCK_AFTER_S = 60
 """Of a run of a quarter of that. It is tried again then, and counted."""
-KILL_AT, CHECKPOINT_EVERY, COPY_EVERY = 100, 20, 10
+KILL_AT, COPY_EVERY = 100, 10
 GOALS_S = {
     "ours, a spare": 0.6,
     "ours": 3.0,
@@ -71,18 +70,8 @@ def ours(address: str, spares: int, *more: str, fault: str = "kill") -> Callable
 
 def peer(command: list[str]) -> Callable[[Path], Cost]:
     def run(folder: Path) -> Cost:
-        words = [
-            f"--job={WORK.job}",
-            f"--fields={json.dumps(dict(WORK.fields))}",
-            f"--steps={WORK.steps}",
-            f"--global-batch-size={WORK.global_batch_size}",
-            f"--log-every={WORK.log_every}",
-            f"--result={folder / 'result.json'}",
-            f"--kill-at={KILL_AT}",
-            f"--checkpoint-every={CHECKPOINT_EVERY}",
-        ]
         began = time.monotonic()
-        execute([*command, *words], folder, timeout_s=STUCK_AFTER_S)
+        run_peer(command, WORK, folder, kill_at=KILL_AT, stuck_after_s=STUCK_AFTER_S)
         run_s = time.monotonic() - began
         return Cost(**json.loads((folder / "recovery.json").read_text()), run_s=run_s)
 
@@ -91,7 +80,6 @@ def peer(command: list[str]) -> Callable[[Path], Cost]:
 
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
-    peers = HERE / "peers"
     results: list[dict[str, Cost]] = []
     stuck: Counter[str] = Counter()
     with running_ray(num_cpus=WORKERS + 1) as address:
@@ -100,8 +88,7 @@ def main() -> None:
             "ours": ours(address, 0, "strategy=ddp"),
             "ours, pipeline, a spare": ours(address, 1, "strategy=pipeline", f"recovery.peer_copy_every={COPY_EVERY}"),
             "ours, SIGSTOP, a spare": ours(address, 1, "strategy=ddp", fault="stop"),
-            "torchrun": peer([*python_of_torchrun("--max-restarts=3"), str(peers / "torchrun_elastic.py")]),
-            "Ray Train": peer([str(peers / "ray_train_elastic.py"), f"--workers={WORKERS}", f"--address={address}"]),
+            **{name: peer(command) for name, command in peers(address).items()},
         }
         for number in range(1 if arguments.quick else ROUNDS):
             results.append(run_round(arms, number, stuck))
@@ -131,20 +118,9 @@ def main() -> None:
 def run_round(arms: Mapping[str, Callable[[Path], Cost]], number: int, stuck: Counter[str]) -> dict[str, Cost]:
     costs = {}
     for name in arms if number % 2 == 0 else reversed(list(arms)):
-        costs[name] = cost = run_arm(name, arms[name], stuck)
+        costs[name] = cost = until_it_comes_back(name, arms[name], stuck)
         print(f"  round {number + 1}, {name}: {cost.seconds:.2f} s, {cost.steps_lost} steps", flush=True)
     return costs
-
-
-def run_arm(name: str, arm: Callable[[Path], Cost], stuck: Counter[str]) -> Cost:
-    for _ in range(TRIES):
-        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-            try:
-                return arm(Path(folder))
-            except Stuck:
-                stuck[name] += 1
-                print(f"  {name}: stuck, once more", flush=True)
-    raise RuntimeError(f"{name}: stuck {TRIES} times")
 
 
 def ratios(results: list[dict[str, Cost]], over: str, under: str) -> list[float]:
