@@ -15,9 +15,10 @@ import ray.exceptions
 
 from orchestrator.chaos import Fault
 from orchestrator.config.schema import Config
+from orchestrator.driver.calls import GangError, check_ray
 from orchestrator.driver.elastic import Seating
 from orchestrator.driver.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
-from orchestrator.driver.gang import Gang, GangError, Member, check_ray
+from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.lease import Lease
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.pace import Pace, culprit

@@ -15,8 +15,9 @@ from orchestrator import chaos
 from orchestrator.config.redact import redact_text
 from orchestrator.config.schema import Config
 from orchestrator.driver.aggregate import Aggregator
+from orchestrator.driver.calls import GangError, check_ray
 from orchestrator.driver.elastic import Seating, Sizes, find_seating, reseated
-from orchestrator.driver.gang import Gang, GangError, check_ray
+from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.lease import Lease
 from orchestrator.driver.node_watch import NodeWatch

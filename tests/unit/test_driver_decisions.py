@@ -9,8 +9,9 @@ import pytest
 import ray.exceptions
 
 from orchestrator.driver.aggregate import Aggregator, percentile
+from orchestrator.driver.calls import GangError
 from orchestrator.driver.failure import death, first_failure
-from orchestrator.driver.gang import GangError, check_devices, rank_order, shards_last
+from orchestrator.driver.seating import check_devices, rank_order, shards_last
 from orchestrator.mesh import Mesh
 from orchestrator.messages import EvalPoint, Failure, Outcome, TrainPoint, Whereabouts
 from orchestrator.spans import Kind, Span

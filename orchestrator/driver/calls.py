@@ -1,0 +1,55 @@
+"""Calls of the driver to its workers, which never wait for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar
+
+import ray
+
+from orchestrator.driver import cluster
+
+K = TypeVar("K", bound=Hashable)
+
+
+class GangError(RuntimeError):
+    """The workers could not be brought together; the text says why and what to do."""
+
+
+def check_ray() -> None:
+    """Nothing that is asked of a dead Ray would ever end.
+
+    Raises:
+        GangError: the Ray that this process started is gone.
+    """
+    if cluster.has_died():
+        raise GangError("Ray's own processes on this machine were ended from outside, or ran out of memory")
+
+
+def all_answers(references: list[Any], timeout_s: float) -> list[Any]:
+    """What all of the pending answers become.
+
+    Raises:
+        GangError: not in time, or Ray is gone.
+        RayError: a worker is gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    waiting = references
+    while waiting:
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+        check_ray()
+        if waiting and time.monotonic() > deadline:
+            raise GangError(f"{len(waiting)} of {len(references)} workers did not answer within {timeout_s:g} s")
+    return ray.get(references)
+
+
+def in_time(asked: Mapping[Any, K], timeout_s: float) -> dict[K, Any]:
+    """What each pending answer becomes within this time, under its key; those that fail or do not come left out."""
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    answers: dict[K, Any] = {}
+    for reference in ready:
+        with contextlib.suppress(ray.exceptions.RayError):
+            answers[asked[reference]] = ray.get(reference)
+    return answers
