@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from orchestrator.chaos import Fault
@@ -29,11 +29,24 @@ class Whereabouts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerEnvironment:
+    """What holds for every worker of a run, whatever its rank.
+
+    ``working_dir`` and ``import_paths``: where the driver stands and finds modules, so that the
+    user's job and its relative paths mean the same there.
+    """
+
+    working_dir: str
+    import_paths: tuple[str, ...]
+    num_threads: int
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
     """Orders for one worker in one generation.
 
-    ``working_dir`` and ``import_paths``: where the driver stands and finds modules, so that the
-    user's job and its relative paths mean the same here. Training goes on from the state after ``source_step``,
+    Training goes on from the state after ``source_step``,
     which each rank gets from the one that ``sources`` names for it; or else from ``checkpoint``; or it begins.
     ``fence``: what stands in the run directory's fence as long as this generation may save. ``faults``: those to
     rehearse.
@@ -45,18 +58,19 @@ class Assignment:
     store_host: str
     store_port: int
     backend: Literal["gloo", "nccl"]
-    num_threads: int
     run_dir: str
     run_uid: str
-    working_dir: str
-    import_paths: tuple[str, ...]
+    environment: WorkerEnvironment
     plan: Plan
-    config: Config
     fence: str = ""
     sources: tuple[int, ...] | None = None
     source_step: int = 0
     checkpoint: str | None = None
     faults: tuple[Fault, ...] = ()
+
+    @property
+    def config(self) -> Config:
+        return self.environment.config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +128,17 @@ class Heartbeat:
     events: tuple[Event, ...] = ()
     system: Mapping[str, float] = field(default_factory=dict)
     leaving: bool = False
+
+    def after(self, earlier: Heartbeat | None) -> Heartbeat:
+        """This one, with what an ``earlier`` one had to tell."""
+        if earlier is None:
+            return self
+        return replace(
+            self,
+            points=(*earlier.points, *self.points),
+            events=(*earlier.events, *self.events),
+            system={**earlier.system, **self.system},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,11 @@ from typing import Any, cast
 
 import ray
 
-from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.calls import GangError, all_answers, check_ray, in_time
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.seating import check_devices, rank_order, shards_last
 from orchestrator.driver.slots import Slots, Waiting, kill_process
-from orchestrator.messages import Heartbeat, Whereabouts
+from orchestrator.messages import Heartbeat, Whereabouts, WorkerEnvironment
 from orchestrator.plan import Plan
 
 SPARE_TIMEOUT_S = 1.0
@@ -35,15 +35,18 @@ class Member:
 class Gang:
     """All workers of a run. Use as a context manager: whatever happens, everything is released."""
 
-    def __init__(self, plan: Plan, config: ClusterConfig, nodes: NodeWatch, *, label: str):
+    def __init__(self, plan: Plan, environment: WorkerEnvironment, nodes: NodeWatch, *, label: str):
         self._plan = plan
         self._nodes = nodes
-        self._config = config
+        self._environment = environment
+        self._config = environment.config.cluster
         self._label = label
-        self._slots = Slots(plan, heartbeat_timeout_s=config.heartbeat_timeout_s, label=label)
+        self._slots = Slots(plan, heartbeat_timeout_s=self._config.heartbeat_timeout_s, label=label)
         self._starting: dict[Any, int] = {}  # by the pending answer that a worker to be is up: its slot
         self._spares: dict[int, Whereabouts] = {}  # by slot
+        self._unprepared: set[int] = set()  # of the spares
         self._vacant: list[int] = []
+        self._asked: dict[Any, int] = {}  # by the heartbeat to come: the rank
         self.members: tuple[Member, ...] = ()
 
     def __enter__(self) -> Gang:
@@ -74,6 +77,7 @@ class Gang:
         seated = shards_last(places, order[: self._plan.world_size], num_shards=self._plan.mesh.num_shards)
         self._seat([(slots[index], places[index]) for index in seated])
         self._spares = {slots[index]: places[index] for index in order[self._plan.world_size :]}
+        self._unprepared = set(self._spares)
 
     def replace(
         self,
@@ -128,13 +132,18 @@ class Gang:
 
     def refill(self, workers: int) -> None:
         """Start workers in the background until there are ``workers`` with those in their places; first where lost
-        ones were, then wherever the cluster has room, or will have it.
+        ones were, then wherever the cluster has room, or will have it. They load what a worker needs, and so do the
+        spares that there are.
 
-        Not while the others wait to begin, for starting takes their CPUs.
+        Not while the others wait to begin, for this takes their CPUs.
         """
+        for slot in self._unprepared.intersection(self._spares):
+            self._slots.actor(slot).prepare.remote(self._environment)
+        self._unprepared = set()
         for _ in range(workers - len(self.members) - len(self._starting) - len(self._spares)):
             slot = self._vacant.pop() if self._vacant else self._slots.reserve()
-            self._starting[self._slots.start(slot)] = slot
+            self._slots.start(slot)
+            self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
 
     def ready(self) -> int:
         """How many workers could take a place at once."""
@@ -153,15 +162,19 @@ class Gang:
         self._slots.release()
         self.members = ()
 
-    def heartbeats(self, *, with_system_metrics: bool) -> dict[int, Heartbeat]:
-        """What the workers answer within a heartbeat's time, by rank; the silent and dead left out."""
+    def heartbeats(self, *, with_system_metrics: bool, wait_s: float) -> dict[int, Heartbeat]:
+        """What the workers have answered by now, by rank; ``wait_s`` is for the slower ones. The silent and dead are
+        left out. An answer that comes later is part of the next one."""
+        beats = self._answered(0.0)
+        outstanding = set(self._asked.values())
         spoken_for: set[str] = set()
-        asked: dict[Any, int] = {}
         for member in self.members:
             first_of_node = member.where.node_id not in spoken_for
             spoken_for.add(member.where.node_id)
-            asked[member.actor.heartbeat.remote(with_system_metrics and first_of_node)] = member.global_rank
-        return cast("dict[int, Heartbeat]", in_time(asked, max(1.0, self._config.heartbeat_s)))
+            if member.global_rank not in outstanding:
+                answer = member.actor.heartbeat.remote(with_system_metrics and first_of_node)
+                self._asked[answer] = member.global_rank
+        return beats | {rank: beat.after(beats.get(rank)) for rank, beat in self._answered(wait_s).items()}
 
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Every worker's answer to a control call, by rank.
@@ -197,6 +210,16 @@ class Gang:
         kill_process(member.where)
         self._slots.kill(member.slot)
 
+    def _answered(self, wait_s: float) -> dict[int, Heartbeat]:
+        asked = list(self._asked)
+        ready = ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else []
+        beats: dict[int, Heartbeat] = {}
+        for reference in ready:
+            rank = self._asked.pop(reference)
+            with contextlib.suppress(ray.exceptions.RayError):
+                beats[rank] = ray.get(reference)
+        return beats
+
     def _waiting(self, what: str, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> Waiting:
         return Waiting(what, self._label, self._config.pending_timeout_s, on_wait, poll)
 
@@ -227,6 +250,7 @@ class Gang:
             actor = self._slots.actor(slot)
             members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, where=where, slot=slot))
         self.members = tuple(members)
+        self._asked = {}  # of other ranks, or of before
 
     def _whereabouts(self, up: Sequence[Any], poll: Callable[[], None]) -> list[Whereabouts]:
         """Where actors landed, whose answers are pending.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,7 +13,6 @@ import ray
 import ray.exceptions
 
 from orchestrator.chaos import Fault
-from orchestrator.config.schema import Config
 from orchestrator.driver.calls import GangError, check_ray
 from orchestrator.driver.elastic import Seating
 from orchestrator.driver.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
@@ -26,7 +24,7 @@ from orchestrator.driver.recovery import Continuation, Held
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.events import Event, GenerationStarted, StopRequested, Warned
-from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks
+from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
 from orchestrator.plan import Plan
 from orchestrator.rundir import RunDir, write_json
 
@@ -49,7 +47,7 @@ class Generation:
         self,
         number: int,
         gang: Gang,
-        config: Config,
+        environment: WorkerEnvironment,
         plan: Plan,
         run_dir: RunDir,
         *,
@@ -68,7 +66,8 @@ class Generation:
         self.paused_at = 0.0
         self.leaving: tuple[int, ...] = ()
         self._gang = gang
-        self._config = config
+        self._environment = environment
+        self._config = environment.config
         self._plan = plan
         self._run_dir = run_dir
         self._telemetry = telemetry
@@ -80,7 +79,7 @@ class Generation:
         self._pending: dict[Any, Member] = {}
         self._silent_since: dict[int, float] = {}
         self._unreachable: tuple[str, ...] = ()
-        self._pace = Pace(config.recovery)
+        self._pace = Pace(self._config.recovery)
 
     def begin(
         self,
@@ -127,13 +126,10 @@ class Generation:
                 store_host=host,
                 store_port=port,
                 backend=backend,
-                num_threads=self._plan.threads_per_worker,
                 run_dir=str(self._run_dir.path),
                 run_uid=run_uid,
-                working_dir=str(Path.cwd()),
-                import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
+                environment=self._environment,
                 plan=self._plan,
-                config=self._config,
                 fence=fence,
                 sources=None if continuation is None else continuation.sources,
                 source_step=0 if continuation is None else continuation.step,
@@ -283,7 +279,11 @@ class Generation:
 
     def _end_hanging(self, now: float) -> None:
         """Write down what every rank is doing, and end the one that is most likely to blame."""
-        stacks = cast("dict[int, Stacks]", self._gang.poll("stacks", timeout_s=STACKS_TIMEOUT_S))
+        answering = [
+            rank for rank in range(self._plan.world_size) if now - self._silent_since.get(rank, now) < STACKS_TIMEOUT_S
+        ]
+        answers = self._gang.poll("stacks", ranks=answering, timeout_s=STACKS_TIMEOUT_S)
+        stacks = cast("dict[int, Stacks]", answers)
         waited_for = [m.global_rank for m in self._pending.values() if m.global_rank not in self.outcomes]
         rank, why = culprit(
             waited_for,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -38,10 +39,13 @@ from orchestrator.events import (
     WorkerFailed,
     WorkerLost,
 )
-from orchestrator.messages import Failure
+from orchestrator.messages import Failure, WorkerEnvironment
 from orchestrator.rundir import CRASH, RunDir, log_tail
 from orchestrator.spans import Timeline
 from orchestrator.worker.checkpoint import CheckpointError, find_newest, read_manifest
+
+LAST_WORDS_S = 2.0
+"""For what a worker that has done its part still has to tell."""
 
 
 class Interrupted(Exception):
@@ -91,6 +95,12 @@ class Run:
         self._sinks = sinks
         self._stop = stop
         self._plan = spec.sizes.first
+        self._environment = WorkerEnvironment(
+            working_dir=str(Path.cwd()),
+            import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
+            num_threads=self._plan.threads_per_worker,
+            config=self.config,
+        )
         self._aggregator = Aggregator(
             mesh=self._plan.mesh,
             global_batch_size=self._plan.global_batch_size,
@@ -132,7 +142,7 @@ class Run:
         )
         self._startup["driver_s"] = time.time() - spec.started_at
         label = f"{plan.run_name}-{spec.run_uid[:6]}"
-        with Gang(plan, self.config.cluster, self._nodes, label=label) as gang:
+        with Gang(plan, self._environment, self._nodes, label=label) as gang:
             self._gang = gang
             try:
                 began = time.perf_counter()
@@ -183,7 +193,7 @@ class Run:
         return Generation(
             number,
             gang,
-            self.config,
+            self._environment,
             self._plan,
             self.spec.run_dir,
             telemetry=self._telemetry,
@@ -300,7 +310,7 @@ class Run:
         with contextlib.suppress(GangError, ray.exceptions.RayError):
             grace_s = self.config.cluster.stop_grace_s
             gang.poll("finish", grace_s, ranks=generation.returned, timeout_s=grace_s)
-            self._telemetry.collect(gang)
+            self._telemetry.collect(gang, wait_s=LAST_WORDS_S)
 
     def _fail(self, generation: Generation, guilty: int, why: str) -> RunResult:
         """``why`` it is not tried again."""

@@ -23,6 +23,8 @@ from orchestrator.messages import Heartbeat, TrainPoint
 from orchestrator.plan import Plan
 
 TRACKING_CHECK_EVERY_S = 5.0
+ANSWER_S = 0.2
+"""For a heartbeat; one that takes longer comes with the next."""
 
 
 class Telemetry:
@@ -55,14 +57,14 @@ class Telemetry:
         self._system_readings = 0
         self._next_system_reading = time.monotonic()
 
-    def collect(self, gang: Gang) -> Mapping[int, Heartbeat]:
+    def collect(self, gang: Gang, *, wait_s: float = ANSWER_S) -> Mapping[int, Heartbeat]:
         """Ask every worker where it stands, and pass on what it has to tell; the answers of those that gave one."""
         every = self._config.tracking.system_metrics_every_s
         now = time.monotonic()
         due = every > 0 and now >= self._next_system_reading
         if due:
             self._next_system_reading = now + every
-        beats = gang.heartbeats(with_system_metrics=due)
+        beats = gang.heartbeats(with_system_metrics=due, wait_s=wait_s)
         names = node_names(gang.members)
         system: dict[str, float] = {}
         told: list[Event] = []

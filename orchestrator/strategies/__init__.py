@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from orchestrator.job import Job
 from orchestrator.strategies.base import Context, Strategy
@@ -22,7 +23,12 @@ _MAKERS = {
 
 def make_strategy(name: str, context: Context, job: Job) -> Strategy:
     """The strategy of that word; the configuration has checked that it exists."""
-    module, _, maker = _MAKERS[name].rpartition(".")
-    strategy = getattr(importlib.import_module(module), maker)(context, job)
+    strategy = load_maker(name)(context, job)
     assert isinstance(strategy, Strategy)
     return strategy
+
+
+def load_maker(name: str) -> Any:
+    """What makes it, with all that it imports: of a pipeline that takes a second."""
+    module, _, maker = _MAKERS[name].rpartition(".")
+    return getattr(importlib.import_module(module), maker)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.job import Job, load_job
-from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, Whereabouts
+from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, Whereabouts, WorkerEnvironment
 from orchestrator.rundir import RunDir, log_tail
-from orchestrator.strategies import make_strategy
+from orchestrator.strategies import load_maker, make_strategy
 from orchestrator.worker import allocator, connections, deferred_dynamo, rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.faults import strike
@@ -55,17 +55,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def whereabouts(self) -> Whereabouts:
-        context = ray.get_runtime_context()
-        gpus = context.get_accelerator_ids().get("GPU", [])
-        usable = bool(gpus) and torch.cuda.is_available()
-        return Whereabouts(
-            node_id=context.get_node_id(),
-            node_ip=ray.util.get_node_ip_address(),
-            hostname=socket.gethostname(),
-            pid=os.getpid(),
-            gpu_index=int(gpus[0]) if usable and gpus[0].isdigit() else None,
-            gpu_uuid=str(torch.cuda.get_device_properties(0).uuid) if usable else None,
-        )
+        return _whereabouts()
 
     @ray.method(concurrency_group="control")
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -108,6 +98,15 @@ class Worker:
         if self.loop is not None:
             self.loop.finish(timeout_s)
 
+    def prepare(self, environment: WorkerEnvironment) -> Whereabouts:
+        """Have everything loaded that does not depend on the rank, so that a spare takes a place without delay."""
+        try:
+            self._set_up(environment)
+            load_maker(environment.config.strategy.name)
+        except BaseException:
+            traceback.print_exc()  # once it has a place, it is tried again, and then it counts
+        return _whereabouts()
+
     def train(self, assignment: Assignment) -> Outcome:
         """This rank's part in a generation. Never raises: a failure is an outcome too.
 
@@ -121,7 +120,11 @@ class Worker:
                 _redirect_output(log)
                 self.log = log
             if self.job is None:
-                self.job = self._set_up(assignment, startup)
+                began = time.perf_counter()
+                self._set_up(assignment.environment)
+                startup["job_s"] = time.perf_counter() - began
+            assert self.job is not None
+            self._take_thread(assignment)
             if assignment.sources is None:
                 self.loop = None  # what it holds is of no use any more, and two models at a time might be too many
             elif self.loop is not None:
@@ -143,29 +146,29 @@ class Worker:
                 self.loop.strategy.close()
             rendezvous.leave()
 
-    def _set_up(self, assignment: Assignment, startup: dict[str, float]) -> Job:
-        """What holds as long as the process lives."""
-        began = time.perf_counter()
-        config = assignment.config
+    def _set_up(self, environment: WorkerEnvironment) -> None:
+        """What holds as long as the process lives, the job at last."""
+        config = environment.config
         deferred_dynamo.install()
         allocator.keep_freed_memory()
-        torch.set_num_threads(assignment.num_threads)
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        if assignment.backend == "nccl":
-            self.device = torch.device("cuda", 0)
-            # The current device is a property of the thread, and this is the training thread.
-            torch.cuda.set_device(self.device)
-        if Path(assignment.working_dir).is_dir():
-            os.chdir(assignment.working_dir)
-        sys.path.extend(p for p in assignment.import_paths if p not in sys.path)
+        if Path(environment.working_dir).is_dir():
+            os.chdir(environment.working_dir)
+        sys.path.extend(p for p in environment.import_paths if p not in sys.path)
         faults: list[str] = []
         job = load_job(config.job, faults)
         if job is None:
             raise ValueError("\n".join(faults))
-        startup["job_s"] = time.perf_counter() - began
-        return job
+        self.job = job
+
+    def _take_thread(self, assignment: Assignment) -> None:
+        """Set what belongs to a thread, in the one that trains."""
+        torch.set_num_threads(assignment.environment.num_threads)
+        if assignment.backend == "nccl":
+            self.device = torch.device("cuda", 0)
+            torch.cuda.set_device(self.device)
 
     def _join(self, assignment: Assignment, startup: dict[str, float]) -> None:
         """Form the group of a generation."""
@@ -198,6 +201,20 @@ class Worker:
 def remote_worker() -> Any:
     """The actor class as Ray wants it."""
     return ray.remote(concurrency_groups={"control": 2})(Worker)  # type: ignore[call-overload]
+
+
+def _whereabouts() -> Whereabouts:
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU", [])
+    usable = bool(gpus) and torch.cuda.is_available()
+    return Whereabouts(
+        node_id=context.get_node_id(),
+        node_ip=ray.util.get_node_ip_address(),
+        hostname=socket.gethostname(),
+        pid=os.getpid(),
+        gpu_index=int(gpus[0]) if usable and gpus[0].isdigit() else None,
+        gpu_uuid=str(torch.cuda.get_device_properties(0).uuid) if usable else None,
+    )
 
 
 def _redirect_output(path: Path) -> None:

@@ -19,7 +19,7 @@ from jobs.digits import Digits, Images
 from jobs.gpt import GPT, Windows
 from orchestrator.config import schema
 from orchestrator.job import Job, Split
-from orchestrator.messages import Assignment
+from orchestrator.messages import Assignment, WorkerEnvironment
 from orchestrator.plan import Node, Plan, make_plan
 from orchestrator.strategies import make_strategy
 from orchestrator.strategies.base import Context, StepResult, Strategy
@@ -276,13 +276,10 @@ def assignment(
         store_host="127.0.0.1",
         store_port=store_port,
         backend="gloo",
-        num_threads=1,
         run_dir=run_dir,
         run_uid="test",
-        working_dir=run_dir,
-        import_paths=(),
+        environment=WorkerEnvironment(working_dir=run_dir, import_paths=(), num_threads=1, config=config),
         plan=plan_of(config),
-        config=config,
         checkpoint=checkpoint,
     )
 

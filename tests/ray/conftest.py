@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,19 @@ def series(run_dir: Path, name: str) -> dict[int, float]:
 def events(run_dir: Path, kind: str) -> Sequence[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == kind]
+
+
+def pid_of_rank(folder: Path, rank: int, *, after_step: int) -> int:
+    """The process of a rank of the run below ``folder``, once that has come so far."""
+    (metrics,) = wait_for(lambda: list(folder.glob("outputs/*/*/metrics.jsonl")))
+    wait_for(lambda: max(losses(metrics.parent), default=0) >= after_step)
+    (started,) = events(metrics.parent, "generation_started")
+    return int(started["workers"][rank].rpartition(" ")[2])
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """What the condition gives once it gives something."""
+    deadline = time.monotonic() + 60
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import events, losses
+from conftest import events, losses, pid_of_rank
 
 STEPS = 600
 WORDS = (
@@ -83,7 +82,10 @@ def test_a_pipeline_is_cut_anew_from_its_checkpoint(run: Any, undisturbed: dict[
 
 
 def test_a_worker_that_is_told_to_end_hands_over(run: Any, undisturbed: dict[int, float], tmp_path: Path) -> None:
-    terminator = threading.Thread(target=terminate, args=(tmp_path,), kwargs={"rank": 1, "after_step": 50}, daemon=True)
+    def terminate() -> None:
+        os.kill(pid_of_rank(tmp_path, 1, after_step=50), signal.SIGTERM)
+
+    terminator = threading.Thread(target=terminate, daemon=True)
     terminator.start()
     result = run(*WORDS, "strategy.num_workers=2", "recovery.max_failures=0")
     terminator.join(10)
@@ -95,19 +97,3 @@ def test_a_worker_that_is_told_to_end_hands_over(run: Any, undisturbed: dict[int
     saved = [e["step"] for e in events(result.run_dir, "checkpoint_saved")]
     assert saved == [handed_over["step"], STEPS]
     assert_same_curve(result.run_dir, undisturbed)
-
-
-def terminate(folder: Path, *, rank: int, after_step: int) -> None:
-    """SIGTERM to a rank once it has come so far."""
-    (metrics,) = wait_for(lambda: list(folder.glob("outputs/*/*/metrics.jsonl")))
-    wait_for(lambda: max(losses(metrics.parent), default=0) >= after_step)
-    (started,) = events(metrics.parent, "generation_started")
-    os.kill(int(started["workers"][rank].rpartition(" ")[2]), signal.SIGTERM)
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """What the condition gives once it gives something."""
-    deadline = time.monotonic() + 60
-    while not (found := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found

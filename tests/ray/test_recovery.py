@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import events, in_campaign, losses
+from conftest import events, in_campaign, losses, pid_of_rank
 from safetensors.torch import load_file
 
 STEPS = 24
@@ -191,6 +195,22 @@ def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
     assert result.exit_code == 0, result.reason
     assert (result.summary["restarts"], result.summary["effective_time_pct"]) == (0, 100)
     assert events(result.run_dir, "worker_lost") == []
+
+
+def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_path: Path) -> None:
+    def pause() -> None:
+        pid = pid_of_rank(tmp_path, 1, after_step=40)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(pid, signal.SIGCONT)
+
+    pausing = threading.Thread(target=pause, daemon=True)
+    pausing.start()
+    result = run("job._target_=leisurely_job.Leisurely", "train.steps=120", "train.log_every=1", "train.eval_every=0")
+    pausing.join(10)
+    assert result.exit_code == 0, result.reason
+    assert events(result.run_dir, "worker_lost") == []
+    assert sorted(losses(result.run_dir)) == list(range(1, 121))
 
 
 def test_a_stage_without_replicas_gets_its_state_from_its_neighbours_memory(run: Any, reference: Any) -> None:
