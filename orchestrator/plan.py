@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.chaos import Fault, parse
+from orchestrator.chaos import Fault, planned
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import (
     Config,
@@ -149,6 +149,8 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         )
     if isinstance(strategy, DPConfig):
         notes.append("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster")
+    if rehearsed:
+        notes.append(f"faults to rehearse: {', '.join(map(str, rehearsed))}")
     if len(set(samples)) > 1:
         notes.append(f"shares of the batch differ ({samples[0]} and {samples[-1]} samples); weighted exactly")
     return Plan(
@@ -185,17 +187,13 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
 
 
 def _faults_to_rehearse(config: Config, world_size: int, faults: list[str]) -> tuple[Fault, ...]:
-    planned = []
+    rehearsed: list[Fault] = []
     for word in config.recovery.chaos:
         try:
-            fault = parse(word)
+            rehearsed += planned(word, seed=config.seed, steps=config.train.steps, num_ranks=world_size)
         except ValueError as e:
             faults.append(f"recovery.chaos={e}")
-            continue
-        if fault.rank >= world_size:
-            faults.append(f"recovery.chaos={word}: no rank {fault.rank} among {world_size} workers; ranks begin at 0")
-        planned.append(fault)
-    return tuple(planned)
+    return tuple(rehearsed)
 
 
 def _shared_memory_faults(

@@ -86,7 +86,9 @@ class RecoveryConfig:
     hang_min_s: float = option("time that no step is said to hang before", above=0)
     hang_max_s: float = option("time after which any step hangs, also where none is usual yet", above=0)
     replace_stragglers: bool = option("replace a worker that is persistently slower than the others")
-    chaos: tuple[str, ...] = option("faults to rehearse: <kind>@<step>:<rank>[:<phase>], as in kill@40:1")
+    chaos: tuple[str, ...] = option(
+        "faults to rehearse: <kind>@<step>:<rank>[:<phase>], as in kill@40:1; random:<count>"
+    )
 
     def __post_init__(self) -> None:
         if self.hang_min_s > self.hang_max_s:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.chaos import Fault, parse, without_next
+from orchestrator.chaos import Fault, parse, planned, without_next
 from orchestrator.config.schema import RecoveryConfig
 from orchestrator.driver.pace import Pace, culprit
 from orchestrator.driver.recovery import Continuation, GiveUp, Held, Setback, decide, newest_state
@@ -166,6 +166,24 @@ def test_faults_as_they_are_written() -> None:
 def test_what_is_no_fault_is_refused(word: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [("kill@3:2", "no rank 2 among 2"), ("kill@9:0", "the run has 8 steps"), ("random:8", "has room for 7")],
+)
+def test_what_could_never_strike_is_refused(word: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        planned(word, seed=0, steps=8, num_ranks=2)
+
+
+def test_drawn_faults_are_those_of_the_seed() -> None:
+    drawn = planned("random:5", seed=1, steps=100, num_ranks=3)
+    assert len({fault.step for fault in drawn}) == 5
+    assert all(1 < fault.step <= 100 and fault.rank < 3 for fault in drawn)
+    assert planned("random:5", seed=1, steps=100, num_ranks=3) == drawn
+    assert planned("random:5", seed=2, steps=100, num_ranks=3) != drawn
+    assert [parse(str(fault)) for fault in drawn] == list(drawn)
 
 
 def test_a_fault_strikes_once() -> None:
