@@ -16,8 +16,8 @@ from ceiling import ceiling
 from rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
 
 ROUNDS = 3
-DIGITS = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=20)
-GPT = Work(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=150, log_every=10)
+DIGITS = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=2000, log_every=20)
+GPT = Work(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=300, log_every=10)
 SAVED = Work(
     job="jobs.digits.Digits", fields={"hidden": 2048, "depth": 3}, global_batch_size=64, steps=60, log_every=20
 )

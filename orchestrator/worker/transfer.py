@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.worker.state import TrainState
+
+MESSAGE_BYTES = 4 * 2**20
+"""Smaller tensors are sent together, up to this."""
 
 
 def broadcast_state(
@@ -58,8 +61,11 @@ def gather_states(
 def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """To a rank that calls :func:`receive_state`; ``group`` None: the default one."""
     _send_json(_header(state), to=to, device=device, group=group)
-    for tensor in (*state.model.values(), *state.optimizer.values()):
-        dist.send(_as_bytes(tensor.to(device)), dst=to, group=group)
+    tensors = [_as_bytes(t) for t in (*state.model.values(), *state.optimizer.values())]
+    for message in messages_of([t.nbytes for t in tensors]):
+        parts = tensors[message]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        dist.send(whole.to(device), dst=to, group=group)
 
 
 def receive_state(
@@ -71,8 +77,30 @@ def receive_state(
     for part, tensors in parts.items():
         old = getattr(into, part) if into else {}
         for path, shape, dtype in header[part]:
-            tensors[path] = _receive(sender, _buffer(old.get(path), shape, dtype), device, group)
+            tensors[path] = _buffer(old.get(path), shape, dtype)
+    received = [_as_bytes(t) for tensors in parts.values() for t in tensors.values()]
+    sizes = [t.nbytes for t in received]
+    for message in messages_of(sizes):
+        own = received[message]
+        in_place = len(own) == 1 and device.type == "cpu"
+        whole = own[0] if in_place else torch.empty(sum(sizes[message]), dtype=torch.uint8, device=device)
+        dist.recv(whole, src=sender, group=group)
+        if not in_place:
+            for buffer, values in zip(own, whole.split(sizes[message]), strict=True):
+                buffer.copy_(values)
     return TrainState(meta=header["meta"], **parts)
+
+
+def messages_of(sizes: Sequence[int]) -> Iterator[slice]:
+    """Which tensors of these bytes travel together: each message costs a thread of the training process a turn."""
+    begin, size = 0, 0
+    for index, more in enumerate(sizes):
+        if size and size + more > MESSAGE_BYTES:
+            yield slice(begin, index)
+            begin, size = index, 0
+        size += more
+    if begin < len(sizes):
+        yield slice(begin, len(sizes))
 
 
 def _header(state: TrainState) -> dict[str, Any]:
@@ -99,15 +127,6 @@ def _buffer(old: Tensor | None, shape: list[int], dtype: str) -> Tensor:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Not every backend knows every dtype."""
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _receive(sender: int, buffer: Tensor, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
-    if device.type == "cpu":
-        dist.recv(_as_bytes(buffer), src=sender, group=group)
-        return buffer
-    moved = torch.empty_like(buffer, device=device)
-    dist.recv(_as_bytes(moved), src=sender, group=group)
-    return buffer.copy_(moved)
 
 
 def _send_json(value: Any, *, to: int, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -1,0 +1,70 @@
+"""Training state from rank to rank: whatever its tensors are, they arrive as they were sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gang import Gang
+
+from orchestrator.worker import transfer
+from orchestrator.worker.state import TrainState
+from orchestrator.worker.transfer import MESSAGE_BYTES, messages_of, receive_state, send_state
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "messages"),
+    [
+        ([], []),
+        ([3], [[3]]),
+        ([3, 4, 1], [[3, 4, 1]]),
+        ([3, 4, 2, 8, 9, 1], [[3, 4], [2], [8], [9], [1]]),
+        ([0, 12, 0], [[0, 12], [0]]),
+    ],
+)
+def test_small_tensors_travel_together(
+    sizes: list[int], messages: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "MESSAGE_BYTES", 8)
+    assert [sizes[message] for message in messages_of(sizes)] == messages
+
+
+def state() -> TrainState:
+    torch.manual_seed(0)
+    return TrainState(
+        model={
+            "weight": torch.randn(300, 400),
+            "table": torch.randn(MESSAGE_BYTES // 4 + 5),
+            "bias": torch.randn(400, dtype=torch.bfloat16),
+            "mask": torch.tensor([True, False]),
+        },
+        optimizer={"bias/step": torch.tensor(7.0), "nothing/exp_avg": torch.empty(0), "weight/exp_avg": torch.ones(3)},
+        meta={"step": 7, "samples_consumed": 70},
+    )
+
+
+def pass_on(rank: int, reuse: bool) -> tuple[TrainState | None, bool]:
+    """What rank 1 receives, and whether it took the memory that it was given."""
+    if rank == 0:
+        send_state(state(), to=1, device=CPU)
+        return None, False
+    into = state() if reuse else None
+    if into is not None:
+        for tensor in (*into.model.values(), *into.optimizer.values()):
+            tensor.zero_()
+    received = receive_state(0, device=CPU, into=into)
+    kept = into is not None and all(received.model[n].data_ptr() == t.data_ptr() for n, t in into.model.items())
+    return received, kept
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
+    received, kept = gang.run(pass_on, reuse, world_size=2)[1]
+    sent = state()
+    assert kept == reuse
+    assert received.meta == sent.meta
+    for part in ("model", "optimizer"):
+        ours, theirs = getattr(received, part), getattr(sent, part)
+        assert list(ours) == list(theirs)
+        assert [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])] == []
