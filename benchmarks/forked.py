@@ -133,6 +133,7 @@ def _run(
     strategy = make_strategy(config.strategy.name, context, job)
     strategy.setup(job.dataset("train"))
     strategy.attach()
+    strategy.begin_equal()
     results.put((rank, work(strategy, config)))
     strategy.close()
     dist.destroy_process_group()
