@@ -18,9 +18,9 @@ ROUNDS = 3
 WORK = Work(
     job="jobs.gpt.GPT",
     fields={"layers": 6, "width": 256, "context": 128, "sample_bytes": 0},
-    global_batch_size=16,
-    steps=20,
-    log_every=10,
+    global_batch_size=64,
+    steps=6,
+    log_every=3,
 )
 SPLIT = "block3"
 """Cuts the work in two equal parts."""
