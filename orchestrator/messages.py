@@ -38,7 +38,6 @@ class WorkerEnvironment:
 
     working_dir: str
     import_paths: tuple[str, ...]
-    num_threads: int
     config: Config
 
 
@@ -46,10 +45,9 @@ class WorkerEnvironment:
 class Assignment:
     """Orders for one worker in one generation.
 
-    Training goes on from the state after ``source_step``,
-    which each rank gets from the one that ``sources`` names for it; or else from ``checkpoint``; or it begins.
-    ``fence``: what stands in the run directory's fence as long as this generation may save. ``faults``: those to
-    rehearse.
+    Training goes on from the state after ``source_step``, which each rank gets from the one that ``sources`` names
+    for it; or else from ``checkpoint``; or it begins. ``fence``: what stands in the run directory's fence as long as
+    this generation may save. ``faults``: those to rehearse.
     """
 
     generation: int

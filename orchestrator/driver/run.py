@@ -98,7 +98,6 @@ class Run:
         self._environment = WorkerEnvironment(
             working_dir=str(Path.cwd()),
             import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
-            num_threads=self._plan.threads_per_worker,
             config=self.config,
         )
         self._aggregator = Aggregator(

@@ -165,7 +165,7 @@ class Worker:
 
     def _take_thread(self, assignment: Assignment) -> None:
         """Set what belongs to a thread, in the one that trains."""
-        torch.set_num_threads(assignment.environment.num_threads)
+        torch.set_num_threads(assignment.plan.threads_per_worker)
         if assignment.backend == "nccl":
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)

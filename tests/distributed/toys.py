@@ -278,7 +278,7 @@ def assignment(
         backend="gloo",
         run_dir=run_dir,
         run_uid="test",
-        environment=WorkerEnvironment(working_dir=run_dir, import_paths=(), num_threads=1, config=config),
+        environment=WorkerEnvironment(working_dir=run_dir, import_paths=(), config=config),
         plan=plan_of(config),
         checkpoint=checkpoint,
     )
