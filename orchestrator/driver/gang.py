@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
 
-from orchestrator.driver.calls import GangError, all_answers, check_ray, in_time
+from orchestrator.driver.calls import GangError, all_answers, in_time
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.seating import check_devices, rank_order, shards_last
 from orchestrator.driver.slots import Slots, Waiting, kill_process
@@ -68,8 +66,10 @@ class Gang:
         waiting = self._waiting(f"{self._plan.world_size} workers", on_wait, poll)
         slots = self._slots.reserve_all(bundles, one_node=self._plan.one_node, waiting=waiting)
         up = [self._slots.start(slot) for slot in slots]
+        timeout_s = self._config.rendezvous_timeout_s
+        advice = "see Ray's logs, or raise cluster.rendezvous_timeout_s"
         try:
-            places = self._whereabouts(up, poll)
+            places = cast("list[Whereabouts]", all_answers(up, timeout_s, poll=poll, advice=advice))
         except ray.exceptions.RayError as e:
             raise GangError(f"a worker died while it started: {e}") from e
         check_devices(places)
@@ -165,7 +165,7 @@ class Gang:
     def heartbeats(self, *, with_system_metrics: bool, wait_s: float) -> dict[int, Heartbeat]:
         """What the workers have answered by now, by rank; ``wait_s`` is for the slower ones. The silent and dead are
         left out. An answer that comes later is part of the next one."""
-        beats = self._answered(0.0)
+        beats: dict[int, Heartbeat] = in_time(self._asked, 0.0)
         outstanding = set(self._asked.values())
         spoken_for: set[str] = set()
         for member in self.members:
@@ -174,7 +174,7 @@ class Gang:
             if member.global_rank not in outstanding:
                 answer = member.actor.heartbeat.remote(with_system_metrics and first_of_node)
                 self._asked[answer] = member.global_rank
-        return beats | {rank: beat.after(beats.get(rank)) for rank, beat in self._answered(wait_s).items()}
+        return beats | {rank: beat.after(beats.get(rank)) for rank, beat in in_time(self._asked, wait_s).items()}
 
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Every worker's answer to a control call, by rank.
@@ -210,16 +210,6 @@ class Gang:
         kill_process(member.where)
         self._slots.kill(member.slot)
 
-    def _answered(self, wait_s: float) -> dict[int, Heartbeat]:
-        asked = list(self._asked)
-        ready = ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else []
-        beats: dict[int, Heartbeat] = {}
-        for reference in ready:
-            rank = self._asked.pop(reference)
-            with contextlib.suppress(ray.exceptions.RayError):
-                beats[rank] = ray.get(reference)
-        return beats
-
     def _waiting(self, what: str, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> Waiting:
         return Waiting(what, self._label, self._config.pending_timeout_s, on_wait, poll)
 
@@ -251,24 +241,3 @@ class Gang:
             members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, where=where, slot=slot))
         self.members = tuple(members)
         self._asked = {}  # of other ranks, or of before
-
-    def _whereabouts(self, up: Sequence[Any], poll: Callable[[], None]) -> list[Whereabouts]:
-        """Where actors landed, whose answers are pending.
-
-        Raises:
-            GangError: one does not answer in time.
-            RayError: one died.
-        """
-        timeout_s = self._config.rendezvous_timeout_s
-        deadline = time.monotonic() + timeout_s
-        waiting = list(up)
-        while waiting:
-            poll()
-            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
-            check_ray()
-            if waiting and time.monotonic() > deadline:
-                raise GangError(
-                    f"{len(waiting)} of {len(up)} workers did not start within {timeout_s:g} s; see Ray's "
-                    "logs, or raise cluster.rendezvous_timeout_s"
-                )
-        return cast("list[Whereabouts]", ray.get(list(up)))
