@@ -6,7 +6,6 @@ import pytest
 import torch
 from gang import Gang
 
-from orchestrator.worker import transfer
 from orchestrator.worker.state import TrainState
 from orchestrator.worker.transfer import MESSAGE_BYTES, messages_of, receive_state, send_state
 
@@ -23,11 +22,9 @@ CPU = torch.device("cpu")
         ([0, 12, 0], [[0, 12], [0]]),
     ],
 )
-def test_small_tensors_travel_together(
-    sizes: list[int], messages: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "MESSAGE_BYTES", 8)
-    assert [sizes[message] for message in messages_of(sizes)] == messages
+def test_small_tensors_travel_together(sizes: list[int], messages: list[list[int]]) -> None:
+    """Sizes in eighths of a message."""
+    assert [sizes[message] for message in messages_of([MESSAGE_BYTES // 8 * size for size in sizes])] == messages
 
 
 def state() -> TrainState:

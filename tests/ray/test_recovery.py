@@ -197,6 +197,19 @@ def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
     assert events(result.run_dir, "worker_lost") == []
 
 
+def test_a_spare_has_loaded_the_job_before_it_is_needed(run: Any, tmp_path: Path) -> None:
+    enrolled = tmp_path / "enrolled"
+    enrolled.mkdir()
+    job = (
+        "job._target_=enrolling_job.Enrolling",
+        f"job.folder={enrolled}",
+        "job.wanted=4",
+    )  # the driver is one of them
+    words = ("train.steps=4", "train.eval_every=0", "recovery.hang_min_s=40", "recovery.max_failures=0")
+    result = run(*job, *words, "strategy.num_workers=2", "recovery.spares=1")
+    assert result.exit_code == 0, result.reason
+
+
 def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_path: Path) -> None:
     def pause() -> None:
         pid = pid_of_rank(tmp_path, 1, after_step=40)
