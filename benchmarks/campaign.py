@@ -1,4 +1,4 @@
-"""Random faults of every kind, in every phase, under every strategy: each run has to end as if nothing had happened.
+"""Random faults, in every phase, under six of the strategies: each run has to end as if nothing had happened.
 
 python benchmarks/campaign.py --trials 200
 
