@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from jobs.sleep import Sleep
 from orchestrator.config.schema import Config
-from orchestrator.schedule_model import theoretical_bubble
-from orchestrator.schedules import SCHEDULES
-from orchestrator.spans import Span, bubble
+from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.pipeline import Pipeline
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.timeline.ideal import theoretical_bubble
+from orchestrator.timeline.spans import Span, bubble
 
 GRIDS = ((4, 8), (8, 8))
 """``(workers, microbatches)``"""

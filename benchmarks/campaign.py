@@ -33,7 +33,7 @@ from rounds import HERE, table
 from safetensors.torch import load_file
 
 import orchestrator
-from orchestrator.driver.recovery import GENERATIONS_WITHOUT_PROGRESS
+from orchestrator.policy.recovery import GENERATIONS_WITHOUT_PROGRESS
 
 STEPS = 30
 WORDS = (

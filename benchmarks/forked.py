@@ -17,7 +17,7 @@ import torch.distributed as dist
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
-from orchestrator.plan import Node, Plan, make_plan
+from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.strategies import make_strategy
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.worker.data import train_batches

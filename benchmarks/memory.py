@@ -17,7 +17,7 @@ from rounds import Claim, argument_parser, report, table
 from jobs.gpt import GPT
 from orchestrator.config.schema import Config
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.pipeline import Pipeline
+from orchestrator.strategies.pipelined.pipeline import Pipeline
 
 LAYERS, WIDTH = 12, 512
 SHARES = (2, 4)

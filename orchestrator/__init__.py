@@ -22,6 +22,6 @@ def run(overrides: Sequence[str] = ()) -> RunResult | None:
     Raises:
         ConfigError: the configuration or the plan is wrong; nothing was started.
     """
-    from orchestrator.session import check_all, run_all
+    from orchestrator.driver.session import check_all, run_all
 
     return next(iter(run_all(check_all([overrides]))), None)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.report import bar, figure, first_few, plain_table, rate, render, takes_unicode, writable
-from orchestrator.rundir import RunDir, all_runs
-from orchestrator.tracking.journal import read_metrics
+from orchestrator.display.report import bar, figure, first_few, plain_table, rate, render, takes_unicode, writable
+from orchestrator.records.journal import read_metrics
+from orchestrator.records.run_dir import RunDir, all_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             return _launch(overrides, sweep=bool(options))
     except ConfigError as e:
-        from orchestrator.report import faults_text
+        from orchestrator.display.report import faults_text
 
         print(faults_text(e.faults), file=sys.stderr)
         return BAD_INPUT
@@ -46,7 +46,7 @@ def _launch(overrides: Sequence[str], *, sweep: bool) -> int:
     from orchestrator.config.overrides import expand_sweep
 
     # Imported here, because torch and Ray take seconds that --help need not wait for.
-    from orchestrator.session import check_all, run_all
+    from orchestrator.driver.session import check_all, run_all
 
     candidates = check_all(expand_sweep(overrides) if sweep else [list(overrides)])
     return max((r.exit_code for r in run_all(candidates, owns_process=True)), default=0)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.rundir import RunDir
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.transfer import (
     Transfer,
     count_points,

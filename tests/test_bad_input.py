@@ -27,12 +27,12 @@ from torch import nn
 
 import orchestrator
 from jobs.digits import Digits
-from orchestrator import rundir
 from orchestrator.job import Job
 from orchestrator.launch import main
-from orchestrator.rundir import RunDir
-from orchestrator.worker.checkpoint import save
-from orchestrator.worker.state import capture
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import save
+from orchestrator.state.train_state import capture
 
 LIMIT_S = 15  # 5 are promised, on a quiet machine
 

@@ -27,7 +27,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.plan import Node
+from orchestrator.planning.plan import Node
 
 CONNECT_TIMEOUT_S = 2.0
 

@@ -10,10 +10,10 @@ import ray
 
 from orchestrator.driver.calls import GangError, all_answers, in_time
 from orchestrator.driver.node_watch import NodeWatch
-from orchestrator.driver.seating import check_devices, rank_order, shards_last
 from orchestrator.driver.slots import Slots, Waiting, kill_process
-from orchestrator.messages import Heartbeat, Whereabouts, WorkerEnvironment
-from orchestrator.plan import Plan
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.rank_order import check_devices, rank_order, shards_last
+from orchestrator.protocol.messages import Heartbeat, Whereabouts, WorkerEnvironment
 
 SPARE_TIMEOUT_S = 1.0
 """A spare that does not answer at once is none."""

@@ -12,21 +12,21 @@ from typing import Any, Literal, cast
 import ray
 import ray.exceptions
 
-from orchestrator.chaos import Fault
 from orchestrator.driver.calls import GangError, check_ray
-from orchestrator.driver.elastic import Seating
-from orchestrator.driver.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
 from orchestrator.driver.gang import Gang, Member
-from orchestrator.driver.lease import Lease
 from orchestrator.driver.node_watch import NodeWatch
-from orchestrator.driver.pace import Pace, culprit
-from orchestrator.driver.recovery import Continuation, Held
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
-from orchestrator.events import Event, GenerationStarted, StopRequested, Warned
-from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
-from orchestrator.plan import Plan
-from orchestrator.rundir import RunDir, write_json
+from orchestrator.planning.faults import Fault
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.elastic import Seating
+from orchestrator.policy.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
+from orchestrator.policy.hang import Pace, culprit
+from orchestrator.policy.recovery import Continuation, Held
+from orchestrator.protocol.events import Event, GenerationStarted, StopRequested, Warned
+from orchestrator.protocol.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
+from orchestrator.records.lease import Lease
+from orchestrator.records.run_dir import RunDir, write_json
 
 SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, time for the other ranks to say what they saw: seconds, or usual steps where these take longer."""

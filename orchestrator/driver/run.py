@@ -12,21 +12,20 @@ from typing import Any, Literal
 
 import ray.exceptions
 
-from orchestrator import chaos
 from orchestrator.config.redact import redact_text
 from orchestrator.config.schema import Config
-from orchestrator.driver.aggregate import Aggregator
 from orchestrator.driver.calls import GangError, check_ray
-from orchestrator.driver.elastic import Seating, Sizes, find_seating, reseated
 from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
-from orchestrator.driver.lease import Lease
 from orchestrator.driver.node_watch import NodeWatch
-from orchestrator.driver.recovery import Continuation, GiveUp, Held, Setback, decide, hand_over
-from orchestrator.driver.regrouping import Ledger, Regrouping
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
-from orchestrator.events import (
+from orchestrator.planning import faults as chaos
+from orchestrator.policy.aggregate import Aggregator
+from orchestrator.policy.elastic import Seating, Sizes, find_seating, reseated
+from orchestrator.policy.recovery import Continuation, GiveUp, Held, Setback, decide, hand_over
+from orchestrator.policy.transitions import Ledger, Regrouping
+from orchestrator.protocol.events import (
     CheckpointSaved,
     Event,
     FirstStepDone,
@@ -39,10 +38,11 @@ from orchestrator.events import (
     WorkerFailed,
     WorkerLost,
 )
-from orchestrator.messages import Failure, WorkerEnvironment
-from orchestrator.rundir import CRASH, RunDir, log_tail
-from orchestrator.spans import Timeline
-from orchestrator.worker.checkpoint import CheckpointError, find_newest, read_manifest
+from orchestrator.protocol.messages import Failure, WorkerEnvironment
+from orchestrator.records.lease import Lease
+from orchestrator.records.run_dir import CRASH, RunDir, log_tail
+from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
+from orchestrator.timeline.spans import Timeline
 
 LAST_WORDS_S = 2.0
 """For what a worker that has done its part still has to tell."""

@@ -20,8 +20,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrator.driver.calls import GangError, check_ray
-from orchestrator.messages import Whereabouts
-from orchestrator.plan import Plan
+from orchestrator.planning.plan import Plan
+from orchestrator.protocol.messages import Whereabouts
 from orchestrator.worker.actor import remote_worker
 
 WAITING_MESSAGE_EVERY_S = 5.0

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 
 from orchestrator.config.schema import Config
-from orchestrator.driver.aggregate import Aggregator
 from orchestrator.driver.gang import Gang, Member
-from orchestrator.driver.straggler import Straggler, StragglerWatch
-from orchestrator.events import (
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.aggregate import Aggregator
+from orchestrator.policy.straggler import Straggler, StragglerWatch
+from orchestrator.protocol.events import (
     Event,
     FirstStepDone,
     MetricsLogged,
@@ -19,8 +20,7 @@ from orchestrator.events import (
     SystemMetricsLogged,
     Warned,
 )
-from orchestrator.messages import Heartbeat, TrainPoint
-from orchestrator.plan import Plan
+from orchestrator.protocol.messages import Heartbeat, TrainPoint
 
 TRACKING_CHECK_EVERY_S = 5.0
 ANSWER_S = 0.2

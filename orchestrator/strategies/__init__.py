@@ -9,15 +9,15 @@ from orchestrator.job import Job
 from orchestrator.strategies.base import Context, Strategy
 
 _MAKERS = {
-    "single": "orchestrator.strategies.single.Single",
-    "ddp": "orchestrator.strategies.ddp.DDP",
-    "dp": "orchestrator.strategies.dp.DP",
-    "hogwild": "orchestrator.strategies.hogwild.Hogwild",
-    "locked_sgd": "orchestrator.strategies.hogwild.LockedSGD",
-    "parameter_server": "orchestrator.strategies.parameter_server.make",
-    "model_parallel": "orchestrator.strategies.pipeline.Pipeline",
-    "pipeline": "orchestrator.strategies.pipeline.Pipeline",
-    "ddp_pipeline": "orchestrator.strategies.pipeline.Pipeline",
+    "single": "orchestrator.strategies.replicated.single.Single",
+    "ddp": "orchestrator.strategies.replicated.ddp.DDP",
+    "dp": "orchestrator.strategies.replicated.dp.DP",
+    "hogwild": "orchestrator.strategies.asynchronous.hogwild.Hogwild",
+    "locked_sgd": "orchestrator.strategies.asynchronous.hogwild.LockedSGD",
+    "parameter_server": "orchestrator.strategies.asynchronous.parameter_server.worker.make",
+    "model_parallel": "orchestrator.strategies.pipelined.pipeline.Pipeline",
+    "pipeline": "orchestrator.strategies.pipelined.pipeline.Pipeline",
+    "ddp_pipeline": "orchestrator.strategies.pipelined.pipeline.Pipeline",
 }
 
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import StrategyConfig, TrainConfig
-from orchestrator.events import StageSummary
-from orchestrator.figures import Figure
 from orchestrator.job import Job
-from orchestrator.mesh import Mesh, even_shares
-from orchestrator.schedules import PipelineLayout
-from orchestrator.spans import Span
-from orchestrator.worker.state import TrainState
+from orchestrator.planning.mesh import Mesh, even_shares
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.protocol.events import StageSummary
+from orchestrator.protocol.metrics import Figure
+from orchestrator.state.train_state import TrainState
+from orchestrator.timeline.spans import Span
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from orchestrator.worker.state import TrainState
-from orchestrator.worker.transfer import receive_state, send_state
+from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import receive_state, send_state
 
 KEPT = 2
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.rundir import RunDir, is_alive
-from orchestrator.tracking.journal import Ending, read_ending
+from orchestrator.records.journal import Ending, read_ending
+from orchestrator.records.run_dir import RunDir, is_alive
 from orchestrator.tracking.transfer import Transfer, exclusive, mark_killed, settled_ending
 from orchestrator.tracking.uri import sqlite_path
 
@@ -38,7 +38,7 @@ class Hello:
     """What the driver tells its follower, passwords included: this never stands on disk or in a process list.
 
     ``events_offset`` leaves out the ending of a run that is being resumed. ``driver`` is
-    :func:`~orchestrator.rundir.this_process`.
+    :func:`~orchestrator.records.run_dir.this_process`.
     """
 
     uri: str

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.redact import redact_text
-from orchestrator.events import RunEnded
-from orchestrator.rundir import RunDir, read_json, write_json
-from orchestrator.tracking.journal import (
+from orchestrator.protocol.events import RunEnded
+from orchestrator.records.journal import (
     Ending,
     append_event,
     metrics_of,
     read_ending,
     read_lines,
 )
-from orchestrator.tracking.mlflow_client import (
+from orchestrator.records.run_dir import RunDir, read_json, write_json
+from orchestrator.tracking.mlflow import (
     MAX_METRICS_PER_BATCH,
     Point,
     close_run,

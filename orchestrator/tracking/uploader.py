@@ -20,7 +20,7 @@ from typing import Any
 
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.rundir import RunDir, all_runs, this_process
+from orchestrator.records.run_dir import RunDir, all_runs, this_process
 from orchestrator.tracking.follower import Hello
 from orchestrator.tracking.transfer import (
     count_points,

@@ -17,17 +17,27 @@ import ray
 import torch
 import torch.distributed as dist
 
+from orchestrator.compat import deferred_dynamo
 from orchestrator.job import Job, load_job
-from orchestrator.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, Whereabouts, WorkerEnvironment
-from orchestrator.rundir import RunDir, log_tail
+from orchestrator.protocol.messages import (
+    Assignment,
+    Failure,
+    Heartbeat,
+    Outcome,
+    Stacks,
+    Whereabouts,
+    WorkerEnvironment,
+)
+from orchestrator.records.run_dir import RunDir, log_tail
 from orchestrator.strategies import load_maker, make_strategy
-from orchestrator.worker import allocator, connections, deferred_dynamo, rendezvous
+from orchestrator.worker import rendezvous
 from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.faults import strike
+from orchestrator.worker.fault_injection import strike
 from orchestrator.worker.loop import Loop, context_of
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
-from orchestrator.worker.preemption import TerminationNotice
-from orchestrator.worker.stacks import all_stacks
+from orchestrator.worker.process import allocator, connections
+from orchestrator.worker.process.preemption import TerminationNotice
+from orchestrator.worker.process.stacks import all_stacks
 
 
 class Worker:

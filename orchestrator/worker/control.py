@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from orchestrator.events import Event
-from orchestrator.messages import EvalPoint, Heartbeat, Phase, TrainPoint
+from orchestrator.protocol.events import Event
+from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
 
 MEMORY = 0.1
 """The weight of the newest batch in the mean time of one."""

@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 from orchestrator.job import Split
-from orchestrator.mesh import even_shares
+from orchestrator.planning.mesh import even_shares
 
 Collate = Callable[[list[Any]], Any]
 

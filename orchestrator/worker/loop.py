@@ -13,18 +13,18 @@ import torch
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config
-from orchestrator.events import CheckpointFailed, CheckpointSaved, FirstStepDone, ModelCut, Warned
 from orchestrator.job import Job
-from orchestrator.messages import Assignment, EvalPoint, Outcome, Phase
-from orchestrator.rundir import RunDir, read_json
+from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved, FirstStepDone, ModelCut, Warned
+from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Phase
+from orchestrator.records.run_dir import RunDir, read_json
+from orchestrator.state.checkpoint import load
+from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed
+from orchestrator.state.train_state import TrainState, nonfinite_parameter
 from orchestrator.strategies.base import Context, StepResult, Strategy
-from orchestrator.worker import faults
-from orchestrator.worker.checkpoint import load
-from orchestrator.worker.checkpoint_writer import CheckpointWriter, WriteFailed
+from orchestrator.worker import fault_injection as faults
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of, eval_batches, train_batches
 from orchestrator.worker.metrics import NonFiniteError, Window
-from orchestrator.worker.state import TrainState, nonfinite_parameter
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this, unless the step needs it anyway: the

@@ -16,9 +16,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from orchestrator.figures import Figure
-from orchestrator.messages import TrainPoint
-from orchestrator.spans import Span
+from orchestrator.protocol.messages import TrainPoint
+from orchestrator.protocol.metrics import Figure
+from orchestrator.timeline.spans import Span
 
 WARM_UP_STEPS = 10
 """Steps left out of every throughput figure, or a fifth of a short run."""

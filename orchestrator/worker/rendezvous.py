@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from orchestrator.messages import Assignment
+from orchestrator.protocol.messages import Assignment
 
 WAIT_S = 0.5
 """Between two looks at whether to go on waiting."""

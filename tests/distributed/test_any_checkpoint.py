@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from stage_toys import ScheduledChain, plain
 from toys import Case, Steps, digits, having, losses, piece
 
-from orchestrator.worker.checkpoint import load, save
-from orchestrator.worker.state import TrainState
+from orchestrator.state.checkpoint import load, save
+from orchestrator.state.train_state import TrainState
 
 STOP, STEPS = 3, 6
 OTHERS = {"adamw-scheduled": (1, 5, 11), "sgd-momentum": (3, 8, 14)}

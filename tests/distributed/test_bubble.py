@@ -11,9 +11,9 @@ from toys import Case, having, make, steps
 
 from jobs.sleep import Sleep
 from orchestrator.config import schema
-from orchestrator.schedule_model import live_microbatches, order_of, theoretical_bubble
-from orchestrator.spans import Span, bubble
-from orchestrator.strategies.pipeline import Pipeline
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.timeline.ideal import live_microbatches, order_of, theoretical_bubble
+from orchestrator.timeline.spans import Span, bubble
 
 P, M = 4, 8
 STAGES_PER_WORKER = {

@@ -34,9 +34,9 @@ from toys import (
     watched,
 )
 
-from orchestrator.strategies.comm_hooks import POWERSGD_WARM_UP_STEPS as WARM_UP
+from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.replicated.comm_hooks import POWERSGD_WARM_UP_STEPS as WARM_UP
 from orchestrator.worker.data import SampleOrder
-from orchestrator.worker.state import TrainState
 
 
 def hooked(comm_hook: str, **options: Any) -> Any:

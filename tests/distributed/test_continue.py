@@ -27,8 +27,8 @@ from toys import (
     piece,
 )
 
-from orchestrator.worker.state import TrainState
-from orchestrator.worker.transfer import broadcast_state
+from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import broadcast_state
 
 
 @dataclass(frozen=True, kw_only=True)

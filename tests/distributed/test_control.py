@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orchestrator.events import Warned
-from orchestrator.messages import EvalPoint, TrainPoint
+from orchestrator.protocol.events import Warned
+from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.worker.control import AbandonedError, Outbox, StepGate
 
 

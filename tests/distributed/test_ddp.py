@@ -28,8 +28,8 @@ from toys import (
     train,
 )
 
-from orchestrator.strategies.single import Single
-from orchestrator.worker import state as train_state
+from orchestrator.state import train_state
+from orchestrator.strategies.replicated.single import Single
 from orchestrator.worker.data import SampleOrder
 
 

@@ -31,8 +31,8 @@ from toys import (
 )
 
 from orchestrator.config import schema
+from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import make_strategy
-from orchestrator.worker.state import TrainState
 
 HOGWILD = schema.HogwildConfig(name="hogwild", num_workers=2)
 LOCKED = schema.LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")
@@ -69,7 +69,7 @@ def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
 
 
 def optimizer_state(strategy: Any) -> dict[str, torch.Tensor]:
-    from orchestrator.strategies.hogwild import optimizer_tensors
+    from orchestrator.strategies.asynchronous.hogwild import optimizer_tensors
 
     return optimizer_tensors(strategy.optimizer)
 

@@ -24,8 +24,8 @@ from toys import (
     model_of,
 )
 
-from orchestrator.messages import EvalPoint, Outcome, TrainPoint
-from orchestrator.worker.checkpoint import load
+from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
+from orchestrator.state.checkpoint import load
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from toys import CPU
 
-from orchestrator.messages import TrainPoint
-from orchestrator.spans import Span
+from orchestrator.protocol.messages import TrainPoint
+from orchestrator.timeline.spans import Span
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, StepTimer, Window, peak_memory_mb, system_metrics
 
 NAN = float("nan")

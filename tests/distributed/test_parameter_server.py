@@ -43,8 +43,8 @@ from toys import (
 
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.config import schema
+from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import make_strategy
-from orchestrator.worker.state import TrainState
 
 
 def server(num_shards: int = 2, **changes: Any) -> schema.ParameterServerConfig:

@@ -14,9 +14,9 @@ from stage_toys import AdamTokenChain, Chain, Marked, TokenChain
 from toys import Case, Steps, Toy, digits, having, losses, make, piece, steps, train, watched
 
 from jobs.sparse import MatrixCompletion
+from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums
 from orchestrator.worker.data import SampleOrder, eval_batches
-from orchestrator.worker.state import TrainState
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
 """A stage a worker; backward passes in halves, neighbours on one worker; replicas."""

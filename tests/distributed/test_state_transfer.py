@@ -6,8 +6,8 @@ import pytest
 import torch
 from gang import Gang
 
-from orchestrator.worker.state import TrainState
-from orchestrator.worker.transfer import MESSAGE_BYTES, messages_of, receive_state, send_state
+from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import MESSAGE_BYTES, messages_of, receive_state, send_state
 
 CPU = torch.device("cpu")
 

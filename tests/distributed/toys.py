@@ -19,16 +19,16 @@ from jobs.digits import Digits, Images
 from jobs.gpt import GPT, Windows
 from orchestrator.config import schema
 from orchestrator.job import Job, Split
-from orchestrator.messages import Assignment, WorkerEnvironment
-from orchestrator.plan import Node, Plan, make_plan
+from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.protocol.messages import Assignment, WorkerEnvironment
+from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import make_strategy
+from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.base import Context, StepResult, Strategy
-from orchestrator.strategies.parameter_shard import Shard
-from orchestrator.strategies.pipeline import Pipeline
-from orchestrator.strategies.single import Single
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.replicated.single import Single
 from orchestrator.worker.data import train_batches
 from orchestrator.worker.loop import seed_step
-from orchestrator.worker.state import TrainState
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import HERE, losses
 from mlflow import MlflowClient
 
-from orchestrator.rundir import read_json
+from orchestrator.records.run_dir import read_json
 
 SLOW = ("strategy=ddp", "job._target_=faulty_jobs.Slow", "job.step_ms=20", "train.steps=3000",
         "train.eval_every=0", "cluster=local")  # fmt: skip

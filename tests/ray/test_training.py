@@ -15,7 +15,7 @@ import pytest
 from conftest import events, losses, series
 from mlflow import MlflowClient
 
-from orchestrator.rundir import read_json
+from orchestrator.records.run_dir import read_json
 
 LINES = {
     "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from orchestrator.events import MetricsLogged, RankProgress, RunEnded, RunStarted, SystemMetricsLogged, Warned
-from orchestrator.rundir import RunDir
-from orchestrator.tracking.journal import Journal, metric_name, read_ending, read_metrics
+from orchestrator.protocol.events import MetricsLogged, RankProgress, RunEnded, RunStarted, SystemMetricsLogged, Warned
+from orchestrator.records.journal import Journal, metric_name, read_ending, read_metrics
+from orchestrator.records.run_dir import RunDir
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_a_torn_last_line_is_cut_off(run_dir, torn):
 
 def test_a_journal_killed_in_mid_write_keeps_every_whole_line(run_dir):
     script = (
-        "import sys; from pathlib import Path; from orchestrator.rundir import RunDir\n"
-        "from orchestrator.tracking.journal import Journal; from orchestrator.events import MetricsLogged\n"
+        "import sys; from pathlib import Path; from orchestrator.records.run_dir import RunDir\n"
+        "from orchestrator.records.journal import Journal; from orchestrator.protocol.events import MetricsLogged\n"
         "journal, step = Journal(RunDir(Path(sys.argv[1]))), 0\n"
         "while True:\n    step += 1\n    journal.emit(MetricsLogged(step=step, metrics={'loss': 0.5}))\n"
         "    if step == 500: print('x', flush=True)\n"

@@ -18,11 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator import rundir, sync
+from orchestrator import sync
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.events import MetricsLogged, RunEnded, RunStarted
-from orchestrator.tracking import mlflow_client
-from orchestrator.tracking.journal import Ending, Journal, read_metrics
+from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.journal import Ending, Journal, read_metrics
+from orchestrator.tracking import mlflow as mlflow_client
 from orchestrator.tracking.transfer import Transfer, exclusive, read_cursor
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
@@ -362,9 +363,9 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.events import MetricsLogged, RunStarted
-from orchestrator.rundir import RunDir, this_process
-from orchestrator.tracking.journal import Journal
+from orchestrator.protocol.events import MetricsLogged, RunStarted
+from orchestrator.records.run_dir import RunDir, this_process
+from orchestrator.records.journal import Journal
 from orchestrator.tracking.uploader import Uploader
 
 run_dir = RunDir(Path(sys.argv[1]))

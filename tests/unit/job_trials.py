@@ -11,7 +11,7 @@ from torch import nn
 
 from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job, load_job
-from orchestrator.strategies.single import first_rows
+from orchestrator.strategies.replicated.single import first_rows
 from orchestrator.worker.data import eval_batches, train_batches
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn, optim
 
-from orchestrator.worker.checkpoint import (
+from orchestrator.state.checkpoint import (
     CheckpointError,
     find_newest,
     list_checkpoints,
@@ -28,8 +28,8 @@ from orchestrator.worker.checkpoint import (
     save,
     verify,
 )
-from orchestrator.worker.checkpoint_writer import CheckpointWriter, WriteFailed, Written
-from orchestrator.worker.state import TrainState, capture
+from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed, Written
+from orchestrator.state.train_state import TrainState, capture
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -252,8 +252,8 @@ def test_only_the_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
 SAVE_FOR_EVER = """
 import sys, torch
 from pathlib import Path
-from orchestrator.worker.checkpoint import save
-from orchestrator.worker.state import TrainState
+from orchestrator.state.checkpoint import save
+from orchestrator.state.train_state import TrainState
 state = TrainState(model={"w": torch.ones(75_000_000)}, optimizer={},
                    meta={"step": 2, "samples_consumed": 2})
 while True:
@@ -286,8 +286,8 @@ def test_a_writer_killed_in_the_middle_leaves_the_last_checkpoint(tmp_path: Path
 FILL_UP = """
 import resource, sys, torch
 from pathlib import Path
-from orchestrator.worker.checkpoint_writer import CheckpointWriter
-from orchestrator.worker.state import TrainState
+from orchestrator.state.checkpoint_writer import CheckpointWriter
+from orchestrator.state.train_state import TrainState
 root, limit = Path(sys.argv[1]), int(sys.argv[2])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -329,7 +329,8 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn, optim
-from orchestrator.worker import checkpoint, state
+from orchestrator.state import checkpoint
+from orchestrator.state import train_state as state
 import _pickle, pickle
 
 model = nn.Linear(3, 4)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator import rundir
 from orchestrator.compare import labels, main, read_curve, read_run, table
-from orchestrator.events import MetricsLogged
-from orchestrator.rundir import RunDir
-from orchestrator.tracking.journal import Journal
+from orchestrator.protocol.events import MetricsLogged
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.journal import Journal
+from orchestrator.records.run_dir import RunDir
 
 SUMMARY: dict[str, Any] = {
     "samples_per_s": 4000.0,

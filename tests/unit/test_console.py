@@ -14,7 +14,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from orchestrator.config.compose import compose
-from orchestrator.events import (
+from orchestrator.display.console import make_console
+from orchestrator.display.panel import RunView, draw
+from orchestrator.display.report import duration, faults_text, plan_table, size, sparkline
+from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.protocol.events import (
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -30,10 +34,6 @@ from orchestrator.events import (
     Warned,
     WorkerFailed,
 )
-from orchestrator.plan import Node, Plan, make_plan
-from orchestrator.report import duration, faults_text, plan_table, size, sparkline
-from orchestrator.tracking.console import make_console
-from orchestrator.tracking.panel import RunView, draw
 
 START = 1_000_000.0
 STARTED = RunStarted(

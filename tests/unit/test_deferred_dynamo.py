@@ -8,7 +8,7 @@ import pytest
 EAGER = """
 import inspect, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from orchestrator.worker import deferred_dynamo
+from orchestrator.compat import deferred_dynamo
 deferred_dynamo.install()
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)

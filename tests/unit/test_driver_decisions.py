@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from orchestrator.driver.aggregate import Aggregator, percentile
 from orchestrator.driver.calls import GangError
-from orchestrator.driver.failure import death, first_failure
-from orchestrator.driver.seating import check_devices, rank_order, shards_last
-from orchestrator.mesh import Mesh
-from orchestrator.messages import EvalPoint, Failure, Outcome, TrainPoint, Whereabouts
-from orchestrator.spans import Kind, Span
+from orchestrator.planning.mesh import Mesh
+from orchestrator.policy.aggregate import Aggregator, percentile
+from orchestrator.policy.failure import death, first_failure
+from orchestrator.policy.rank_order import check_devices, rank_order, shards_last
+from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, TrainPoint, Whereabouts
+from orchestrator.timeline.spans import Kind, Span
 
 
 def point(**changes: Any) -> TrainPoint:

@@ -6,10 +6,10 @@ import pytest
 from test_plan import LAPTOP, plan_of
 
 from orchestrator.config.build import ConfigError
-from orchestrator.driver.elastic import Seating, Sizes, find_seating, reseated
-from orchestrator.driver.recovery import Continuation, hand_over
-from orchestrator.plan import Plan
-from orchestrator.session import check_all
+from orchestrator.driver.session import check_all
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.elastic import Seating, Sizes, find_seating, reseated
+from orchestrator.policy.recovery import Continuation, hand_over
 
 
 def ddp(num_workers: int) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.mesh import Mesh, even_shares
+from orchestrator.planning.mesh import Mesh, even_shares
 
 GRIDS = [(1, 1), (3, 1), (1, 4), (2, 2), (2, 3), (4, 2)]
 

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
-from orchestrator.plan import Node, Plan, make_plan
+from orchestrator.planning.plan import Node, Plan, make_plan
 
 LAPTOP = (Node(node_id="local", name="laptop", cpus=2, gpus=0),)
 GPU_BOX = (Node(node_id="a", name="box", cpus=16, gpus=4),)

@@ -14,10 +14,10 @@ from jobs.resnet50 import ResNet50
 from jobs.sparse import SparseLogistic
 from jobs.toy import Toy
 from orchestrator.config.compose import compose
-from orchestrator.driver.serving import serving_faults, serving_notes
-from orchestrator.mesh import Mesh
-from orchestrator.plan import Node
-from orchestrator.report import plan_table
+from orchestrator.display.report import plan_table
+from orchestrator.driver.preflight.sharing import serving_faults, serving_notes
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Node
 
 SERVER = ("strategy=parameter_server", "strategy.num_workers=3", "strategy.num_shards=2")
 

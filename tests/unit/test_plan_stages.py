@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_plan import GPU_BOX, LAPTOP, faults_of, plan_of
 
-from orchestrator.plan import Plan
+from orchestrator.planning.plan import Plan
 
 
 def plan(*words: str) -> Plan:

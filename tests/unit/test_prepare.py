@@ -17,17 +17,17 @@ import yaml
 from torch import nn
 
 from jobs.digits import Digits
-from orchestrator import rundir
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import MASK
 from orchestrator.config.schema import Config, JobSpec
-from orchestrator.driver import prepare
+from orchestrator.driver.preflight import prepare
 from orchestrator.job import Job
-from orchestrator.plan import Node, Plan, make_plan
-from orchestrator.rundir import RunDir
-from orchestrator.worker.checkpoint import save
-from orchestrator.worker.state import capture
+from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import save
+from orchestrator.state.train_state import capture
 
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)

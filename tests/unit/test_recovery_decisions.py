@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.chaos import Fault, parse, planned, without_next
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.driver.pace import Pace, culprit
-from orchestrator.driver.recovery import Continuation, GiveUp, Held, Setback, decide, newest_state
-from orchestrator.driver.straggler import Straggler, StragglerWatch
-from orchestrator.messages import Heartbeat, Phase, TrainPoint
+from orchestrator.planning.faults import Fault, parse, planned, without_next
+from orchestrator.policy.hang import Pace, culprit
+from orchestrator.policy.recovery import Continuation, GiveUp, Held, Setback, decide, newest_state
+from orchestrator.policy.straggler import Straggler, StragglerWatch
+from orchestrator.protocol.messages import Heartbeat, Phase, TrainPoint
 
 CONFIG = RecoveryConfig(
     max_failures=10,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.driver.recovery import Continuation
-from orchestrator.driver.regrouping import Ledger, Regrouping
+from orchestrator.policy.recovery import Continuation
+from orchestrator.policy.transitions import Ledger, Regrouping
 
 IN_PLACE = Continuation(lost=(1,), sources=(0, 0), step=40, pause_s=0)
 LOSS = Regrouping(

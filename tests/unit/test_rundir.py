@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator import rundir
-from orchestrator.driver.lease import Lease, SupersededError
-from orchestrator.rundir import RunDir
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.lease import Lease, SupersededError
+from orchestrator.records.run_dir import RunDir
 
 
 def test_a_run_directory_lies_under_its_day_and_bears_time_and_name(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from orchestrator.schedule_model import Action, live_microbatches, order_of, simulate, theoretical_bubble
-from orchestrator.spans import bubble
+from orchestrator.timeline.ideal import Action, live_microbatches, order_of, simulate, theoretical_bubble
+from orchestrator.timeline.spans import bubble
 
 GRIDS = [(2, 4), (4, 8), (4, 16), (8, 16)]
 """``(workers, microbatches)``"""

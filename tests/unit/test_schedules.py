@@ -11,7 +11,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from orchestrator.config.schema import PipelineConfig
-from orchestrator.schedules import SCHEDULES, PipelineLayout, Schedule
+from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
 
 MOST = 13
 """Micro-batches tried."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from orchestrator.driver.staging import with_stages
+from orchestrator.driver.preflight.stages import with_stages
+from orchestrator.driver.session import check_all
 from orchestrator.job import Job, Split
-from orchestrator.plan import Plan, make_plan
-from orchestrator.session import check_all
+from orchestrator.planning.plan import Plan, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)

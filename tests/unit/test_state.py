@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lr
 
-from orchestrator.worker.checkpoint import load, save
-from orchestrator.worker.state import TrainState, capture, merge, mismatches, nonfinite_parameter, restore
+from orchestrator.state.checkpoint import load, save
+from orchestrator.state.train_state import TrainState, capture, merge, mismatches, nonfinite_parameter, restore
 
 STEPS = 4
 

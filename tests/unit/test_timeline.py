@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.rundir import RunDir
-from orchestrator.spans import Kind, Span, Timeline, bubble
-from orchestrator.timeline import write
+from orchestrator.records.run_dir import RunDir
+from orchestrator.timeline.draw import write
+from orchestrator.timeline.spans import Kind, Span, Timeline, bubble
 
 
 def span(kind: Kind, stage: int, start: float, end: float, microbatch: int = 0) -> Span:

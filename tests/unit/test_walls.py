@@ -211,7 +211,7 @@ def loads(module: str) -> set[str]:
         ("jobs.digits", {"torch"}, "a job is plain torch"),
         ("jobs.gpt", {"torch"}, "a job is plain torch"),
         ("orchestrator.tracking.follower", set(), "the uploading process starts quickly and is small"),
-        ("orchestrator.session", {"torch", "ray", "hydra", "omegaconf"}, "MLflow's slow import delays no start"),
+        ("orchestrator.driver.session", {"torch", "ray", "hydra", "omegaconf"}, "MLflow's slow import delays no start"),
     ],
 )
 def test_what_comes_with_an_import(module: str, libraries: set[str], why: str) -> None:

@@ -1,0 +1,1 @@
+"""Internals of libraries that this project touches."""

@@ -1,0 +1,350 @@
+"""The console: a live panel on a terminal, plain lines elsewhere; the verdict stands last."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from typing import IO, cast
+
+from rich.console import Console
+from rich.control import Control
+from rich.live import Live
+from rich.panel import Panel
+from rich.segment import ControlType, Segment, SegmentLines
+from rich.text import Text
+
+from orchestrator.display.panel import (
+    RunView,
+    checkpoint_words,
+    draw,
+    status_line,
+    stop_words,
+    waiting_words,
+)
+from orchestrator.display.report import clean, count, crew, first_few, first_line, takes_unicode, verdict, writable
+from orchestrator.protocol.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    FirstStepDone,
+    GenerationStarted,
+    MetricsLogged,
+    ModelCut,
+    RankProgress,
+    Recovered,
+    RunEnded,
+    RunStarted,
+    Sink,
+    StageSummary,
+    StopRequested,
+    StragglerFound,
+    SystemMetricsLogged,
+    TextSampled,
+    WaitingForResources,
+    Warned,
+    WorkerFailed,
+    WorkerLost,
+)
+
+Line = tuple[str, str]
+"""Text and its style; the style counts on a terminal alone."""
+
+_REFRESH_PER_S = 4
+_LINE_INTERVAL_S = 1.0
+_LOG_TAIL_LINES = 20
+_VERDICT_STYLES = {"FINISHED": "bold green", "KILLED": "bold yellow"}
+
+
+def make_console(*, steps: int, world_size: int, stream: IO[str] | None = None) -> Sink:
+    """The console of one run on ``stream`` (default: standard output).
+
+    Close it after every other sink: what they warn about then stands above the verdict.
+    """
+    out = cast("IO[str]", _ForgivingStream(stream or sys.stdout))
+    view = RunView(steps=steps, world_size=world_size)
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
+    if out.isatty() and not plain:
+        return LiveConsole(view, Console(file=out, force_terminal=True, highlight=False))
+    return PlainConsole(
+        view,
+        Console(file=out, force_terminal=False, color_system=None, highlight=False, width=100),
+    )
+
+
+class PlainConsole:
+    """One line per event that matters; metrics about once a second, first and last always."""
+
+    def __init__(self, view: RunView, console: Console):
+        self._view = view
+        self._console = console
+        # Reentrant: a signal handler may emit while the same thread is emitting.
+        self._lock = threading.RLock()
+        self._unshown: dict[str, float] = {}
+        self._unshown_step = 0
+        self._shown_at: dict[str, float] = {}
+        self._verdict: list[Line] = []
+        self._printed_after_verdict = False
+        self._faulty = False
+
+    def emit(self, event: Event) -> None:
+        try:
+            self._emit(event)
+        except Exception:
+            if not self._faulty:  # once: a console that is at fault must not flood the log as well
+                self._faulty = True
+                logging.getLogger(__name__).exception("the console cannot show %s", event.kind)
+
+    def close(self) -> None:
+        """Print what is left, and the verdict once more if anything came after it."""
+        try:
+            self._print(self._last_metrics())
+            if self._printed_after_verdict:
+                self._print(self._verdict)
+                self._printed_after_verdict = False
+        except Exception:
+            logging.getLogger(__name__).exception("the console cannot be closed")
+
+    def _emit(self, event: Event) -> None:
+        with self._lock:
+            self._view.update(event)
+            lines = self._lines(event)
+        self._print(lines)
+        if isinstance(event, TextSampled):
+            text = Text(clean(event.text).strip("\n"))
+            self._console.print(Panel.fit(text, title="sample", title_align="left"))
+        if isinstance(event, RunEnded):
+            self._verdict = lines
+        elif lines or isinstance(event, TextSampled):
+            self._printed_after_verdict = bool(self._verdict)
+
+    def _lines(self, event: Event) -> list[Line]:
+        match event:
+            case MetricsLogged() if all(name.startswith("recovery/") for name in event.metrics):
+                return []  # what they say has been said in words
+            case MetricsLogged():
+                if event.step != self._unshown_step:
+                    self._unshown = {}  # figures of another step would pass for this one's
+                self._unshown_step = event.step
+                self._unshown.update(event.metrics)
+                validated = any(name.startswith("val/") for name in event.metrics)
+                due = self._is_due("validation" if validated else "metrics", event.time)
+                return self._last_metrics() if due else []
+            case CheckpointSaved():
+                return [*self._last_metrics(), *words(event)] if self._is_due("checkpoint", event.time) else []
+            case WorkerFailed() | StopRequested():
+                return [*self._last_metrics(), *words(event)]
+            case RunEnded():
+                return [*self._last_metrics(), *self._ending(event)]
+            case _:
+                return words(event)
+
+    def _is_due(self, what: str, now: float) -> bool:
+        due = now - self._shown_at.get(what, -math.inf) >= _LINE_INTERVAL_S
+        if due:
+            self._shown_at[what] = now
+        return due
+
+    def _last_metrics(self) -> list[Line]:
+        if not self._unshown:
+            return []
+        metrics, self._unshown = self._unshown, {}
+        eta_s = self._view.eta_s()
+        return [(status_line(self._unshown_step, self._view.steps, metrics, eta_s), "")]
+
+    def _ending(self, event: RunEnded) -> list[Line]:
+        view = self._view
+        first, *rest = verdict(
+            event,
+            step=view.step,
+            started=view.started,
+            stop=view.stop,
+            failure=view.failure,
+            checkpoint=view.checkpoint,
+        )
+        return [(first, _VERDICT_STYLES.get(event.status, "bold red")), *((r, "") for r in rest)]
+
+    def _print(self, lines: list[Line]) -> None:
+        if lines:
+            text = Text("\n").join(Text(clean(line), style=style) for line, style in lines)
+            self._console.print(text, soft_wrap=True)
+
+
+class LiveConsole(PlainConsole):
+    """A panel that is redrawn in place; messages go above it, and it leaves nothing behind."""
+
+    def __init__(self, view: RunView, console: Console):
+        super().__init__(view, console)
+        self._unicode = takes_unicode(console.file)
+        self._frame_lines: list[list[Segment]] = []
+        self._live = Live(
+            console=console,
+            get_renderable=self._frame,
+            refresh_per_second=_REFRESH_PER_S,
+            transient=True,
+        )
+
+    def close(self) -> None:
+        self._stop()
+        super().close()
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._live.start()
+        elif isinstance(event, RunEnded):
+            self._stop()
+        super()._emit(event)
+
+    def _lines(self, event: Event) -> list[Line]:
+        shown_in_panel = (MetricsLogged, CheckpointSaved, WaitingForResources)
+        if isinstance(event, shown_in_panel) and self._live.is_started:
+            return []
+        return super()._lines(event)
+
+    def _stop(self) -> None:
+        try:
+            self._live.stop()
+        except Exception:
+            logging.getLogger(__name__).exception("the live panel cannot be removed")
+
+    def _frame(self) -> SegmentLines:
+        options = self._console.options
+        width, height = options.size
+        self._erase_wrapped(width)
+        with self._lock:
+            panel = draw(self._view, width=width, height=height, now=time.time(), unicode=self._unicode)
+            # The empty last row takes the ^C that the terminal echoes, which would wrap behind a full one.
+            self._frame_lines = [*self._console.render_lines(panel, options, pad=False), []]
+        return SegmentLines(self._frame_lines, new_lines=True)
+
+    def _erase_wrapped(self, width: int) -> None:
+        """If a narrower terminal has wrapped the frame that stands, erase all its rows.
+
+        Leaves the cursor where it would stand below an unwrapped frame, as Rich expects it.
+        """
+        lengths = [Segment.get_line_length(line) for line in self._frame_lines]
+        rows = sum(max(1, math.ceil(length / width)) for length in lengths)
+        if rows > len(lengths):
+            up = [(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * (rows - 1)
+            self._console.control(Control(*up, (ControlType.CURSOR_DOWN, len(lengths) - 1)))
+
+
+def words(event: Event) -> list[Line]:
+    """An event in readable words; nothing for the ones that are drawn or counted only."""
+    match event:
+        case RunStarted():
+            return _started(event)
+        case WaitingForResources():
+            return [(waiting_words(event), "")]
+        case GenerationStarted():
+            return _generation(event)
+        case ModelCut():
+            return [(stage_words(number, stage), "") for number, stage in enumerate(event.stages)]
+        case CheckpointSaved():
+            return [(checkpoint_words(event), "")]
+        case CheckpointFailed():
+            text = f"warning: no checkpoint of step {event.step}: {first_line(event.reason)}"
+            return [(f"{text}; training goes on", "yellow")]
+        case WorkerFailed():
+            return _worker_failed(event)
+        case WorkerLost():
+            return [(f"{event.title} lost at step {event.step}: {first_line(event.reason)}", "yellow")]
+        case StragglerFound():
+            return [(_straggler(event), "yellow")]
+        case Recovered():
+            return [(_recovered(event), "green")]
+        case StopRequested():
+            return [(stop_words(event), "yellow")]
+        case Warned():
+            return [(f"warning: {event.message}", "yellow")]
+        case FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged() | TextSampled() | RunEnded():
+            return []
+        case _:
+            return [(event.kind.replace("_", " "), "")]
+
+
+def _started(event: RunStarted) -> list[Line]:
+    what = f"{event.name}: strategy {event.strategy}, job {event.job}"
+    lines = [f"{what}, {crew(event.world_size, event.num_shards)}, {count(event.steps, 'step')}"]
+    lines.append(f"run directory: {event.run_dir}")
+    if event.resumed_from_step is not None:
+        lines.append(f"resumed from step {event.resumed_from_step}")
+    lines += [f"note: {note}" for note in event.notes]
+    return [(lines[0], "bold"), *((line, "") for line in lines[1:])]
+
+
+def _generation(event: GenerationStarted) -> list[Line]:
+    ranks = [f"rank {rank} on {where}" for rank, where in enumerate(event.workers)]
+    where = f"{event.backend} on {event.device}: {first_few(ranks)}"
+    return [(where if event.generation <= 1 else f"generation {event.generation}: {where}", "")]
+
+
+def _straggler(event: StragglerFound) -> str:
+    compute = f"computing {event.compute_ms:.3g} ms a step (the others {event.others_compute_ms:.3g})"
+    data = f"waiting for data {event.data_wait_ms:.3g} ms (the others {event.others_data_wait_ms:.3g})"
+    who = f"{event.title} on {event.node}"
+    return f"warning: {who} is {event.slower_by:.1f} times slower than the others: {compute}, {data}"
+
+
+def _recovered(event: Recovered) -> str:
+    ranks = ", ".join(str(rank) for rank in event.replaced)
+    if event.num_workers != event.num_workers_before:
+        how = f"{count(event.num_workers, 'worker')} instead of {event.num_workers_before}"
+    elif ranks:
+        how = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced"
+    else:
+        how = "the group formed anew"
+    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "nothing lost"
+    return f"back at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
+
+
+def stage_words(number: int, stage: StageSummary) -> str:
+    share = "" if stage.time_share is None else f"{stage.time_share:.0%} of the time, "
+    return f"stage {number}: {share}{count(stage.num_parameters, 'parameter')}: {first_few(stage.layers)}"
+
+
+def _worker_failed(event: WorkerFailed) -> list[Line]:
+    reason = first_line(event.reason)
+    lines = [(f"{event.title} failed at step {event.step}: {reason}", "bold red")]
+    lines += [(f"  {line}", "") for line in clean(event.traceback).strip().splitlines()]
+    tail = clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
+    if tail:
+        lines.append((f"last lines of its log ({event.log}):", "bold"))
+        lines += [(f"  {line}", "dim") for line in tail]
+    elif event.log:
+        lines.append((f"its log: {event.log}", ""))
+    return lines
+
+
+class _ForgivingStream(io.TextIOBase):
+    """A text stream whose reader may go away, and which replaces what its encoding cannot take."""
+
+    def __init__(self, stream: IO[str]):
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+            self._stream.write(writable(text, self._stream))
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except ValueError:
+            return False
+
+    def fileno(self) -> int:
+        return self._stream.fileno()

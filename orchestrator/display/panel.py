@@ -1,0 +1,255 @@
+"""The live panel: what the console remembers of a run, and how it is drawn at a given size."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from orchestrator.display.report import MOST_ROWS, crew, duration, figure, rate, size, sparkline
+from orchestrator.protocol.events import (
+    CheckpointSaved,
+    Event,
+    GenerationStarted,
+    MetricsLogged,
+    RankProgress,
+    RunStarted,
+    StopRequested,
+    WaitingForResources,
+    WorkerFailed,
+)
+
+CLEARLY_SLOWER = 1.25
+"""A rank is marked from this multiple of the other ranks' median step time."""
+
+_POINTS = 200
+_PACE_POINTS = 60
+_PACE_INTERVAL_S = 0.5
+_SMALLEST_WIDTH, _SMALLEST_HEIGHT = 48, 9
+
+
+class RunView:
+    """What the console remembers of a run: fed by events, bounded in size."""
+
+    def __init__(self, *, steps: int, world_size: int):
+        self.steps = steps
+        self.world_size = world_size
+        self.step = 0
+        self.started: RunStarted | None = None
+        self.waiting: WaitingForResources | None = None
+        self.generation: GenerationStarted | None = None
+        self.checkpoint: CheckpointSaved | None = None
+        self.stop: StopRequested | None = None
+        self.failure: WorkerFailed | None = None
+        self.latest: dict[str, float] = {}
+        self.val_step = 0
+        self.losses: deque[float] = deque(maxlen=_POINTS)
+        self.rates: deque[float] = deque(maxlen=_POINTS)
+        self.ranks: dict[int, RankProgress] = {}
+        self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_POINTS)
+        self._pace_from = 0.0
+
+    def update(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self.started, self.step = event, event.resumed_from_step or 0
+            case WaitingForResources():
+                self.waiting = event
+            case GenerationStarted():
+                self.generation, self.waiting, self.failure = event, None, None
+                self.world_size = len(event.workers)
+                self.ranks.clear()
+                self._pace.clear()
+            case MetricsLogged():
+                self._metrics(event)
+            case RankProgress():
+                self.ranks[event.rank] = event
+                least = min(r.step for r in self.ranks.values())
+                if least > 0 and len(self.ranks) == self.world_size:
+                    self._reached(least, event.time)
+            case CheckpointSaved():
+                self.checkpoint = event
+            case StopRequested():
+                self.stop = event
+            case WorkerFailed() if self.failure is None:
+                self.failure = event
+
+    def _metrics(self, event: MetricsLogged) -> None:
+        self._reached(event.step, event.time)
+        self.latest.update(event.metrics)
+        if "train/loss" in event.metrics:
+            self.losses.append(event.metrics["train/loss"])
+        if "perf/samples_per_s" in event.metrics:
+            self.rates.append(event.metrics["perf/samples_per_s"])
+        if any(name.startswith("val/") for name in event.metrics):
+            self.val_step = event.step
+
+    def _reached(self, step: int, time: float) -> None:
+        if not self._pace:
+            self.step = step  # not the larger of the two: a recovery may go back
+            self._pace_from = time
+        elif step <= self._pace[-1][1]:
+            return
+        elif time - self._pace_from < _PACE_INTERVAL_S:
+            self._pace.clear()  # points come in batches: the first of one says nothing of the pace
+        elif len(self._pace) >= 2 and time - self._pace[-2][0] < _PACE_INTERVAL_S:
+            self._pace.pop()
+        self._pace.append((time, step))
+        self.step = max(self.step, step)
+
+    def eta_s(self) -> float | None:
+        """Time left at the pace of the last points; None before there are two."""
+        if len(self._pace) < 2:
+            return None
+        (first_time, first_step), (last_time, last_step) = self._pace[0], self._pace[-1]
+        if last_time <= first_time:
+            return None
+        left = max(0, self.steps - self.step)
+        return left * (last_time - first_time) / (last_step - first_step)
+
+    def slowest(self) -> int | None:
+        """The rank whose steps take clearly longer than those of the others."""
+        times = {r.rank: r.step_ms for r in self.ranks.values() if r.step_ms is not None}
+        if len(times) < 2:
+            return None
+        rank = max(times, key=lambda r: times[r])
+        others = statistics.median(ms for r, ms in times.items() if r != rank)
+        return rank if times[rank] > CLEARLY_SLOWER * others else None
+
+
+def status_line(step: int, steps: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
+    """``step 120/500  loss 0.2314  val_acc 0.9710  8,310 samples/s  eta 12s``."""
+    parts = [f"step {step}/{steps}"]
+    for name, word in (
+        ("train/loss", "loss"),
+        ("val/loss", "val_loss"),
+        ("val/accuracy", "val_acc"),
+    ):
+        if name in metrics:
+            parts.append(f"{word} {figure(metrics[name])}")
+    if "perf/samples_per_s" in metrics:
+        parts.append(f"{rate(metrics['perf/samples_per_s'])} samples/s")
+    if eta_s is not None and step < steps:
+        parts.append(f"eta {duration(eta_s)}")
+    return "  ".join(parts)
+
+
+def draw(view: RunView, *, width: int, height: int, now: float, unicode: bool = True) -> RenderableType:
+    """The panel in at most ``height`` - 1 rows; a single line where there is no room for it."""
+    if width < _SMALLEST_WIDTH or height < _SMALLEST_HEIGHT:
+        shown = {n: v for n, v in view.latest.items() if not n.startswith("val/")}
+        line = status_line(view.step, view.steps, shown, view.eta_s())
+        return _row(line)
+    inside = width - 4
+    rows = [_progress(view, now, width=inside, unicode=unicode), *_curves(view, width=inside, unicode=unicode)]
+    room = height - len(rows) - 4  # the frame, the last row, and one row of the terminal left free
+    if view.ranks and room >= min(1 + len(view.ranks), 3):
+        rows += _ranks(view, room=room, width=inside, unicode=unicode)
+    return Panel(Group(*rows, _state(view)), title=_title(view), title_align="left", border_style="dim")
+
+
+def _row(*parts: str | tuple[str, str]) -> Text:
+    """One row of text and styles; what is too long for it is cut."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _title(view: RunView) -> Text:
+    if view.started is None:
+        return Text("starting")
+    about = f" ({view.started.strategy}, {view.started.job}, {crew(view.world_size, view.started.num_shards)})"
+    return _row((view.started.name, "bold"), about)
+
+
+def _progress(view: RunView, now: float, *, width: int, unicode: bool) -> Text:
+    share = min(1.0, view.step / view.steps)
+    parts = [f"{view.step:,}/{view.steps:,}", f"{share:.0%}"]
+    if view.started:
+        parts.append(duration(max(0.0, now - view.started.time), whole=True))
+    if (eta := view.eta_s()) is not None:
+        parts.append(f"eta {duration(eta)}")
+    figures = "  " + "  ".join(parts)
+    length = max(0, width - len(figures))
+    done = int(share * length)
+    full, rest = ("━", "─") if unicode else ("=", "-")
+    return _row((full * done, "magenta"), (rest * (length - done), "dim"), figures)
+
+
+def _curves(view: RunView, *, width: int, unicode: bool) -> list[Text]:
+    rows: list[Text] = []
+    for label, values, text, style in (
+        ("loss", view.losses, figure, "cyan"),
+        ("samples/s", view.rates, rate, "green"),
+    ):
+        if values:
+            head = f"{label:<11}{text(values[-1]):>10}  "
+            recent = list(values)[-max(1, width - len(head)) :]
+            line = sparkline(recent, unicode=unicode, from_zero=label == "samples/s")
+            rows.append(_row(head, (line, style)))
+    figures = {n[4:]: v for n, v in sorted(view.latest.items()) if n.startswith("val/")}
+    if figures:
+        shown = "  ".join(f"{name} {figure(value)}" for name, value in figures.items())
+        text_row = f"{'val':<11}{shown}  (step {view.val_step:,})"
+        rows.append(_row(text_row))
+    return rows
+
+
+def _ranks(view: RunView, *, room: int, width: int, unicode: bool) -> list[Text]:
+    """A head, the ranks that there is room for, the slowest always among them, and the rest."""
+    ranks = [view.ranks[r] for r in sorted(view.ranks)]
+    slowest = view.slowest()
+    most = min(MOST_ROWS, room - 1)
+    if len(ranks) > most:
+        most = min(most, room - 2)
+    shown = ranks[:most]
+    if slowest is not None and slowest not in {r.rank for r in shown}:
+        shown[-1] = view.ranks[slowest]
+    step_width = max(len("step"), len(f"{view.steps:,}"))
+    room_for_node = width - step_width - 40
+    node_width = min(max(len("node"), *(cell_len(r.node) for r in shown)), room_for_node)
+    cells = [("rank", "node", "step", "phase", "step ms", "")]
+    for r in shown:
+        step_ms = "-" if r.step_ms is None else f"{r.step_ms:.1f}"
+        mark = f"{'◀' if unicode else '<'} slowest" if r.rank == slowest else ""
+        cells.append((str(r.rank), r.node, f"{r.step:,}", r.phase, step_ms, mark))
+    rows: list[Text] = []
+    for rank, node, step, phase, step_ms, mark in cells:
+        where = set_cell_size(node, node_width) + "  " if node_width >= len("node") else ""
+        line = f"{rank:>4}  {where}{step:>{step_width}}  {phase:<10}  {step_ms:>7}  {mark}"
+        rows.append(_row((line, "yellow" if mark else "" if rows else "dim")))
+    if more := len(ranks) - len(shown):
+        rows.append(_row((f"and {more} more", "dim")))
+    return rows
+
+
+def _state(view: RunView) -> Text:
+    """The last row: what the run waits for, or that it stops, or its backend and checkpoint."""
+    text, style = "starting the workers", "dim"
+    if view.stop:
+        text, style = stop_words(view.stop), "yellow"
+    elif view.waiting:
+        text, style = waiting_words(view.waiting), ""
+    elif view.generation:
+        number = view.generation.generation
+        text = f"{view.generation.backend} on {view.generation.device}"
+        text += f", generation {number}" if number > 1 else ""
+        text += f"; {checkpoint_words(view.checkpoint)}" if view.checkpoint else ""
+    return _row((text, style))
+
+
+def stop_words(event: StopRequested) -> str:
+    return f"{event.signal}: writing a checkpoint, then stopping; once more to stop at once"
+
+
+def waiting_words(event: WaitingForResources) -> str:
+    held = f"; held by {event.holders}" if event.holders else ""
+    return f"waiting {duration(event.waited_s)} for {event.wanted}{held}"
+
+
+def checkpoint_words(event: CheckpointSaved) -> str:
+    cost = f"{size(event.size_bytes)} in {event.seconds:.2f} s"
+    return f"checkpoint of step {event.step:,} saved ({cost})"

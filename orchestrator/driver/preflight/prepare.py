@@ -1,0 +1,295 @@
+"""From a configuration to a run that may start: resume point, run directory, records. No Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.metadata
+import platform
+import re
+import shlex
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from orchestrator.compat import deferred_dynamo
+from orchestrator.config.build import ConfigError, did_you_mean
+from orchestrator.config.compose import to_dict, to_yaml
+from orchestrator.config.redact import redact, redact_text
+from orchestrator.config.schema import Config
+from orchestrator.job import Job
+from orchestrator.planning.plan import Plan
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
+from orchestrator.state.train_state import TrainState, mismatches
+from orchestrator.tracking.uri import absolute_uri, validate_uri
+
+VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
+PATH_KEYS = ("output_dir", "tracking.uri", "resume")
+_SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|precision|on_nonfinite)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """The run to continue and where it continues."""
+
+    run_dir: RunDir
+    checkpoint: Path
+    step: int
+
+
+def base_dir() -> Path:
+    """Where relative paths start: the working directory, unless Ray unpacked that for one job and
+    throws it away afterwards; then a directory of the user's."""
+    here = Path.cwd()
+    return Path.home() / "orchestrator" if "runtime_resources" in here.parts else here
+
+
+def absolute_paths(config: Config) -> Config:
+    """``output_dir`` and a SQLite tracking URI made absolute."""
+    tracking = config.tracking
+    if tracking.uri is not None:
+        tracking = dataclasses.replace(tracking, uri=absolute_uri(tracking.uri, base_dir()))
+    output_dir = (base_dir() / Path(config.output_dir).expanduser()).resolve()
+    return dataclasses.replace(config, output_dir=str(output_dir), tracking=tracking)
+
+
+def environment_faults(config: Config) -> list[str]:
+    """What is wrong around the run: the tracking URI, the output directory."""
+    faults = []
+    if config.tracking.uri is not None and (fault := validate_uri(config.tracking.uri)):
+        faults.append(fault)
+    output_dir = Path(config.output_dir)
+    try:
+        existing = next(p for p in (output_dir, *output_dir.parents) if p.exists())
+        tempfile.TemporaryDirectory(prefix=".probe-", dir=existing).cleanup()
+    except OSError as e:
+        faults.append(_unwritable(config, e))
+    return faults
+
+
+def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resume | None:
+    """The run that ``resume`` asks for; None: start a new one.
+
+    ``job``: None where it has faults of its own, and its model cannot be compared.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or it is of another model.
+    """
+    if config.resume == "never":
+        return None
+    output_dir = Path(config.output_dir)
+    if config.resume == "auto":
+        run_dir = _newest_unfinished(output_dir, config.run_name, warnings)
+        if run_dir is None:
+            warnings.append(f"resume=auto: no unfinished run is named {config.run_name}; this is a new one")
+            return None
+    else:
+        run_dir = _named_run(output_dir, config.resume)
+    try:
+        driver = run_dir.driver_if_running()
+    except ValueError as e:
+        raise ConfigError([f"resume={config.resume}: {e}"]) from e
+    if driver is not None:
+        raise ConfigError(
+            [
+                f"resume={config.resume}: {run_dir.path} is still running (pid {driver.get('pid')} on "
+                f"{driver.get('host')}); stop it first, or start another with resume=never"
+            ]
+        )
+    damaged: list[CheckpointError] = []
+    checkpoint = find_newest(run_dir.checkpoints, damaged.append)
+    warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
+    if checkpoint is None:
+        if config.resume == "auto" and not damaged:
+            warnings.append(f"resume=auto: {run_dir.path} has no checkpoint yet; this is a new run")
+            return None
+        why = "; ".join(str(e) for e in damaged) or "it has no checkpoint"
+        raise ConfigError([f"resume={config.resume}: {why}; resume=never starts anew"])
+    manifest = read_manifest(checkpoint)
+    step = int(manifest["step"])
+    faults = [] if job is None else _job_faults(job, checkpoint, manifest["meta"])
+    faults = [f"resume={config.resume}: {fault}" for fault in faults]
+    if step >= config.train.steps:
+        faults.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
+    if faults:
+        raise ConfigError(faults)
+    if job is not None:
+        warnings.extend(_changes(run_dir.read_record().get("params", {}), _params(_resolved(config, job))))
+    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step)
+
+
+def open_run(
+    config: Config,
+    job: Job,
+    plan: Plan,
+    resume: Resume | None,
+    *,
+    command: str,
+    sweep: Mapping[str, str] | None,
+) -> tuple[RunDir, str]:
+    """Make or reopen the run directory and write its records; returns it with the run's uid.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        run_dir = resume.run_dir if resume else rundir.create(Path(config.output_dir), plan.run_name)
+        uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
+        resolved = _resolved(config, job)
+        run_dir.config_file.write_text(to_yaml(resolved))
+        tracking = resolved["tracking"]
+        run_dir.update_record(
+            name=plan.run_name,
+            uid=uid,
+            state="running",
+            driver=rundir.this_process(),
+            started=time.time(),
+            command=command,
+            strategy=plan.strategy,
+            job=plan.job,
+            plan={**dataclasses.asdict(plan), "world_size": plan.world_size},
+            params=_params(resolved),
+            tags=_tags(plan),
+            tracking={k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
+            sweep=sweep,
+        )
+    except OSError as e:
+        raise ConfigError([_unwritable(config, e)]) from e
+    return run_dir, uid
+
+
+def _unwritable(config: Config, error: OSError) -> str:
+    return f"output_dir={config.output_dir}: cannot be written ({error.strerror or error}); choose another"
+
+
+def _newest_unfinished(output_dir: Path, name: str, warnings: list[str]) -> RunDir | None:
+    for run_dir in rundir.all_runs(output_dir):
+        try:
+            record = run_dir.read_record()
+        except ValueError as e:
+            warnings.append(f"run skipped: {e}")
+            continue
+        if record.get("name") == name and record.get("state") != "finished":
+            return run_dir
+    return None
+
+
+def _named_run(output_dir: Path, text: str) -> RunDir:
+    for path in (Path(text).expanduser(), output_dir / text):
+        if (path / "run.json").is_file():
+            return RunDir(path.resolve())
+    names = {f"{r.path.parent.name}/{r.path.name}": r for r in rundir.all_runs(output_dir)}
+    matches = [r for name, r in names.items() if r.path.name == text]
+    if len(matches) == 1:
+        return matches[0]
+    raise ConfigError([f"resume={text}: no run directory there; {did_you_mean(text, list(names)[:8])}"])
+
+
+def _job_faults(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
+    """How the job's model and optimizer differ from the checkpoint's. Needs memory for neither."""
+    deferred_dynamo.install()
+    model = outline(job)
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
+    with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    without_optimizer = TrainState(model=saved, optimizer={}, meta={})
+    faults = [f"of another model: {line}" for line in mismatches(shapes, without_optimizer)]
+    optimizer = type(job.optimizer(model.parameters())).__name__
+    if optimizer != meta["optimizer"]:
+        faults.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
+    return faults
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings by which the continued loss curve may not be that of the run so far."""
+    changed = [
+        f"{key} was {before[key]} in this run so far and is {value} from here on"
+        for key, value in now.items()
+        if key in before and before[key] != value and _SHAPES_CURVE.fullmatch(key)
+    ]
+    if any(change.startswith("job.") for change in changed):
+        changed.append("the optimizer goes on with its settings in the checkpoint, the learning rate among them")
+    return changed
+
+
+def outline(job: Job) -> nn.Module:
+    """The job's model, without memory for its numbers unless it computes with them on the way."""
+    try:
+        with torch.device("meta"):
+            return job.model()
+    except (RuntimeError, NotImplementedError):
+        return job.model()
+
+
+def command(overrides: Sequence[str], secrets: tuple[str, ...]) -> str:
+    """The command line of a run, to be typed again; of several ``resume`` the last counts, secrets are masked."""
+    *_, last = [None, *(w for w in overrides if w.startswith("resume="))]
+    words = [redact_text(w, secrets) for w in overrides if w == last or not w.startswith("resume=")]
+    return shlex.join(["python", "-m", "orchestrator.launch", *words])
+
+
+def _resolved(config: Config, job: Job) -> dict[str, Any]:
+    resolved: dict[str, Any] = redact({**to_dict(config), "job": _job_dict(config, job)})
+    return resolved
+
+
+def _params(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in _flatten(resolved).items() if _is_param(k, v)}
+
+
+def _job_dict(config: Config, job: Job) -> dict[str, Any]:
+    return {"_target_": config.job.target, **_plain(dataclasses.asdict(job))}
+
+
+def _plain(value: Any) -> Any:
+    """As YAML and JSON can hold it: a person's job may have fields of any type."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(v) for v in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _is_param(key: str, value: Any) -> bool:
+    return key not in PATH_KEYS and not (isinstance(value, str) and value.startswith(("/", "~")))
+
+
+def _tags(plan: Plan) -> dict[str, str]:
+    tags = {
+        "strategy": plan.strategy,
+        "job": plan.job,
+        "world_size": str(plan.world_size),
+        "device": plan.device,
+        "backend": "nccl" if plan.device == "cuda" else "gloo",
+        "generation": "1",
+        "version.python": platform.python_version(),
+    }
+    for package in VERSIONED:
+        tags[f"version.{package}"] = importlib.metadata.version(package)
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        tags["git_commit"] = commit.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return tags

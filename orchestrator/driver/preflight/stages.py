@@ -1,0 +1,104 @@
+"""Cutting the job's model as planned: what is wrong with it and what a person should know of it, found out on the
+driver, with fake tensors, before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import default_collate
+
+from orchestrator.compat import deferred_dynamo
+from orchestrator.config.schema import Config, StagedConfig
+from orchestrator.job import Job
+from orchestrator.model.cut import balance, cut_at
+from orchestrator.model.layers import flow
+from orchestrator.model.partial_init import Outline
+from orchestrator.model.sequence import LayerSequence
+from orchestrator.model.stages import boundaries_of, sequence_of
+from orchestrator.planning.mesh import even_shares
+from orchestrator.planning.plan import Plan
+
+
+def with_stages(config: Config, job: Job, plan: Plan, faults: list[str]) -> Plan:
+    """``plan`` with notes on the model that it cuts; to ``faults`` is added why it cannot be cut so.
+
+    A plan that cuts no model stays as it is.
+    """
+    strategy, layout = config.strategy, plan.pipeline
+    if layout is None or not isinstance(strategy, StagedConfig):
+        return plan
+    deferred_dynamo.install()
+    share = even_shares(plan.global_batch_size, plan.mesh.data_parallel_size)[0]
+    rows = share // plan.grad_accumulation // layout.num_microbatches
+    split = () if strategy.split == "auto" else strategy.split
+    collate = job.collate or default_collate
+    try:
+        inputs, _ = collate([job.dataset("train")[0]] * rows)
+        sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split)
+        of_layers = _layer_faults(sequence, plan)
+        if strategy.split != "auto" and not of_layers:
+            cut, of_layers = cut_at(sequence.layers, split, layout.num_stages)
+            if cut is not None:
+                boundaries_of(sequence, flow(sequence, inputs, precision=contextlib.nullcontext), cut)
+        faults += of_layers
+        return replace(plan, notes=(*plan.notes, *notes_of(sequence.outline, plan, rows)))
+    except ValueError as e:
+        faults.append(str(e) if str(e).startswith("strategy.") else f"strategy={strategy.name}: {e}")
+        return plan
+
+
+def notes_of(outline: Outline, plan: Plan, rows: int) -> list[str]:
+    """What is not as with ``strategy=single`` when the model is trained in micro-batches of ``rows`` samples."""
+    notes = []
+    if outline.undivided is not None:
+        notes.append(
+            f"job.model() does what cannot be done for a part of the model ({outline.undivided}): each worker builds "
+            "all of it, and needs the memory for that once, before it keeps its stages"
+        )
+    together = plan.global_batch_size // plan.grad_accumulation
+    if (norms := _names_of(outline.model, _BatchNorm)) and rows < together:
+        notes.append(
+            f"BatchNorm ({_few(norms)}) has the statistics of micro-batches of {rows} samples, with strategy=single "
+            f"those of {together}: expect another loss curve; to GroupNorm and LayerNorm other samples mean nothing"
+        )
+    return notes
+
+
+def _layer_faults(sequence: LayerSequence, plan: Plan) -> list[str]:
+    """What is wrong wherever the cuts are."""
+    layers, layout, name = sequence.layers, plan.pipeline, plan.strategy
+    assert layout is not None
+    faults = []
+    if not any(layer.trainable for layer in layers):
+        faults.append(f"strategy={name}: the model has no parameters to train, or all are frozen")
+    if synchronised := _names_of(sequence.outline.model, nn.SyncBatchNorm):
+        faults.append(
+            f"strategy={name}: SyncBatchNorm ({_few(synchronised)}) waits for all workers, of which those with other "
+            "stages do not come; use BatchNorm"
+        )
+    if plan.split is None:
+        try:
+            balance(layers, [1.0] * len(layers), layout.num_stages)
+        except ValueError as e:
+            faults.append(_too_few(plan, str(e)))
+    return faults
+
+
+def _too_few(plan: Plan, reason: str) -> str:
+    assert plan.pipeline is not None
+    size = plan.mesh.pipeline_parallel_size
+    key = "strategy.pipeline_parallel_size" if plan.strategy == "ddp_pipeline" else "strategy.num_workers"
+    lower = f"lower {key}" + (" or strategy.stages_per_rank" if plan.pipeline.num_stages > size else "")
+    return f"{key}={size}: the model has {reason}; {lower}, or give the model more layers"
+
+
+def _names_of(model: nn.Module, kind: type[nn.Module]) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, kind)]
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

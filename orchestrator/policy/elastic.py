@@ -1,0 +1,111 @@
+"""Which size a run has, and who sits where when that changes. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.config.schema import Config, DDPPipelineConfig
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.recovery import Continuation, Held, newest_state
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``plans``: those that a run may have, the smallest first; ``first``: the one that it begins with."""
+
+    plans: tuple[Plan, ...]
+    first: Plan
+
+    @property
+    def most(self) -> Plan:
+        return self.plans[-1]
+
+    @property
+    def is_elastic(self) -> bool:
+        return len(self.plans) > 1
+
+
+def at_size(config: Config, num_workers: int, *, largest: Plan | None) -> Config | None:
+    """``config`` with so many workers, in which a worker can go on that has trained with ``largest``; None: none can.
+
+    What flows between stages has one shape for the whole run: fewer replicas have more micro-batches, not larger ones.
+    """
+    strategy = dataclasses.replace(config.strategy, num_workers=num_workers)
+    if largest is None:
+        return dataclasses.replace(config, strategy=strategy)
+    if isinstance(strategy, DDPPipelineConfig) and largest.pipeline is not None:
+        replicas = max(1, num_workers // strategy.pipeline_parallel_size)
+        microbatches, rest = divmod(largest.pipeline.num_microbatches * largest.mesh.data_parallel_size, replicas)
+        if rest:
+            return None
+        strategy = dataclasses.replace(strategy, num_microbatches=microbatches)
+    # A rank that is to fail may be there in the largest size alone.
+    recovery = dataclasses.replace(config.recovery, chaos=())
+    return dataclasses.replace(config, strategy=strategy, recovery=recovery)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seating:
+    """The workers of the next generation under ``plan``.
+
+    ``before``: for each rank the one that its worker had; None: the worker is new. ``twins``: for each rank one of the
+    old ranks that have its state; None: no rank has, the model is divided in another way.
+    """
+
+    plan: Plan
+    before: tuple[int | None, ...]
+    twins: tuple[int, ...] | None
+
+
+def find_seating(
+    plan: Plan, sizes: Sizes, alive: Collection[int], *, ready: int, saved: bool = False
+) -> Seating | None:
+    """The largest one for the ranks of ``plan`` that are ``alive`` and so many new workers that are ``ready``; rather
+    a smaller one in which everybody keeps what it has, unless all of it is ``saved``.
+
+    None: there are too few of them for any size.
+    """
+    larger_first = tuple(reversed(sizes.plans))
+    in_place = [_seat(plan.mesh, other, alive) for other in larger_first]
+    anew = [_seat_anywhere(other, alive) for other in larger_first]
+    possible = [s for s in (*in_place, *anew) if s.before.count(None) <= ready]
+    if saved:
+        possible.sort(key=lambda s: -s.plan.world_size)
+    return next((s for s in possible if s.twins is not None or saved), next(iter(possible), None))
+
+
+def _seat(old: Mesh, plan: Plan, alive: Collection[int]) -> Seating:
+    """Everybody keeps the stages that they have, if the model stays divided as it was."""
+    new = plan.mesh
+    if new.pipeline_parallel_size != old.pipeline_parallel_size:
+        return _seat_anywhere(plan, alive)
+    of_stage = [[r for r in sorted(alive) if old.pp_rank(r) == stage] for stage in range(old.pipeline_parallel_size)]
+    before: list[int | None] = []
+    twins: list[int] = []
+    for rank in range(new.world_size):
+        stage, dp_rank = new.pp_rank(rank), new.dp_rank(rank)
+        before.append(of_stage[stage][dp_rank] if dp_rank < len(of_stage[stage]) else None)
+        taken = before[-1]
+        twins.append(old.global_rank(dp_rank=0, pp_rank=stage) if taken is None else taken)
+    return Seating(plan=plan, before=tuple(before), twins=tuple(twins))
+
+
+def _seat_anywhere(plan: Plan, alive: Collection[int]) -> Seating:
+    left: Sequence[int] = sorted(alive)
+    before = tuple(left[rank] if rank < len(left) else None for rank in range(plan.world_size))
+    return Seating(plan=plan, before=before, twins=None)
+
+
+def reseated(decision: Continuation, seating: Seating, held: Mapping[int, Held]) -> Continuation:
+    """``decision`` by the ranks of a new seating; ``held``: what the workers have, by the old ones."""
+    new = tuple(rank for rank, before in enumerate(seating.before) if before is None)
+    step, sources = 0, None
+    if seating.twins is not None:
+        seated = {rank: of_rank for rank, of_rank in held.items() if rank in seating.before}
+        step, sources = newest_state(seated, seating.twins)
+    if sources is not None:
+        sources = tuple(seating.before.index(source) for source in sources)
+    return Continuation(lost=new, sources=sources, step=step, pause_s=decision.pause_s)

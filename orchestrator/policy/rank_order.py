@@ -1,0 +1,61 @@
+"""Who sits where: the order of the ranks over nodes and GPUs, and a GPU for each. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from orchestrator.driver.calls import GangError
+from orchestrator.protocol.messages import Whereabouts
+
+
+def rank_order(places: Sequence[Whereabouts]) -> list[int]:
+    """Indices in the order of the ranks: node by node (by address), then by GPU number."""
+
+    def key(index: int) -> tuple[int, str, int, int]:
+        where = places[index]
+        gpu = -1 if where.gpu_index is None else where.gpu_index
+        return int(ipaddress.ip_address(where.node_ip)), where.node_id, gpu, index
+
+    return sorted(range(len(places)), key=key)
+
+
+def shards_last(places: Sequence[Whereabouts], order: Sequence[int], *, num_shards: int) -> list[int]:
+    """``order`` with ``num_shards`` of its indices at the end, spread over the nodes: those that hold parameters.
+
+    Each in turn goes to the node with the fewest shards, of those to the one with the most workers left.
+    """
+    workers = list(order)
+    shards: list[int] = []
+
+    def crowd(index: int) -> tuple[int, int]:
+        node_id = places[index].node_id
+        return (
+            sum(places[i].node_id == node_id for i in shards),
+            -sum(places[i].node_id == node_id for i in workers),
+        )
+
+    for _ in range(num_shards):
+        chosen = min(reversed(workers), key=crowd)
+        workers.remove(chosen)
+        shards.append(chosen)
+    return workers + shards
+
+
+def check_devices(places: Sequence[Whereabouts]) -> None:
+    """Every worker its own GPU.
+
+    Raises:
+        GangError: two workers share one.
+    """
+    owner: dict[str, int] = {}
+    for index, where in enumerate(places):
+        if where.gpu_uuid is None:
+            continue
+        if where.gpu_uuid in owner:
+            raise GangError(
+                f"workers {owner[where.gpu_uuid]} and {index} share one GPU ({where.gpu_uuid} on "
+                f"{where.hostname}); NCCL needs one each. Lower strategy.num_workers to the number "
+                "of GPUs, or start Ray with --num-gpus as many as there are"
+            )
+        owner[where.gpu_uuid] = index

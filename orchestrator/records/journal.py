@@ -1,0 +1,260 @@
+"""The journal of a run: ``metrics.jsonl`` and ``events.jsonl``, the truth that MLflow is fed from.
+
+One JSON object a line. NaN and infinities are strings, so that strict JSON readers survive:
+    {"step": 10, "time": 1700000000.0, "train/loss": 2.3, "train/grad_norm": "NaN"}
+    {"event": "run_ended", "time": 1700000000.0, "status": "FINISHED", ...}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import math
+import os
+import posixpath
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.redact import redact_text
+from orchestrator.protocol.events import (
+    Event,
+    MetricsLogged,
+    RankProgress,
+    SystemMetricsLogged,
+)
+from orchestrator.records.run_dir import RunDir
+
+MAX_LINES_WAITING = 10_000
+"""Lines kept in memory while the disk refuses them; above it the oldest are lost."""
+
+_MAX_NAME_LENGTH = 250
+_SYSTEM = "system/"
+
+
+class Journal:
+    """An event sink that writes everything but :class:`RankProgress` to the run directory.
+
+    On a directory that has a journal it goes on where that one ended: a torn last line is cut off, nothing at or
+    below the last step of a metric is written again, and the readings of ``system/`` metrics go on counting.
+
+    A line that cannot be written is tried again with the next one; ``warn`` hears of it once.
+
+    Raises (at construction only):
+        OSError: the files cannot be opened.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        secrets: tuple[str, ...] = (),
+        warn: Callable[[str], None] | None = None,
+    ):
+        self._secrets = secrets
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._metrics = _Appender(run_dir.metrics_file)
+        self._events = _Appender(run_dir.events_file)
+        self._last_step: dict[str, int] = {}
+        for step, _, metrics in read_metrics(run_dir):
+            for name in metrics:
+                self._last_step[name] = max(step, self._last_step.get(name, step))
+        system = [step for name, step in self._last_step.items() if name.startswith(_SYSTEM)]
+        self._readings_before = max(system) + 1 if system else 0
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RankProgress):
+            return
+        with self._lock:
+            if isinstance(event, MetricsLogged):
+                error = self._write_metrics(event.step, event.time, event.metrics)
+            elif isinstance(event, SystemMetricsLogged):
+                step = self._readings_before + event.step
+                error = self._write_metrics(step, event.time, event.metrics)
+            else:
+                error = self._events.write(_event_line(event, self._secrets))
+            warn = self._warn if error else None
+            if warn:
+                self._warn = None
+        if warn:
+            warn(
+                f"the journal cannot be written ({error}); training goes on, "
+                f"up to {MAX_LINES_WAITING} lines wait in memory: free some disk space"
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._metrics.close()
+            self._events.close()
+
+    def _write_metrics(self, step: int, time: float, metrics: Mapping[str, float]) -> str | None:
+        line: dict[str, Any] = {"step": step, "time": time}
+        for name, value in metrics.items():
+            name = metric_name(name)
+            if step > self._last_step.get(name, step - 1):
+                self._last_step[name] = step
+                line[name] = _plain(float(value))
+        return self._metrics.write(_line(line)) if len(line) > 2 else None
+
+
+class _Appender:
+    """Appends whole lines to a file; after a failed write the file still ends with a whole line."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("ab+", buffering=0)
+        self._waiting: deque[bytes] = deque(maxlen=MAX_LINES_WAITING)
+        end = os.fstat(self._file.fileno()).st_size
+        whole = _size_of_whole_lines(path)
+        if whole < end:
+            self._file.truncate(whole)
+
+    def write(self, line: bytes) -> str | None:
+        """None, or why ``line`` waits in memory."""
+        self._waiting.append(line)
+        return self._flush()
+
+    def _flush(self) -> str | None:
+        data = b"".join(self._waiting)
+        fault = os.strerror(errno.ENOSPC)
+        size = None
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            if self._file.write(data) == len(data):
+                self._waiting.clear()
+                return None
+        except OSError as e:
+            fault = str(e)
+        if size is not None:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+        return fault
+
+    def close(self) -> None:
+        if not self._file.closed:
+            if self._waiting:
+                self._flush()
+            self._file.close()
+
+
+def append_event(run_dir: RunDir, event: Event) -> None:
+    """Append one event to the journal of a run whose driver is gone. Disk errors are ignored."""
+    with contextlib.suppress(OSError):
+        events = _Appender(run_dir.events_file)
+        events.write(_event_line(event, ()))
+        events.close()
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Every whole line of ``path`` from byte ``offset``, and the offset behind it.
+
+    A missing file has no lines. A last line without its newline is left for later; a damaged one is passed over.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record, offset
+
+
+def metrics_of(record: Mapping[str, Any]) -> tuple[int, float, dict[str, float]]:
+    """``(step, time, {name: value})`` of one line of ``metrics.jsonl``."""
+    metrics = {k: float(v) for k, v in record.items() if k not in ("step", "time")}
+    return int(record["step"]), float(record["time"]), metrics
+
+
+def read_metrics(run_dir: RunDir) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """``(step, time, {name: value})`` of every point, in the order of logging."""
+    for record, _ in read_lines(run_dir.metrics_file):
+        yield metrics_of(record)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended: ``status`` is FINISHED, FAILED or KILLED; ``time`` in seconds since the epoch."""
+
+    status: str
+    time: float
+    summary: Mapping[str, Any]
+
+
+def read_ending(run_dir: RunDir, *, offset: int = 0, before: Ending | None = None) -> tuple[Ending | None, int]:
+    """The ending that the events from byte ``offset`` lead to, and the offset behind them.
+
+    ``before`` is what the events up to ``offset`` had led to; a ``run_started`` makes it None again.
+    """
+    ending = before
+    for record, offset_behind in read_lines(run_dir.events_file, offset):
+        offset = offset_behind
+        if record.get("event") == "run_started":
+            ending = None
+        elif record.get("event") == "run_ended":
+            ending = Ending(status=record["status"], time=record["time"], summary=record.get("summary") or {})
+    return ending, offset
+
+
+@functools.cache
+def clean_name(name: str) -> str:
+    """``name`` with what MLflow refuses in names of metrics, params and tags replaced by ``_``."""
+    name = posixpath.normpath(re.sub(r"[^a-zA-Z0-9_\-./: ]", "_", name))
+    return name.lstrip("/.")[:_MAX_NAME_LENGTH]
+
+
+def metric_name(name: str) -> str:
+    name = clean_name(name)
+    assert name not in ("", "step", "time"), f"{name!r} is no name for a metric"
+    return name
+
+
+def _event_line(event: Event, secrets: tuple[str, ...]) -> bytes:
+    fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+    line = {"event": event.kind, "time": fields.pop("time"), **fields}
+    return _line(_plain(line, secrets))
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False, ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def _plain(value: Any, secrets: tuple[str, ...] = ()) -> Any:
+    """``value`` as strict JSON can hold it, without secrets."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, secrets) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, secrets) for v in value]
+    return redact_text(str(value), secrets)
+
+
+def _size_of_whole_lines(path: Path) -> int:
+    """Bytes up to and with the last newline."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0

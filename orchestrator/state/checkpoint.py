@@ -1,0 +1,278 @@
+"""Checkpoints on disk: safetensors and a JSON manifest with hashes; nothing is ever unpickled.
+
+``<root>/step-00000040/`` holds ``model.safetensors``, which plain safetensors can load,
+``optimizer.safetensors`` and ``manifest.json``. It is written as a hidden directory beside and
+renamed when complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from orchestrator.state import tensor_file
+from orchestrator.state.train_state import TrainState
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_FILES = ("model.safetensors", "optimizer.safetensors")
+_HASH = "sha256"  # with the CPU's SHA instructions twice as fast as blake2b
+_FOREIGN_STALE_S = 3600.0
+_STEP = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)")
+
+T = TypeVar("T")
+
+
+class SupersededError(RuntimeError):
+    """Something newer saves in the place of this process."""
+
+
+class CheckpointError(ValueError):
+    """The checkpoint at ``path`` cannot be used; ``reason`` names the file and what is wrong."""
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path}: {self.reason}"
+
+
+def save(root: Path, state: TrainState, *, run_uid: str, may_save: Callable[[], bool] = lambda: True) -> Path:
+    """Write ``state`` below ``root`` and return its directory; one of the same step is replaced.
+
+    ``may_save()`` is asked when all is written and not yet in its place.
+
+    Returns when the data is on the disk. A reader, and a crash at any moment, sees either the
+    whole checkpoint or none.
+
+    Raises:
+        OSError: it could not be written; what was written of it has been removed.
+        SupersededError: it may not be saved; the same.
+    """
+    final = root / f"step-{state.step:08d}"
+    temporary = root / f".{final.name}.{socket.gethostname()}.{os.getpid()}"
+    root.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        files = {}
+        for name, tensors in zip(_FILES, (state.model, state.optimizer), strict=True):
+            digest, size = tensor_file.write(temporary / name, tensors)
+            files[name] = {_HASH: digest, "bytes": size}
+        position = {"step": state.step, "samples_consumed": state.samples_consumed}
+        manifest = {
+            "format": FORMAT,
+            **position,
+            "run_uid": run_uid,
+            "meta": {k: v for k, v in state.meta.items() if k not in position},
+            "files": files,
+        }
+        with (temporary / MANIFEST).open("w") as f:
+            json.dump({**manifest, _HASH: _digest(manifest)}, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        _sync_directory(temporary)
+        if not may_save():
+            raise SupersededError("another generation of the run has taken over, and saves in its place")
+        _put_in_place(temporary, final)
+        _sync_directory(root)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def load(path: Path) -> TrainState:
+    """Read and verify the checkpoint in directory ``path``.
+
+    Raises:
+        CheckpointError: it is damaged or no checkpoint.
+    """
+    manifest = read_manifest(path)
+    with ThreadPoolExecutor(len(_FILES)) as pool:  # reading and hashing release the interpreter
+        read = functools.partial(_checked, tensor_file.read, path, manifest)
+        model, optimizer = pool.map(read, _FILES)
+    position = {"step": manifest["step"], "samples_consumed": manifest["samples_consumed"]}
+    return TrainState(model=model, optimizer=optimizer, meta={**manifest["meta"], **position})
+
+
+def verify(path: Path) -> None:
+    """Read the whole checkpoint in directory ``path``.
+
+    Raises:
+        CheckpointError: it is damaged or no checkpoint.
+    """
+    manifest = read_manifest(path)
+    for name in _FILES:
+        _checked(tensor_file.verify, path, manifest, name)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint in directory ``path``, unharmed.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a format that this version cannot read.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        what = f"missing file {MANIFEST}" if path.is_dir() else "no such directory"
+        raise CheckpointError(path, what) from None
+    except (OSError, ValueError) as e:
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: it is no manifest")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(path, f"its format is {manifest['format']!r}, this version reads {FORMAT}")
+    if manifest.pop(_HASH, None) != _digest(manifest):
+        raise CheckpointError(path, f"{MANIFEST} changed: its own {_HASH} differs")
+    return manifest
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The checkpoint directories in ``root``, the oldest first, damaged ones among them."""
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.iterdir() if _STEP.fullmatch(p.name)), key=_step_of)
+
+
+def find_newest(root: Path, on_damaged: Callable[[CheckpointError], None]) -> Path | None:
+    """The newest checkpoint in ``root`` that is whole; newer ones that are not are reported."""
+    for path in reversed(list_checkpoints(root)):
+        try:
+            verify(path)
+        except CheckpointError as e:
+            on_damaged(e)
+        else:
+            return path
+    return None
+
+
+def resolve(path: Path, on_damaged: Callable[[CheckpointError], None]) -> Path:
+    """The checkpoint a person means by ``path``: one checkpoint, or the newest of a run.
+
+    ``path`` is a checkpoint's directory, the directory that holds checkpoints, or the run's.
+
+    Raises:
+        CheckpointError: there is none, or the one named is damaged.
+    """
+    if (path / MANIFEST).exists() or _STEP.fullmatch(path.name):
+        verify(path)
+        return path
+    inside = path / "checkpoints"
+    newest = find_newest(inside if inside.is_dir() else path, on_damaged)
+    if newest is None:
+        raise CheckpointError(path, "no complete checkpoint here")
+    return newest
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints, and what dead writers left behind."""
+    assert keep >= 1
+    for path in list_checkpoints(root)[:-keep]:
+        # Hidden before it is taken apart, so that nobody finds half of it.
+        hidden = root / f".{path.name}.{socket.gethostname()}.{os.getpid()}"
+        with contextlib.suppress(OSError):
+            path.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+    for path in root.glob(".step-*"):
+        if _is_stale(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _checked(read: Callable[[Path, str, int], T], path: Path, manifest: Mapping[str, Any], name: str) -> T:
+    """Call ``read(file, digest, size)`` with what the manifest says of the file ``name``."""
+    entry = manifest["files"].get(name)
+    if entry is None:
+        raise CheckpointError(path, f"{MANIFEST} does not list {name}")
+    try:
+        return read(path / name, entry[_HASH], entry["bytes"])
+    except FileNotFoundError:
+        raise CheckpointError(path, f"missing file {name}") from None
+    except OSError as e:
+        raise CheckpointError(path, f"{name} is unreadable: {e.strerror}") from e
+    except ValueError as e:
+        raise CheckpointError(path, f"{name} {e}") from e
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _is_stale(temporary: Path) -> bool:
+    """Whether the writer of this temporary directory is dead.
+
+    A writer on another host cannot be asked; it counts as dead after an hour without a change.
+    """
+    match = _TEMPORARY.fullmatch(temporary.name)
+    if match is None:
+        return False
+    try:
+        changed = max(p.stat().st_mtime for p in (temporary, *temporary.iterdir()))
+        if match["host"] != socket.gethostname():
+            return time.time() - changed > _FOREIGN_STALE_S
+        # A process younger than the directory only has its writer's number.
+        return psutil.Process(int(match["pid"])).create_time() > changed + 1
+    except psutil.NoSuchProcess:
+        return True
+    except (OSError, psutil.Error):
+        return False
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    """Rename; an existing ``final`` ends up at ``temporary``."""
+    if not final.exists():
+        temporary.rename(final)
+        return
+    try:
+        _exchange(temporary, final)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOSYS):
+            raise
+        # This file system cannot exchange names: for a moment there is none.
+        old = final.with_name(f".{final.name}.replaced.{os.getpid()}")
+        final.rename(old)
+        try:
+            temporary.rename(final)
+        except OSError:
+            old.rename(final)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two names in one step (Linux's ``renameat2``)."""
+    at_cwd, rename_exchange = -100, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(other))
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

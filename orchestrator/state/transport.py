@@ -1,0 +1,153 @@
+"""Training state between ranks, through the process group and without pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchestrator.state.train_state import TrainState
+
+MESSAGE_BYTES = 4 * 2**20
+"""Smaller tensors are sent together, up to this."""
+
+
+def broadcast_state(
+    state: TrainState | None,
+    *,
+    source: int,
+    rank: int,
+    device: torch.device,
+    keep: Callable[[str], bool] = lambda name: True,
+) -> TrainState:
+    """Every rank returns what ``source`` passes; the others pass None. Uses the default group.
+
+    ``keep``: whether this rank wants what belongs to a parameter or buffer; the rest is dropped tensor by tensor.
+    """
+    header: dict[str, Any] = {}
+    if rank == source:
+        assert state is not None
+        header = _header(state)
+    header = broadcast_json(header, source=source, rank=rank, device=device)
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for part, tensors in parts.items():
+        mine = getattr(state, part) if rank == source else {}
+        for path, shape, dtype in header[part]:
+            tensor = mine[path] if rank == source else _empty(shape, dtype)
+            moved = tensor.to(device)
+            dist.broadcast(_as_bytes(moved), src=source)
+            if keep(path if part == "model" else path.rpartition("/")[0]):
+                tensors[path] = moved
+    return TrainState(meta=header["meta"], **parts)
+
+
+def gather_states(
+    state: TrainState, *, ranks: Sequence[int], rank: int, device: torch.device, into: TrainState | None
+) -> list[TrainState] | None:
+    """The states of all ``ranks``, in host memory of the first of them; the others return None.
+
+    Point to point through the default group. ``into`` is an old state whose memory may be used.
+    """
+    if rank != ranks[0]:
+        send_state(state, to=ranks[0], device=device)
+        return None
+    return [state, *(receive_state(sender, device=device, into=into) for sender in ranks[1:])]
+
+
+def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """To a rank that calls :func:`receive_state`; ``group`` None: the default one."""
+    _send_json(_header(state), to=to, device=device, group=group)
+    tensors = [_as_bytes(t) for t in (*state.model.values(), *state.optimizer.values())]
+    for message in messages_of([t.nbytes for t in tensors]):
+        parts = tensors[message]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        dist.send(whole.to(device), dst=to, group=group)
+
+
+def receive_state(
+    sender: int, *, device: torch.device, into: TrainState | None = None, group: dist.ProcessGroup | None = None
+) -> TrainState:
+    """The state that ``sender`` passes, in host memory, that of the old state ``into`` as far as it fits."""
+    header = _receive_json(sender, device=device, group=group)
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for part, tensors in parts.items():
+        old = getattr(into, part) if into else {}
+        for path, shape, dtype in header[part]:
+            tensors[path] = _buffer(old.get(path), shape, dtype)
+    received = [_as_bytes(t) for tensors in parts.values() for t in tensors.values()]
+    sizes = [t.nbytes for t in received]
+    for message in messages_of(sizes):
+        own = received[message]
+        in_place = len(own) == 1 and device.type == "cpu"
+        whole = own[0] if in_place else torch.empty(sum(sizes[message]), dtype=torch.uint8, device=device)
+        dist.recv(whole, src=sender, group=group)
+        if not in_place:
+            for buffer, values in zip(own, whole.split(sizes[message]), strict=True):
+                buffer.copy_(values)
+    return TrainState(meta=header["meta"], **parts)
+
+
+def messages_of(sizes: Sequence[int]) -> Iterator[slice]:
+    """Which tensors of these bytes travel together: each message costs a thread of the training process a turn."""
+    begin, size = 0, 0
+    for index, more in enumerate(sizes):
+        if size and size + more > MESSAGE_BYTES:
+            yield slice(begin, index)
+            begin, size = index, 0
+        size += more
+    if begin < len(sizes):
+        yield slice(begin, len(sizes))
+
+
+def _header(state: TrainState) -> dict[str, Any]:
+    return {
+        "meta": state.meta,
+        "model": [_spec(n, t) for n, t in state.model.items()],
+        "optimizer": [_spec(n, t) for n, t in state.optimizer.items()],
+    }
+
+
+def _spec(name: str, tensor: Tensor) -> tuple[str, list[int], str]:
+    return name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _empty(shape: list[int], dtype: str) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def _buffer(old: Tensor | None, shape: list[int], dtype: str) -> Tensor:
+    fits = old is not None and list(old.shape) == shape and old.dtype == getattr(torch, dtype)
+    return old if fits and old is not None else _empty(shape, dtype)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Not every backend knows every dtype."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _send_json(value: Any, *, to: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    text = json.dumps(value).encode()
+    dist.send(torch.tensor([len(text)], device=device), dst=to, group=group)
+    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), dst=to, group=group)
+
+
+def _receive_json(sender: int, *, device: torch.device, group: dist.ProcessGroup | None) -> Any:
+    size = torch.tensor([0], device=device)
+    dist.recv(size, src=sender, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.recv(data, src=sender, group=group)
+    return json.loads(bytes(data.cpu().tolist()))
+
+
+def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:
+    """Every rank returns what ``source`` passes, which is plain JSON. Uses the default group."""
+    text = json.dumps(value).encode() if rank == source else b""
+    size = torch.tensor([len(text)], device=device)
+    dist.broadcast(size, src=source)
+    data = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8).to(device)
+    dist.broadcast(data, src=source)
+    return json.loads(bytes(data.cpu().tolist()))

@@ -1,0 +1,1 @@
+"""Strategies with shared or served parameters."""

@@ -1,0 +1,164 @@
+"""A worker's stages at work: micro-batches forward and backward through them, or forward alone.
+
+A schedule of ``torch.distributed.pipelining`` says which micro-batch is next. It passes their numbers around: inputs
+and targets stay where they are and may be nested as they like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.utils import _pytree as pytree
+
+from orchestrator.job import Job
+from orchestrator.model.layers import Precision
+from orchestrator.model.stages import Stage
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.pipelined.forward_pass import forward_only
+from orchestrator.strategies.pipelined.timed_stage import Clock, TimedStage
+from orchestrator.strategies.replicated.single import first_rows, weighted
+from orchestrator.timeline.spans import Span
+
+
+class Chain:
+    """The ``stages`` of this worker, in ascending order, among those that the ranks of ``group`` have.
+
+    ``rows``: samples of a micro-batch. ``feeds``: the first stage is here, which takes the inputs; ``has_loss``: the
+    last one is, whose outputs the loss is made of.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        layout: PipelineLayout,
+        *,
+        job: Job,
+        rows: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        precision: Precision,
+    ):
+        self.feeds = stages[0].inputs is None
+        self.has_loss = stages[-1].outputs is None
+        self._stages = stages
+        self._layout = layout
+        self._job = job
+        self._rows = rows
+        self._device = device
+        self._group = group
+        self._precision = precision
+        self._clock = Clock(device)
+        self._inputs: list[Any] = []
+        self._targets: list[Any] = []
+        self._weights: Sequence[float | Tensor] = []
+        self._total_weight: float | Tensor = 1.0
+        self._loss_sum = torch.zeros(())
+        self.timed_stages = [
+            TimedStage(
+                stage,
+                num_stages=layout.num_stages,
+                device=device,
+                group=group,
+                clock=self._clock,
+                first_input=lambda number: self._inputs[number],
+                precision=precision,
+            )
+            for stage in stages
+        ]
+        cls: Any = get_schedule_class(layout.schedule)
+        several = issubclass(cls, PipelineScheduleMulti)
+        self._schedule = cls(
+            self.timed_stages if several else self.timed_stages[0],
+            layout.num_microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def train(self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor) -> Tensor:
+        """Add the gradients of the slices of a batch to those of the stages; the summed loss, 0 where it is not made.
+
+        ``weights``: of every micro-batch of every slice, where the loss is; ``total_weight``: of the global batch.
+        """
+        self._clock.restart()
+        self._loss_sum = torch.zeros((), device=self._device)
+        self._total_weight = total_weight
+        m = self._layout.num_microbatches
+        for number, batch in enumerate(slices):
+            self._clock.first_microbatch = number * m
+            if self.feeds:
+                self._inputs = self.microbatches(batch[0])
+            if self.has_loss:
+                self._targets, self._weights = self.microbatches(batch[1]), weights[number * m : (number + 1) * m]
+            self._run_schedule()
+        return self._loss_sum
+
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        """Loss and metrics of the first ``valid`` samples, where the loss is made; elsewhere zeros."""
+        device = self._device
+        inputs, target = batch if self.feeds or self.has_loss else (None, None)
+        for stage in self._stages:
+            stage.module.eval()
+        with torch.no_grad(), self._precision():
+            outputs = forward_only(
+                self._stages,
+                self.microbatches(inputs) if self.feeds else [],
+                layout=self._layout,
+                chain=self._group,
+                device=device,
+            )
+            loss_sum, total = torch.zeros((), device=device), torch.zeros((), device=device)
+            sums: dict[str, Tensor] = {}
+            for number, output in enumerate(outputs):
+                rows = min(max(valid - number * self._rows, 0), self._rows)
+                if rows == 0:
+                    break
+                output, wanted = first_rows(output, rows), first_rows(self.microbatches(target)[number], rows)
+                weight = self._job.weight(wanted)
+                weight = rows if weight is None else weight
+                loss_sum += weighted(self._job.loss(output, wanted), weight)
+                total += weight
+                for name, value in self._job.metrics(output, wanted).items():
+                    sums[name] = sums[name] + value if name in sums else value
+        for stage in self._stages:
+            stage.module.train()
+        return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
+
+    def microbatches(self, value: Any) -> list[Any]:
+        """Nested tensors of a slice as those of its micro-batches."""
+
+        def rows(start: int) -> Any:
+            return pytree.tree_map_only(Tensor, lambda t: t[start : start + self._rows], value)
+
+        return [rows(number * self._rows) for number in range(self._layout.num_microbatches)]
+
+    def spans(self) -> tuple[Span, ...]:
+        """What the stages did in the last :meth:`train`."""
+        return self._clock.spans()
+
+    def close(self) -> None:
+        """Give up all that holds the process group."""
+        for owner in ("_group", "_schedule", "timed_stages"):
+            vars(self).pop(owner, None)
+
+    def _run_schedule(self) -> None:
+        """One slice of the batch."""
+        numbers = torch.arange(self._layout.num_microbatches)
+        self._schedule.step(
+            *([numbers] if self.feeds else []), target=numbers if self.has_loss else None, return_outputs=False
+        )
+
+    def _loss(self, _: Any, number: Tensor) -> Tensor:
+        """That of the micro-batch that has just gone through the last stage."""
+        last = self.timed_stages[-1]
+        target, weight = self._targets[int(number)], self._weights[int(number)]
+        with self._clock.span("F", last.stage_index, int(number)), self._precision():
+            loss = self._job.loss(last.output, target)
+        last.output = None
+        self._loss_sum += weighted(loss.detach(), weight)
+        return loss * (weight / self._total_weight)

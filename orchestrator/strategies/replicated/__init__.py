@@ -1,0 +1,1 @@
+"""Strategies with a whole model on each worker."""

@@ -1,0 +1,215 @@
+"""One run on one MLflow server. The only file that imports MLflow, and only once a connection is made.
+
+Every call here may be repeated: a run is found again by its uid, equal points are stored once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.records.journal import Ending, clean_name
+from orchestrator.records.run_dir import RunDir
+from orchestrator.tracking.uri import sqlite_path
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+MAX_METRICS_PER_BATCH = 1000
+MAX_PARAMS_PER_BATCH = 100
+MAX_PARAM_LENGTH = 500
+MAX_TAG_LENGTH = 5000
+
+UID_TAG = "orchestrator.run_uid"
+SWEEP_TAG = "orchestrator.sweep_id"
+_PARENT_TAG = "mlflow.parentRunId"
+_DESCRIPTION_TAG = "mlflow.note.content"
+
+_ARTIFACT_FILES = ("config.yaml", "report.md", "timeline.png", "timeline.json")
+_ARTIFACT_FOLDERS = ("logs", "plots", "profile")
+
+Point = tuple[str, float, float, int]
+"""``(name, value, time in seconds since the epoch, step)``"""
+
+
+def connect(uri: str, *, request_timeout_s: float) -> MlflowClient:
+    """A client that gives up on a silent server after ``request_timeout_s``: retrying is the caller's."""
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, math.ceil(request_timeout_s)))
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked for it
+    from mlflow.tracking import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return MlflowClient(uri, registry_uri=uri)
+
+
+def open_run(
+    client: MlflowClient,
+    record: Mapping[str, Any],
+    *,
+    uri: str,
+    run_id: str | None,
+    start_time: float,
+    running: bool,
+) -> str:
+    """Find or create the run of ``record`` (``run.json``) and return its id.
+
+    Tags are set; params only where the server has none, for they cannot change. With ``running`` a run that had
+    ended is set back to RUNNING, and so is its sweep.
+    """
+    run = _active_run(client, run_id) if run_id else None
+    if run is None:
+        experiment_id = _experiment(client, record["tracking"]["experiment"], uri)
+        run = _find(client, experiment_id, UID_TAG, record["uid"])
+        if run is None:
+            run = client.create_run(
+                experiment_id,
+                start_time=_milliseconds(start_time),
+                tags={UID_TAG: record["uid"]},
+                run_name=record["name"],
+            )
+    run_id = run.info.run_id
+    tags = {clean_name(k): str(v)[:MAX_TAG_LENGTH] for k, v in record.get("tags", {}).items()}
+    if command := record.get("command"):
+        tags[_DESCRIPTION_TAG] = f"`{command}`"
+    if sweep := record.get("sweep"):
+        parent = _sweep_run(client, run.info.experiment_id, sweep, start_time, running)
+        tags[_PARENT_TAG] = parent
+    _log_labels(client, run, params=record.get("params", {}), tags=tags)
+    if running and run.info.status != "RUNNING":
+        client.update_run(run_id, status="RUNNING")
+    return str(run_id)
+
+
+def log_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
+    from mlflow.entities import Metric
+
+    metrics = [Metric(name, value, _milliseconds(t), step) for name, value, t, step in points]
+    for batch in _batches(metrics, MAX_METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=batch)
+
+
+def close_run(client: MlflowClient, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
+    """Log the summary as bars, set the final status here and on the sweep, upload the artifacts."""
+    bars = [
+        (clean_name(f"summary/{key}"), float(value), ending.time, 0)
+        for key, value in ending.summary.items()
+        if _is_number(value)
+    ]
+    log_points(client, run_id, bars)
+    client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
+    if sweep := record.get("sweep"):
+        _close_sweep(client, run_id, sweep, ending)
+    for name in _ARTIFACT_FILES:
+        if (path := run_dir.path / name).is_file():
+            client.log_artifact(run_id, str(path))
+    for name in _ARTIFACT_FOLDERS:
+        folder = run_dir.path / name
+        if folder.is_dir() and any(p.is_file() for p in folder.rglob("*")):
+            client.log_artifacts(run_id, str(folder), artifact_path=name)
+
+
+def _active_run(client: MlflowClient, run_id: str) -> Run | None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as e:
+        if e.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def _experiment(client: MlflowClient, name: str, uri: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=_artifacts(uri, name)))
+        except MlflowException as e:
+            if e.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        experiment = client.get_experiment_by_name(name)
+        assert experiment is not None
+    if experiment.lifecycle_stage != "active":
+        raise ValueError(f"tracking.experiment={name}: deleted on the server; restore it or choose another name")
+    return str(experiment.experiment_id)
+
+
+def _artifacts(uri: str, experiment: str) -> str | None:
+    """Beside the database: MLflow's own default is a folder of whatever directory a process works in."""
+    database = sqlite_path(uri)
+    if database is None:
+        return None
+    return str(database.parent / "mlartifacts" / re.sub(r"[^\w.-]", "_", experiment))
+
+
+def _find(client: MlflowClient, experiment_id: str, tag: str, value: str) -> Run | None:
+    runs = client.search_runs([experiment_id], f"tags.`{tag}` = '{value}'", max_results=1)
+    return runs[0] if runs else None
+
+
+def _sweep_run(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], start: float, running: bool) -> str:
+    parent = _find(client, experiment_id, SWEEP_TAG, sweep["id"])
+    if parent is None:
+        parent = client.create_run(
+            experiment_id,
+            start_time=_milliseconds(start),
+            tags={SWEEP_TAG: sweep["id"]},
+            run_name=sweep["name"],
+        )
+    elif running and parent.info.status != "RUNNING":
+        client.update_run(parent.info.run_id, status="RUNNING")
+    return str(parent.info.run_id)
+
+
+def _close_sweep(client: MlflowClient, run_id: str, sweep: Mapping[str, str], ending: Ending) -> None:
+    """The worst ending of its runs is the sweep's; a run that still goes keeps it RUNNING."""
+    experiment_id = client.get_run(run_id).info.experiment_id
+    parent = _find(client, experiment_id, SWEEP_TAG, sweep["id"])
+    assert parent is not None, "open_run creates it"
+    parent_id = parent.info.run_id
+    children = client.search_runs([experiment_id], f"tags.`{_PARENT_TAG}` = '{parent_id}'")
+    statuses = {child.info.status for child in children}
+    if "RUNNING" in statuses:
+        return
+    worst = next((s for s in ("FAILED", "KILLED") if s in statuses), "FINISHED")
+    client.set_terminated(parent_id, worst, _milliseconds(ending.time))
+
+
+def _log_labels(client: MlflowClient, run: Run, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+    from mlflow.entities import Param, RunTag
+
+    cleaned = {clean_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in params.items()}
+    fresh = [Param(k, v) for k, v in cleaned.items() if k not in run.data.params]
+    changed = [RunTag(k, v) for k, v in tags.items() if run.data.tags.get(k) != v]
+    for param_batch in _batches(fresh, MAX_PARAMS_PER_BATCH):
+        client.log_batch(run.info.run_id, params=param_batch)
+    for tag_batch in _batches(changed, MAX_PARAMS_PER_BATCH):
+        client.log_batch(run.info.run_id, tags=tag_batch)
+
+
+def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _milliseconds(time: float) -> int:
+    return round(time * 1000)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("NaN", "Infinity", "-Infinity")
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

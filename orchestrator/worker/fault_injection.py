@@ -1,0 +1,43 @@
+"""Lets the faults of ``recovery.chaos`` happen on a worker."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+from orchestrator.planning.faults import Fault
+
+_LONG_S = 10**6
+
+
+def strike(faults: Iterable[Fault], *, rank: int, phase: str, step: int) -> None:
+    """Let happen what is planned for this rank here.
+
+    Raises:
+        RuntimeError: that was planned.
+    """
+    for fault in faults:
+        if (fault.rank, fault.phase, fault.step) == (rank, phase, step):
+            print(f"recovery.chaos: {fault.kind} at {time.time():.3f}", flush=True)
+            _happen(fault)
+
+
+def _happen(fault: Fault) -> None:
+    match fault.kind:
+        case "raise":
+            raise RuntimeError(f"planned by recovery.chaos: {fault}")
+        case "exit":
+            os._exit(1)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segv":
+            ctypes.string_at(0)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(_LONG_S)
+        case "gil":
+            ctypes.PyDLL(None).sleep(_LONG_S)

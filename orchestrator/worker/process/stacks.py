@@ -1,0 +1,26 @@
+"""What the threads of a process are doing: to see where a rank hangs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+
+from orchestrator.protocol.messages import Stacks
+
+_WAITS_IN = ("/torch/distributed/", "/torch/autograd/")
+"""Where the innermost frame is while a rank waits for others: in a collective operation, or in the backward pass, in
+which gradients are averaged."""
+
+
+def all_stacks(training_thread: int | None) -> Stacks:
+    """The Python stacks of all threads, the training thread's first."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    frames = sys._current_frames()
+    parts = []
+    for ident in sorted(frames, key=lambda i: i != training_thread):
+        role = "training thread" if ident == training_thread else f"thread {names.get(ident, ident)}"
+        parts.append(f"{role}:\n{''.join(traceback.format_stack(frames[ident]))}")
+    training = frames.get(training_thread) if training_thread is not None else None
+    waiting = training is not None and any(part in training.f_code.co_filename for part in _WAITS_IN)
+    return Stacks(text="\n".join(parts), waiting=waiting)
