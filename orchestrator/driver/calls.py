@@ -8,8 +8,10 @@ from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any, TypeVar
 
 import ray
+import ray.exceptions
 
 from orchestrator.driver import cluster
+from orchestrator.policy.failure import CauseOfDeath
 
 K = TypeVar("K", bound=Hashable)
 
@@ -26,6 +28,13 @@ def check_ray() -> None:
     """
     if cluster.has_died():
         raise GangError("Ray's own processes on this machine were ended from outside, or ran out of memory")
+
+
+def cause_of_death(error: Exception) -> CauseOfDeath:
+    """What the error of a pending call says about the end of its worker."""
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return "out of memory"
+    return "node lost" if isinstance(error, ray.exceptions.NodeDiedError) else "unknown"
 
 
 def all_answers(

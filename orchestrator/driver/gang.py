@@ -12,7 +12,7 @@ from orchestrator.driver.calls import GangError, all_answers, in_time
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.slots import Slots, Waiting, kill_process
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.rank_order import check_devices, rank_order, shards_last
+from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
 from orchestrator.protocol.messages import Heartbeat, Whereabouts, WorkerEnvironment
 
 SPARE_TIMEOUT_S = 1.0
@@ -72,7 +72,7 @@ class Gang:
             places = cast("list[Whereabouts]", all_answers(up, timeout_s, poll=poll, advice=advice))
         except ray.exceptions.RayError as e:
             raise GangError(f"a worker died while it started: {e}") from e
-        check_devices(places)
+        _check_devices(places)
         order = rank_order(places)
         seated = shards_last(places, order[: self._plan.world_size], num_shards=self._plan.mesh.num_shards)
         self._seat([(slots[index], places[index]) for index in seated])
@@ -105,7 +105,7 @@ class Gang:
                 waiting = self._waiting(f"a worker in the place of rank {rank}", on_wait, poll)
                 seats[rank] = slot, self._slots.start_and_wait(slot, waiting)
         self._seat(seats)
-        check_devices([m.where for m in self.members])
+        _check_devices([m.where for m in self.members])
 
     def reseat(self, plan: Plan, before: Sequence[int | None]) -> bool:
         """The workers of another plan: for each rank the one that a rank had before, or else a spare.
@@ -127,7 +127,7 @@ class Gang:
             self._spares.pop(slot, None)
         self._plan = plan
         self._seat([(slot, places[slot]) for slot in slots])
-        check_devices([m.where for m in self.members])
+        _check_devices([m.where for m in self.members])
         return True
 
     def refill(self, workers: int) -> None:
@@ -241,3 +241,8 @@ class Gang:
             members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, where=where, slot=slot))
         self.members = tuple(members)
         self._asked = {}  # of other ranks, or of before
+
+
+def _check_devices(places: Sequence[Whereabouts]) -> None:
+    if error := shared_device(places):
+        raise GangError(error)

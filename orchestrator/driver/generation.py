@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import ray
 import ray.exceptions
 
-from orchestrator.driver.calls import GangError, check_ray
+from orchestrator.driver.calls import GangError, cause_of_death, check_ray
 from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.signals import StopSignals
@@ -190,7 +190,7 @@ class Generation:
             outcome = cast(Outcome, ray.get(reference))
         except ray.exceptions.RayError as e:
             if rank not in self.outcomes:  # otherwise it has been ended for a reason that is known
-                self._fail(rank, death(e, pid=where.pid, hostname=where.hostname, time=time.time()))
+                self._fail(rank, death(cause_of_death(e), pid=where.pid, hostname=where.hostname, time=time.time()))
             return
         self.returned.add(rank)
         self.outcomes.setdefault(rank, outcome)
@@ -204,7 +204,9 @@ class Generation:
                 self.returned.add(rank)
                 step = self._telemetry.last_step.get(rank, 0)
                 self.outcomes[rank] = Outcome(status="stopped", step=step, held=held.get(rank, {}))
-        self._fail(member.global_rank, death(error, pid=where.pid, hostname=where.hostname, time=time.time()))
+        self._fail(
+            member.global_rank, death(cause_of_death(error), pid=where.pid, hostname=where.hostname, time=time.time())
+        )
 
     def _fail(self, rank: int, failure: Failure) -> None:
         self.outcomes[rank] = Outcome(status="failed", step=self._telemetry.last_step.get(rank, 0), failure=failure)

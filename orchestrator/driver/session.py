@@ -14,6 +14,7 @@ import torch
 
 from orchestrator.config.build import ConfigError, gathering
 from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import redact_text, secret_values
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
@@ -24,14 +25,14 @@ from orchestrator.driver.preflight.sharing import serving_faults, serving_notes
 from orchestrator.driver.preflight.stages import with_stages
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.signals import StopSignals
-from orchestrator.job import Job, load_job
+from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes, at_size
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import SupersededError
-from orchestrator.records.run_dir import RunDir, process_started_at
-from orchestrator.timeline import draw as timeline
+from orchestrator.records.run_dir import RunDir, process_started_at, write_json
+from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 
@@ -306,7 +307,8 @@ def _write_timeline(result: RunResult, plan: Plan, run_dir: RunDir, console: Sin
         return {}
     title = f"{plan.job}: {plan.strategy}, {plan.pipeline.schedule}"
     try:
-        timeline.write(result.timeline, run_dir, title=title)
+        write_json(run_dir.timeline_trace, trace(result.timeline))
+        draw(result.timeline, run_dir.timeline_picture, title=title)
     except Exception as e:  # whatever hinders a picture, it is no reason to fail a run
         console.emit(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
         return {}

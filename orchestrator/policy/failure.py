@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import ray.exceptions
+from typing import Literal
 
 from orchestrator.protocol.messages import Failure, Outcome
 
@@ -16,14 +15,19 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
     return min(failed, key=failed.__getitem__, default=None)
 
 
-def death(error: Exception, *, pid: int, hostname: str, time: float) -> Failure:
-    """A process that is gone. Ray knows the cause only where it ended the process itself."""
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        how = "was killed by Ray, because the node ran out of memory; lower the batch or the model"
-    elif isinstance(error, ray.exceptions.NodeDiedError):
-        how = "is gone with its node"
-    else:
-        how = "died (killed from outside, out of memory, or crashed)"
+CauseOfDeath = Literal["out of memory", "node lost", "unknown"]
+"""What Ray knows of the end of a process: the cause only where it ended the process itself."""
+
+_DEATHS: dict[CauseOfDeath, str] = {
+    "out of memory": "was killed by Ray, because the node ran out of memory; lower the batch or the model",
+    "node lost": "is gone with its node",
+    "unknown": "died (killed from outside, out of memory, or crashed)",
+}
+
+
+def death(cause: CauseOfDeath, *, pid: int, hostname: str, time: float) -> Failure:
+    """A process that is gone."""
+    how = _DEATHS[cause]
     return Failure(
         message=f"its process {pid} on {hostname} {how}",
         traceback="",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from orchestrator.driver.calls import GangError
 from orchestrator.protocol.messages import Whereabouts
 
 
@@ -42,20 +41,17 @@ def shards_last(places: Sequence[Whereabouts], order: Sequence[int], *, num_shar
     return workers + shards
 
 
-def check_devices(places: Sequence[Whereabouts]) -> None:
-    """Every worker its own GPU.
-
-    Raises:
-        GangError: two workers share one.
-    """
+def shared_device(places: Sequence[Whereabouts]) -> str | None:
+    """Which two workers share one GPU, and what to do about it; None if each has its own."""
     owner: dict[str, int] = {}
     for index, where in enumerate(places):
         if where.gpu_uuid is None:
             continue
         if where.gpu_uuid in owner:
-            raise GangError(
+            return (
                 f"workers {owner[where.gpu_uuid]} and {index} share one GPU ({where.gpu_uuid} on "
                 f"{where.hostname}); NCCL needs one each. Lower strategy.num_workers to the number "
                 "of GPUs, or start Ray with --num-gpus as many as there are"
             )
         owner[where.gpu_uuid] = index
+    return None

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from orchestrator.model.batch import to_device
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
-from orchestrator.worker.data import to_device
 
 
 class OptimizerStep(Strategy):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.records.run_dir import RunDir, write_json
 from orchestrator.timeline.spans import Kind, Span, Timeline, extent_s
 
 if TYPE_CHECKING:
@@ -23,16 +22,6 @@ _PALER = 0.35
 _WIDTH_INCHES, _ROW_INCHES = 12.0, 0.36
 _BAR_HEIGHT = 0.84
 _DIGIT_INCHES = 0.08
-
-
-def write(timeline: Timeline, run_dir: RunDir, *, title: str) -> None:
-    """``timeline.json`` and ``timeline.png`` in the run directory.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    write_json(run_dir.timeline_trace, trace(timeline))
-    draw(timeline, run_dir.timeline_picture, title=title)
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.compat import deferred_dynamo
-from orchestrator.job import Job, load_job
+from orchestrator.config.job_loader import load_job
+from orchestrator.job import Job
 from orchestrator.protocol.messages import (
     Assignment,
     Failure,

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,24 +204,6 @@ def eval_batches(
             batches.close()
 
     return with_counts()
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; nested tuples, lists and dicts keep their shape.
-
-    Copies from pinned memory do not wait; on the CPU the batch itself is returned.
-    """
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
-from orchestrator.job import Job, load_job
-from orchestrator.strategies.replicated.single import first_rows
+from orchestrator.job import Job
+from orchestrator.model.batch import first_rows
 from orchestrator.worker.data import eval_batches, train_batches
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.compare import labels, main, read_curve, read_run, table
+from orchestrator.compare import main
+from orchestrator.display.comparison import labels, read_run, table
+from orchestrator.display.comparison_plot import read_curve
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal

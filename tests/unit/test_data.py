@@ -20,13 +20,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from orchestrator.model.batch import to_device
 from orchestrator.worker.data import (
     DataError,
     SampleOrder,
     epoch_of,
     eval_batches,
     permutation,
-    to_device,
     train_batches,
 )
 

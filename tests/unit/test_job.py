@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
-from orchestrator.job import Job, load_job
+from orchestrator.job import Job
 
 METHODS = """
     def model(self): ...
@@ -178,7 +179,7 @@ def test_the_working_directory_is_searched_as_python_m_would(tmp_path: Path) -> 
 import sys
 sys.path = [p for p in sys.path if p]
 from orchestrator.config.schema import JobSpec
-from orchestrator.job import load_job
+from orchestrator.config.job_loader import load_job
 faults = []
 assert load_job(JobSpec(target="my_own_job.Mine", fields={}), faults), faults
 """

@@ -9,9 +9,10 @@ import pytest
 
 from orchestrator.config.build import shown
 from orchestrator.config.compose import compose
+from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import MASK, holds_secret, is_secret, redact, redact_text, secret_values
 from orchestrator.config.schema import JobSpec
-from orchestrator.job import Job, load_job
+from orchestrator.job import Job
 
 
 @pytest.mark.parametrize(

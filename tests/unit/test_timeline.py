@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import struct
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from orchestrator.records.run_dir import RunDir
-from orchestrator.timeline.draw import write
+from orchestrator.timeline.draw import draw, trace
 from orchestrator.timeline.spans import Kind, Span, Timeline, bubble
 
 
@@ -46,11 +44,10 @@ def test_a_worker_with_two_stages_has_a_share_for_each() -> None:
     assert shares == {0: 0.25, 1: 0.125, 2: 0.125, 3: 0.5}
 
 
-def test_trace_has_a_row_for_each_worker_without_overlaps(tmp_path: Path) -> None:
-    write(TIMELINE, RunDir(tmp_path), title="a test")
-    trace = json.loads((tmp_path / "timeline.json").read_text())
+def test_trace_has_a_row_for_each_worker_without_overlaps() -> None:
+    traced = trace(TIMELINE)["traceEvents"]
     rows = defaultdict(list)
-    for event in trace["traceEvents"]:
+    for event in traced:
         if event["ph"] == "X":
             rows[event["pid"], event["tid"]].append(event)
     assert rows.keys() == {(0, 0), (0, 1), (1, 0), (1, 1)}
@@ -59,7 +56,7 @@ def test_trace_has_a_row_for_each_worker_without_overlaps(tmp_path: Path) -> Non
     first, last = rows[0, 0]
     assert (first["name"], first["ts"], first["dur"], first["args"]["stage"]) == ("F0", 0.0, 1e6, 0)
     assert (last["name"], last["ts"], last["dur"]) == ("B0", 6e6, 2e6)
-    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in traced if e["ph"] == "M"}
     assert names[1, None] == "replica 1"
     assert names[1, 1] == "stage 1"
 
@@ -67,7 +64,7 @@ def test_trace_has_a_row_for_each_worker_without_overlaps(tmp_path: Path) -> Non
 @pytest.mark.parametrize("replicas", [1, 20])
 def test_picture_is_of_bounded_size(replicas: int, tmp_path: Path) -> None:
     many = Timeline(step=7, replicas=[TWO_STAGES] * replicas, theoretical_bubble=0.5)
-    write(many, RunDir(tmp_path), title="a test")
+    draw(many, tmp_path / "timeline.png", title="a test")
     picture = (tmp_path / "timeline.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", picture[16:24])

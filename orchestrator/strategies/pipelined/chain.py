@@ -16,13 +16,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.utils import _pytree as pytree
 
 from orchestrator.job import Job
+from orchestrator.model.batch import first_rows
 from orchestrator.model.layers import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.timed_stage import Clock, TimedStage
-from orchestrator.strategies.replicated.single import first_rows, weighted
+from orchestrator.strategies.replicated.single import weighted
 from orchestrator.timeline.spans import Span
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, default_collate
 
 from orchestrator.config.schema import StagedConfig
 from orchestrator.job import Job
+from orchestrator.model.batch import to_device
 from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.layers import changing_buffers, costs, flow
 from orchestrator.model.stages import (
@@ -44,7 +45,6 @@ from orchestrator.strategies.pipelined.shared_tensors import Sharing
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.replicated.single import entries
 from orchestrator.timeline.spans import Span
-from orchestrator.worker.data import to_device
 
 
 class Pipeline(OptimizerStep):

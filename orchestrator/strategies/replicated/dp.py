@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import DPConfig
+from orchestrator.model.batch import first_rows
 from orchestrator.protocol.metrics import Figure
 from orchestrator.strategies.base import EvalSums, StepResult
 from orchestrator.strategies.replicated.replicas import Replicas
-from orchestrator.strategies.replicated.single import Single, first_rows, weighted
+from orchestrator.strategies.replicated.single import Single, weighted
 
 
 class DP(Single):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.utils import _pytree as pytree
 
-from orchestrator.worker.data import to_device
+from orchestrator.model.batch import to_device
 
 
 class Replicas:

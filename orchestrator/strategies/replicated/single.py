@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from orchestrator.model.batch import first_rows, to_device
 from orchestrator.planning.mesh import even_shares
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.optimizer_step import OptimizerStep
-from orchestrator.worker.data import to_device
 
 
 class Single(OptimizerStep):
@@ -119,14 +119,3 @@ def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
 def entries(gradient: Tensor) -> Tensor:
     """The numbers of a gradient, each once: a sparse one may have several parts of the same number."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def first_rows(value: Any, rows: int) -> Any:
-    """The first ``rows`` samples of nested tensors; a scalar is of no sample."""
-    if isinstance(value, Tensor):
-        return value[:rows] if value.dim() else value
-    if isinstance(value, dict):
-        return {k: first_rows(v, rows) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(first_rows(v, rows) for v in value)
-    return value
