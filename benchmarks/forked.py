@@ -96,7 +96,7 @@ def time_steps(strategy: Strategy, config: Config) -> Seen:
     seconds, losses = [], []
     for step, batch in enumerate(batches):
         if step == WARM_UP_STEPS:
-            with strategy.together():
+            with strategy.quiesced():
                 dist.barrier()
             strategy.figures()
         began = time.perf_counter()
@@ -104,7 +104,7 @@ def time_steps(strategy: Strategy, config: Config) -> Seen:
         seconds.append(time.perf_counter() - began)
         losses.append(float(result.loss_sum) / max(1.0, float(result.weight)))
     figures = {name: figure.value for name, figure in strategy.figures().items()}
-    with strategy.together():
+    with strategy.quiesced():
         return Seen(seconds=seconds[WARM_UP_STEPS:], losses=losses[WARM_UP_STEPS:], figures=figures)
 
 
@@ -133,7 +133,7 @@ def _run(
     strategy = make_strategy(config.strategy.name, context, job)
     strategy.setup(job.dataset("train"))
     strategy.attach()
-    strategy.begin_equal()
+    strategy.sync_initial_state()
     results.put((rank, work(strategy, config)))
     strategy.close()
     dist.destroy_process_group()

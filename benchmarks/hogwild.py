@@ -125,9 +125,9 @@ def sweep_table(locked_over_hogwild: Mapping[str, Mapping[int, float]]) -> str:
 
 def draw(locked_over_hogwild: Mapping[str, Mapping[int, float]], path: Path) -> None:
     """The delay sweep as a line for each lock, as a PNG."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Metric
 
-    figure = Figure(figsize=(6.5, 3.2), layout="constrained")
+    figure = Metric(figsize=(6.5, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.axhline(1.0, color="#999999", linewidth=0.8)
     for (arm, of), colour in zip(locked_over_hogwild.items(), ("#0072B2", "#D55E00"), strict=True):

@@ -141,9 +141,9 @@ def _bounds(rounds: int) -> dict[str, tuple[float, float]]:
 
 def draw(rates: Measured, to_target: Mapping[str, tuple[float, float]], path: Path) -> None:
     """Rates under the two kinds of delay, and the time to a loss, as a PNG."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Metric
 
-    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    figure = Metric(figsize=(9.5, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for number, (delays, colour) in enumerate({PASSING: "#0072B2", ALWAYS: "#D55E00"}.items()):
         heights = [statistics.median(values) for values in rates[delays].values()]

@@ -104,12 +104,12 @@ def _noting(arm: Arm, times: list[float], repeats: int) -> Arm:
 
 def draw(times: Mapping[str, Sequence[float]], *, title: str, path: Path) -> None:
     """A bar for each way with its mean time and standard deviation, as a PNG."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Metric
 
     means = [statistics.fmean(t) for t in times.values()]
     deviations = [statistics.stdev(t) for t in times.values()]
     colours = ["#999999", "#E69F00", *["#0072B2"] * (len(times) - 2)]  # of Okabe and Ito's, safe for all eyes
-    figure = Figure(figsize=(8, 0.9 + 0.32 * len(times)), layout="constrained")
+    figure = Metric(figsize=(8, 0.9 + 0.32 * len(times)), layout="constrained")
     axes = figure.subplots()
     axes.barh(list(times), means, xerr=deviations, color=colours, capsize=3, height=0.7)
     for y, (mean, deviation) in enumerate(zip(means, deviations, strict=True)):

@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             return _launch(overrides, sweep=bool(options))
     except ConfigError as e:
-        from orchestrator.display.report import faults_text
+        from orchestrator.display.report import errors_text
 
-        print(faults_text(e.faults), file=sys.stderr)
+        print(errors_text(e.errors), file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return 130

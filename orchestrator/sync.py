@@ -15,8 +15,8 @@ from orchestrator.tracking.transfer import (
     Transfer,
     count_points,
     exclusive,
+    final_ending,
     mark_killed,
-    settled_ending,
 )
 from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, validate_uri
 
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse("this run was not tracked; pass --uri sqlite:///mlflow.db or another one")
     if is_redacted(uri):
         return _refuse(f"the password in {uri} is not stored; pass the whole address with --uri")
-    if fault := validate_uri(uri):
-        return _refuse(fault)
+    if error := validate_uri(uri):
+        return _refuse(error)
 
     with exclusive(run_dir) as alone:
         if not alone:
@@ -56,7 +56,7 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, alive
     server = transfer.cursor.uri
     before = transfer.cursor
     try:
-        transfer.push(None if alive else settled_ending(run_dir))
+        transfer.push(None if alive else final_ending(run_dir))
     except Exception:  # MLflow, its database drivers and HTTP raise all kinds; the cursor has the text
         waiting = count_points(run_dir, offset=transfer.cursor.offset)
         again = f"python -m orchestrator.sync {run_dir.path}"

@@ -76,12 +76,12 @@ def contents(directory: Path) -> dict[Path, bytes | None]:
 
 
 def message(text: str) -> str:
-    heading, *faults = text.strip().splitlines()
+    heading, *errors = text.strip().splitlines()
     assert heading.startswith("cannot start: "), text
     assert "Traceback" not in text
-    assert faults
-    assert all(line.startswith("  - ") for line in faults), text
-    return "\n".join(line.removeprefix("  - ") for line in faults)
+    assert errors
+    assert all(line.startswith("  - ") for line in errors), text
+    return "\n".join(line.removeprefix("  - ") for line in errors)
 
 
 def command(*words: str, cwd: Path, program: tuple[str, ...] = (), **environment: str) -> tuple[int, str, float]:
@@ -204,7 +204,7 @@ def test_a_sweep_is_checked_to_its_last_run_before_the_first_one_starts(refused:
     assert "job.hidden=0" in found
 
 
-def test_faults_of_words_job_and_values_come_in_one_message(refused: Refused) -> None:
+def test_errors_of_words_job_and_values_come_in_one_message(refused: Refused) -> None:
     found = refused("strategy.num_workers=0", "train.steps=x", "foo=1", "job.hidden=x", "seed=1", "seed=2", "-m")
     assert len(found.splitlines()) == 5
 
@@ -229,10 +229,10 @@ def test_every_misfit_of_a_sweep_comes_in_one_message(refused: Refused) -> None:
     assert len(found.splitlines()) == 3
 
 
-def test_python_callers_get_the_same_faults(elsewhere: Path) -> None:
+def test_python_callers_get_the_same_errors(elsewhere: Path) -> None:
     with pytest.raises(orchestrator.ConfigError) as error:
         orchestrator.run(["strategy=ddpp", "train.steps=0"])
-    assert len(error.value.faults) == 2
+    assert len(error.value.errors) == 2
     assert contents(elsewhere) == {}
 
 

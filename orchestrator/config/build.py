@@ -23,30 +23,30 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 
 class ConfigError(ValueError):
-    """The configuration or the plan is wrong; ``faults`` has one line per fault."""
+    """The configuration or the plan is wrong; ``errors`` has one line per fault."""
 
-    def __init__(self, faults: Iterable[str]):
-        self.faults = tuple(dict.fromkeys(faults))
-        super().__init__(self.faults)
+    def __init__(self, errors: Iterable[str]):
+        self.errors = tuple(dict.fromkeys(errors))
+        super().__init__(self.errors)
 
     def __str__(self) -> str:
-        return "\n".join(self.faults)
+        return "\n".join(self.errors)
 
 
 @contextlib.contextmanager
-def gathering(faults: list[str]) -> Iterator[None]:
-    """A :class:`ConfigError` in the block adds to ``faults``, so that what comes after it is checked too."""
+def gathering(errors: list[str]) -> Iterator[None]:
+    """A :class:`ConfigError` in the block adds to ``errors``, so that what comes after it is checked too."""
     try:
         yield
     except ConfigError as e:
-        faults += e.faults
+        errors += e.errors
 
 
 class _Misfit(Exception):
-    """The value is not of the type; ``faults`` say why where there is more to say than what was expected."""
+    """The value is not of the type; ``errors`` say why where there is more to say than what was expected."""
 
-    def __init__(self, *faults: str):
-        self.faults = faults
+    def __init__(self, *errors: str):
+        self.errors = errors
 
 
 def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
@@ -58,36 +58,36 @@ def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
     return f"valid: {', '.join(prefix + name for name in names) or 'none'}"
 
 
-def shown(key: str, value: Any) -> str:
+def format_override(key: str, value: Any) -> str:
     """``key=value`` as it would be typed, a secret masked."""
-    return f"{key}={MASK if holds_secret(key, value) else typed(value)}"
+    return f"{key}={MASK if holds_secret(key, value) else to_cli(value)}"
 
 
-def typed(value: Any) -> str:
+def to_cli(value: Any) -> str:
     """The value as it would be typed on the command line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{typed(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{to_cli(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(typed, value)) + "]"
+        return "[" + ",".join(map(to_cli, value)) + "]"
     return str(value)
 
 
-def build(cls: type[T], data: Mapping[str, Any], path: str, faults: list[str]) -> T | None:
-    """Make ``cls`` from ``data``; on any fault, append to ``faults`` and return None.
+def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -> T | None:
+    """Make ``cls`` from ``data``; on any fault, append to ``errors`` and return None.
 
     ``path`` is the key of ``data`` in the configuration ("" for the root), used in the messages.
     """
-    before = len(faults)
+    before = len(errors)
     try:
         hints = _hints(cls)  # type: ignore[arg-type]
     except NameError as e:
-        faults.append(f"{path}: {cls.__name__}: the type of a field: {e}; import it outside `if TYPE_CHECKING:`")
+        errors.append(f"{path}: {cls.__name__}: the type of a field: {e}; import it outside `if TYPE_CHECKING:`")
         return None
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for name in sorted(str(n) for n in data if n not in fields):
-        faults.append(f"{_join(path, name)}: unknown key; {_nearest_key(name, data, fields, path)}")
+        errors.append(f"{_join(path, name)}: unknown key; {_nearest_key(name, data, fields, path)}")
     values: dict[str, Any] = {}
     for name, f in fields.items():
         key = _join(path, name)
@@ -95,15 +95,17 @@ def build(cls: type[T], data: Mapping[str, Any], path: str, faults: list[str]) -
             try:
                 values[name] = _fit(data[name], hints[name], key, f.metadata)
             except _Misfit as e:
-                faults += e.faults or [f"{shown(key, data[name])}: expected {_describe(hints[name], f.metadata)}"]
+                errors += e.errors or [
+                    f"{format_override(key, data[name])}: expected {_describe(hints[name], f.metadata)}"
+                ]
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            faults.append(f"{key}: missing; give it a value")
-    if len(faults) > before:
+            errors.append(f"{key}: missing; give it a value")
+    if len(errors) > before:
         return None
     try:
         return cls(**values)
     except ValueError as e:
-        faults.append(under(path, e))
+        errors.append(under(path, e))
         return None
 
 
@@ -167,23 +169,23 @@ def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
 
 
 def _fit_one_of(kinds: tuple[Any, ...], value: Any, key: str, limits: Mapping[str, Any]) -> Any:
-    faults: list[str] = []
+    errors: list[str] = []
     # The very type first, so that 3 stays a number in `str | int`.
     for kind in sorted(kinds, key=lambda k: k is not type(value)):
         try:
             return _fit(value, kind, key, limits)
         except _Misfit as e:
-            faults += e.faults
-    raise _Misfit(*faults)
+            errors += e.errors
+    raise _Misfit(*errors)
 
 
 def _fit_dataclass(value: Any, kind: type[Any], key: str) -> Any:
     if not isinstance(value, Mapping):
         raise _Misfit
-    faults: list[str] = []
-    built = build(kind, value, key, faults)
+    errors: list[str] = []
+    built = build(kind, value, key, errors)
     if built is None:
-        raise _Misfit(*faults)
+        raise _Misfit(*errors)
     return built
 
 
@@ -221,11 +223,11 @@ def _within(value: Any, key: str, limits: Mapping[str, Any]) -> Any:
         raise _Misfit
     minimum, above, maximum = (limits.get(name) for name in ("minimum", "above", "maximum"))
     if minimum is not None and value < minimum:
-        raise _Misfit(f"{shown(key, value)}: must be at least {minimum}")
+        raise _Misfit(f"{format_override(key, value)}: must be at least {minimum}")
     if above is not None and value <= above:
-        raise _Misfit(f"{shown(key, value)}: must be greater than {above}")
+        raise _Misfit(f"{format_override(key, value)}: must be greater than {above}")
     if maximum is not None and value > maximum:
-        raise _Misfit(f"{shown(key, value)}: must be at most {maximum}")
+        raise _Misfit(f"{format_override(key, value)}: must be at most {maximum}")
     return value
 
 
@@ -234,7 +236,7 @@ def _describe(kind: Any, limits: Mapping[str, Any]) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(a, limits) for a in args)
     if origin is Literal:
-        return " or ".join(typed(a) for a in args)
+        return " or ".join(to_cli(a) for a in args)
     if kind is int and limits.get("minimum") is not None:
         return f"a whole number of at least {limits['minimum']}"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

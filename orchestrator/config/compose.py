@@ -14,24 +14,24 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from orchestrator.config.build import build, shown
-from orchestrator.config.overrides import GROUPS, conf_dir, group_fault, judge, parse
+from orchestrator.config.build import build, format_override
+from orchestrator.config.overrides import GROUPS, conf_dir, group_error, judge, parse
 from orchestrator.config.schema import STRATEGIES, Config, JobSpec, StrategyConfig
 
 
-def compose(words: Sequence[str], faults: list[str]) -> tuple[Config | None, JobSpec | None]:
+def compose(words: Sequence[str], errors: list[str]) -> tuple[Config | None, JobSpec | None]:
     """Compose ``conf/`` with the overrides ``words``.
 
-    Every fault is appended to ``faults``; what is still usable beside a fault is returned, so that
+    Every fault is appended to ``errors``; what is still usable beside a fault is returned, so that
     the job can be checked along with the rest.
     """
-    parsed = parse(words, faults)
-    data = _compose(judge(parsed, faults), faults)
+    parsed = parse(words, errors)
+    data = _compose(judge(parsed, errors), errors)
     if data is None:
         return None, None
     # The keys of a section whose word is unknown cannot be judged.
-    unknown = {o.key_or_group for o in parsed if not o.is_sweep_override() and group_fault(o)}
-    return _config(data, unknown, faults)
+    unknown = {o.key_or_group for o in parsed if not o.is_sweep_override() and group_error(o)}
+    return _config(data, unknown, errors)
 
 
 def shell_completion() -> None:
@@ -42,7 +42,7 @@ def shell_completion() -> None:
     hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(lambda _: None)()
 
 
-def _compose(overrides: Sequence[Override], faults: list[str]) -> dict[str, Any] | None:
+def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any] | None:
     # experiment=null is the default, which Hydra refuses to be told.
     words = [_forced(o) for o in overrides if not (o.key_or_group == "experiment" and o.value() is None)]
     try:
@@ -50,9 +50,9 @@ def _compose(overrides: Sequence[Override], faults: list[str]) -> dict[str, Any]
             composed = hydra_compose("config", overrides=words)
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as e:
-        faults.append(_explain(e))
+        errors.append(_explain(e))
         rest = [o for o in overrides if o.key_or_group != getattr(e, "full_key", None)]
-        return _compose(rest, faults) if len(rest) < len(overrides) else None
+        return _compose(rest, errors) if len(rest) < len(overrides) else None
     assert isinstance(data, dict)
     return {str(k): v for k, v in data.items()}
 
@@ -77,34 +77,36 @@ def _explain(error: HydraException | OmegaConfBaseException) -> str:
     return f"{key}: {reason}"
 
 
-def _config(data: dict[str, Any], unknown: set[str], faults: list[str]) -> tuple[Config | None, JobSpec | None]:
-    spec = None if "job" in unknown else _job_spec(data.get("job"), faults)
+def _config(data: dict[str, Any], unknown: set[str], errors: list[str]) -> tuple[Config | None, JobSpec | None]:
+    spec = None if "job" in unknown else _job_spec(data.get("job"), errors)
     data["job"] = spec or JobSpec(target="", fields={})
     strategy = data.get("strategy")
     if isinstance(strategy, Mapping):
         cls = STRATEGIES.get(str(strategy.get("name")), StrategyConfig)
-        own = None if "strategy" in unknown else build(cls, _own_keys(cls, strategy, faults), "strategy", faults)
+        own = None if "strategy" in unknown else build(cls, _own_keys(cls, strategy, errors), "strategy", errors)
         data["strategy"] = own or _placeholder(cls)
-    config = build(Config, data, "", faults)
-    return (None if faults else config), spec
+    config = build(Config, data, "", errors)
+    return (None if errors else config), spec
 
 
-def _job_spec(job: Any, faults: list[str]) -> JobSpec | None:
+def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
     target = job.get("_target_") if isinstance(job, Mapping) else None
     if not isinstance(target, str):
-        faults.append(f"{shown('job._target_', target)}: expected package.module.Class; or choose with job=<word>")
+        errors.append(
+            f"{format_override('job._target_', target)}: expected package.module.Class; or choose with job=<word>"
+        )
         return None
     return JobSpec(target=target, fields={str(k): v for k, v in job.items() if k != "_target_"})
 
 
-def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], faults: list[str]) -> dict[str, Any]:
+def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: list[str]) -> dict[str, Any]:
     """The keys without those of other strategies, which are refused by the name of their owner."""
     fields = {word: {f.name for f in dataclasses.fields(c)} for word, c in STRATEGIES.items()}
     own: dict[str, Any] = {}
     for key, value in strategy.items():
         owners = [word for word, names in fields.items() if key in names]
         if owners and key not in {f.name for f in dataclasses.fields(cls)}:
-            faults.append(f"strategy.{key}: strategy={strategy['name']} has no such key, strategy={owners[0]} has")
+            errors.append(f"strategy.{key}: strategy={strategy['name']} has no such key, strategy={owners[0]} has")
         else:
             own[str(key)] = value
     return own

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from orchestrator.config.build import ConfigError, shown, typed
+from orchestrator.config.build import ConfigError, format_override, to_cli
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import GROUPS, choices
 from orchestrator.config.schema import STRATEGIES, Config
@@ -51,10 +51,10 @@ def help_text(overrides: Sequence[str]) -> str:
     Raises:
         ConfigError: there is no such configuration.
     """
-    faults: list[str] = []
-    config, _ = compose(overrides, faults)
+    errors: list[str] = []
+    config, _ = compose(overrides, errors)
     if config is None:
-        raise ConfigError(faults)
+        raise ConfigError(errors)
     lines = [INTRODUCTION, "", "Groups (group=word)"]
     lines += [_entry(group, ", ".join(choices(group))) for group in GROUPS]
     lines += ["", "Strategies"]
@@ -74,7 +74,7 @@ def _keys(section: Any, prefix: str) -> Iterator[str]:
         value, meaning = getattr(section, field.name), field.metadata["meaning"]
         if get_origin(hints[field.name]) is Literal:
             meaning += f" ({', '.join(get_args(hints[field.name]))})"
-        number = f"{value:g}" if isinstance(value, float) else typed(value)
+        number = f"{value:g}" if isinstance(value, float) else to_cli(value)
         yield _entry(f"{prefix}{field.name}={number}", meaning)
 
 
@@ -96,9 +96,9 @@ def _job_fields(config: Config) -> Iterator[str]:
 def _job_field(field: ast.AnnAssign, given: Mapping[str, Any]) -> str:
     name = ast.unparse(field.target)
     if name in given:
-        return shown(f"job.{name}", given[name])
+        return format_override(f"job.{name}", given[name])
     try:
-        return shown(f"job.{name}", ast.literal_eval(field.value)) if field.value else f"job.{name}"
+        return format_override(f"job.{name}", ast.literal_eval(field.value)) if field.value else f"job.{name}"
     except ValueError:
         return f"job.{name}"
 

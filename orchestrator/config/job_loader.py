@@ -13,31 +13,31 @@ from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job
 
 
-def load_job(spec: JobSpec, faults: list[str]) -> Job | None:
-    """Import the job's class and build it from its fields; None after appending to ``faults``."""
+def load_job(spec: JobSpec, errors: list[str]) -> Job | None:
+    """Import the job's class and build it from its fields; None after appending to ``errors``."""
     own: list[str] = []
     job = _load(spec, own)
     secrets = secret_values(spec.fields)
-    faults += [redact_text(fault, secrets) for fault in own]
+    errors += [redact_text(error, secrets) for error in own]
     return job
 
 
-def _load(spec: JobSpec, faults: list[str]) -> Job | None:
-    cls = _find(spec.target, faults)
-    job = None if cls is None else build(cls, spec.fields, "job", faults)
+def _load(spec: JobSpec, errors: list[str]) -> Job | None:
+    cls = _find(spec.target, errors)
+    job = None if cls is None else build(cls, spec.fields, "job", errors)
     if job is None:
         return None
     try:
         job.check()
     except (ValueError, OSError) as e:
-        faults.append(under("job", e))
+        errors.append(under("job", e))
         return None
     return job
 
 
-def _find(target: str, faults: list[str]) -> type[Job] | None:
+def _find(target: str, errors: list[str]) -> type[Job] | None:
     if not re.fullmatch(r"\w+(\.\w+)+", target):
-        faults.append(f"job._target_={target}: expected package.module.Class")
+        errors.append(f"job._target_={target}: expected package.module.Class")
         return None
     module_name, _, class_name = target.rpartition(".")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -47,26 +47,26 @@ def _find(target: str, faults: list[str]) -> type[Job] | None:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
         if e.name is None or not (module_name + ".").startswith(e.name + "."):
-            faults.append(f"job._target_={target}: importing {module_name} failed: {e}")
+            errors.append(f"job._target_={target}: importing {module_name} failed: {e}")
         else:
-            faults.append(
+            errors.append(
                 f"job._target_={target}: no module {e.name}; it must be installed or lie in the working directory"
             )
         return None
     except (Exception, SystemExit) as e:
-        faults.append(f"job._target_={target}: importing {module_name} failed: {type(e).__name__}: {e}")
+        errors.append(f"job._target_={target}: importing {module_name} failed: {type(e).__name__}: {e}")
         return None
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):
         found = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Job) and c is not Job]
         hint = did_you_mean(class_name, found) if found else "expected package.module.Class"
-        faults.append(f"job._target_={target}: {module_name} has no class {class_name}; {hint}")
+        errors.append(f"job._target_={target}: {module_name} has no class {class_name}; {hint}")
     elif not issubclass(cls, Job):
-        faults.append(f"job._target_={target}: is not a subclass of orchestrator.Job")
+        errors.append(f"job._target_={target}: is not a subclass of orchestrator.Job")
     elif missing := sorted(getattr(cls, "__abstractmethods__", ())):
-        faults.append(f"job._target_={target}: lacks {', '.join(m + '()' for m in missing)}")
+        errors.append(f"job._target_={target}: lacks {', '.join(m + '()' for m in missing)}")
     elif "__annotations__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
-        faults.append(
+        errors.append(
             f"job._target_={target}: its fields are not declared as a dataclass's; "
             "write @dataclass(frozen=True, kw_only=True) above the class"
         )

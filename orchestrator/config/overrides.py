@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from orchestrator.config.build import ConfigError, did_you_mean, shown
+from orchestrator.config.build import ConfigError, did_you_mean, format_override
 from orchestrator.config.redact import MASK, is_secret
 from orchestrator.config.schema import Config
 
@@ -33,8 +33,8 @@ def choices(group: str) -> list[str]:
     return sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
 
 
-def parse(words: Iterable[str], faults: list[str]) -> list[Override]:
-    """Those that can be read; the others are appended to ``faults``."""
+def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
+    """Those that can be read; the others are appended to ``errors``."""
     parser = OverridesParser.create()
     parsed: list[Override] = []
     for text in words:
@@ -43,7 +43,7 @@ def parse(words: Iterable[str], faults: list[str]) -> list[Override]:
         except HydraException as e:
             literal = _quoted(text)
             if literal is None:
-                faults.append(_unreadable(text, e))
+                errors.append(_unreadable(text, e))
             else:
                 parsed.append(parser.parse_override(literal))
     return parsed
@@ -55,9 +55,9 @@ def expand_sweep(words: Sequence[str]) -> list[list[str]]:
     Raises:
         ConfigError: an override cannot be read or is no list of values.
     """
-    faults: list[str] = []
+    errors: list[str] = []
     alternatives: list[list[str]] = []
-    for override in parse(words, faults):
+    for override in parse(words, errors):
         key = override.get_key_element()
         if not override.is_sweep_override():
             alternatives.append([str(override.input_line)])
@@ -65,37 +65,37 @@ def expand_sweep(words: Sequence[str]) -> list[list[str]]:
         try:
             alternatives.append([f"{key}={v}" for v in override.sweep_string_iterator()])
         except HydraException:
-            faults.append(f"{_typed(override)}: not a list of values; write {key}=a,b,c")
-    if faults:
-        raise ConfigError(faults)
+            errors.append(f"{_typed(override)}: not a list of values; write {key}=a,b,c")
+    if errors:
+        raise ConfigError(errors)
     return [list(run) for run in itertools.product(*alternatives)]
 
 
-def judge(parsed: Sequence[Override], faults: list[str]) -> list[Override]:
-    """Those that can be composed, each key once; what is wrong with the others goes to ``faults``."""
+def judge(parsed: Sequence[Override], errors: list[str]) -> list[Override]:
+    """Those that can be composed, each key once; what is wrong with the others goes to ``errors``."""
     sound: dict[str, Override] = {}
     for override in parsed:
         key = override.key_or_group
         if override.package is not None or not re.fullmatch(r"(?!hydra\b)[\w.-]+", key):
-            faults.append(f"{_typed(override)}: unknown key; a key is like train.steps, a group like strategy")
+            errors.append(f"{_typed(override)}: unknown key; a key is like train.steps, a group like strategy")
         elif override.is_delete():
-            faults.append(f"{_typed(override)}: keys cannot be removed; give another value")
+            errors.append(f"{_typed(override)}: keys cannot be removed; give another value")
         elif override.is_sweep_override():
-            faults.append(f"{_typed(override)}: several values; -m runs them one by one, brackets make a list")
-        elif fault := group_fault(override):
-            faults.append(fault)
+            errors.append(f"{_typed(override)}: several values; -m runs them one by one, brackets make a list")
+        elif error := group_error(override):
+            errors.append(error)
         elif key in sound:
-            faults.append(f"{key}: given twice: {_typed(sound[key])} and {_typed(override)}; keep one")
+            errors.append(f"{key}: given twice: {_typed(sound[key])} and {_typed(override)}; keep one")
         elif key == "strategy.name":
-            faults.append(f"{_typed(override)}: choose with strategy=<word>")
+            errors.append(f"{_typed(override)}: choose with strategy=<word>")
         else:
             sound[key] = override
     if "job" in sound and "job._target_" in sound:
-        faults.append("job and job._target_: both name the job; keep one")
+        errors.append("job and job._target_: both name the job; keep one")
     return list(sound.values())
 
 
-def group_fault(override: Override) -> str | None:
+def group_error(override: Override) -> str | None:
     """What is wrong with the word of a group; None for a good one and for keys."""
     key, word = override.key_or_group, override.value()
     if key not in GROUPS or word in choices(key) or (key == "experiment" and word is None):
@@ -107,7 +107,7 @@ def group_fault(override: Override) -> str | None:
 def _typed(override: Override) -> str:
     """The override as it was typed, a secret masked."""
     key = override.key_or_group
-    return shown(key, MASK) if is_secret(key) else str(override.input_line)
+    return format_override(key, MASK) if is_secret(key) else str(override.input_line)
 
 
 def _kept_as_text(text: str, parser: OverridesParser) -> str:
@@ -137,7 +137,7 @@ def _unreadable(text: str, error: HydraException) -> str:
     if not equals:
         return f"{text}: expected key=value"
     why = "" if is_secret(key) else f" ({str(error).splitlines()[0]})"
-    return f"{shown(key, value)}: cannot be read{why}; put the value in quotes"
+    return f"{format_override(key, value)}: cannot be read{why}; put the value in quotes"
 
 
 def _quoted(text: str) -> str | None:

@@ -253,7 +253,7 @@ def words(event: Event) -> list[Line]:
         case WorkerFailed():
             return _worker_failed(event)
         case WorkerLost():
-            return [(f"{event.title} lost at step {event.step}: {first_line(event.reason)}", "yellow")]
+            return [(f"{event.display_name} lost at step {event.step}: {first_line(event.reason)}", "yellow")]
         case StragglerFound():
             return [(_straggler(event), "yellow")]
         case Recovered():
@@ -287,7 +287,7 @@ def _generation(event: GenerationStarted) -> list[Line]:
 def _straggler(event: StragglerFound) -> str:
     compute = f"computing {event.compute_ms:.3g} ms a step (the others {event.others_compute_ms:.3g})"
     data = f"waiting for data {event.data_wait_ms:.3g} ms (the others {event.others_data_wait_ms:.3g})"
-    who = f"{event.title} on {event.node}"
+    who = f"{event.display_name} on {event.node}"
     return f"warning: {who} is {event.slower_by:.1f} times slower than the others: {compute}, {data}"
 
 
@@ -310,7 +310,7 @@ def stage_words(number: int, stage: StageSummary) -> str:
 
 def _worker_failed(event: WorkerFailed) -> list[Line]:
     reason = first_line(event.reason)
-    lines = [(f"{event.title} failed at step {event.step}: {reason}", "bold red")]
+    lines = [(f"{event.display_name} failed at step {event.step}: {reason}", "bold red")]
     lines += [(f"  {line}", "") for line in clean(event.traceback).strip().splitlines()]
     tail = clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
     if tail:

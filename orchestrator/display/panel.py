@@ -51,7 +51,7 @@ class RunView:
         self.losses: deque[float] = deque(maxlen=_POINTS)
         self.rates: deque[float] = deque(maxlen=_POINTS)
         self.ranks: dict[int, RankProgress] = {}
-        self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_POINTS)
+        self._hang_detector: deque[tuple[float, int]] = deque(maxlen=_PACE_POINTS)
         self._pace_from = 0.0
 
     def update(self, event: Event) -> None:
@@ -64,7 +64,7 @@ class RunView:
                 self.generation, self.waiting, self.failure = event, None, None
                 self.world_size = len(event.workers)
                 self.ranks.clear()
-                self._pace.clear()
+                self._hang_detector.clear()
             case MetricsLogged():
                 self._metrics(event)
             case RankProgress():
@@ -90,23 +90,23 @@ class RunView:
             self.val_step = event.step
 
     def _reached(self, step: int, time: float) -> None:
-        if not self._pace:
+        if not self._hang_detector:
             self.step = step  # not the larger of the two: a recovery may go back
             self._pace_from = time
-        elif step <= self._pace[-1][1]:
+        elif step <= self._hang_detector[-1][1]:
             return
         elif time - self._pace_from < _PACE_INTERVAL_S:
-            self._pace.clear()  # points come in batches: the first of one says nothing of the pace
-        elif len(self._pace) >= 2 and time - self._pace[-2][0] < _PACE_INTERVAL_S:
-            self._pace.pop()
-        self._pace.append((time, step))
+            self._hang_detector.clear()  # points come in batches: the first of one says nothing of the pace
+        elif len(self._hang_detector) >= 2 and time - self._hang_detector[-2][0] < _PACE_INTERVAL_S:
+            self._hang_detector.pop()
+        self._hang_detector.append((time, step))
         self.step = max(self.step, step)
 
     def eta_s(self) -> float | None:
         """Time left at the pace of the last points; None before there are two."""
-        if len(self._pace) < 2:
+        if len(self._hang_detector) < 2:
             return None
-        (first_time, first_step), (last_time, last_step) = self._pace[0], self._pace[-1]
+        (first_time, first_step), (last_time, last_step) = self._hang_detector[0], self._hang_detector[-1]
         if last_time <= first_time:
             return None
         left = max(0, self.steps - self.step)

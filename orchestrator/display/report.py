@@ -236,10 +236,10 @@ def _span(numbers: Iterable[int]) -> str:
     return str(found[0]) if found[0] == found[-1] else f"{found[0]}-{found[-1]}"
 
 
-def faults_text(faults: Sequence[str]) -> str:
+def errors_text(errors: Sequence[str]) -> str:
     """What has to change before a run can start: a heading and one bullet per fault."""
-    bullets = (f"  - {_indented(fault, '    ').lstrip()}" for fault in faults)
-    return "\n".join([f"cannot start: {count(len(faults), 'thing')} to change", *bullets])
+    bullets = (f"  - {_indented(error, '    ').lstrip()}" for error in errors)
+    return "\n".join([f"cannot start: {count(len(errors), 'thing')} to change", *bullets])
 
 
 def verdict(
@@ -300,7 +300,7 @@ def _bubble(summary: Mapping[str, Any]) -> str:
 def _failed(ended: RunEnded, failure: WorkerFailed | None) -> list[str]:
     if failure is None:
         return [f"failed: {first_line(ended.reason) or 'no reason given'}"]
-    lines = [f"failed: {failure.title} at step {failure.step}: {first_line(failure.reason)}"]
+    lines = [f"failed: {failure.display_name} at step {failure.step}: {first_line(failure.reason)}"]
     if ended.reason and first_line(failure.reason) not in ended.reason:
         lines.append(f"reason: {first_line(ended.reason)}")
     return [*lines, f"log: {failure.log}"] if failure.log else lines

@@ -70,14 +70,14 @@ def embed(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Connectio
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    _mute_raylet()
+    silence_raylet_prints()
     return Connection(owned=True)
 
 
-def address_fault(address: str) -> str | None:
+def address_error(address: str) -> str | None:
     """What is wrong with the address or with the server there, in a line."""
-    fault = None if ray.is_initialized() else _fault(address)
-    return fault and f"{_shown(address)}: {fault}"
+    error = None if ray.is_initialized() else _error(address)
+    return error and f"{_shown(address)}: {error}"
 
 
 def connect(address: str) -> Connection:
@@ -93,7 +93,7 @@ def connect(address: str) -> Connection:
             ray.init(address=_gcs_address(address), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
         raise ConfigError([f"{_shown(address)}: {' '.join(str(e).split())[:500]}"]) from e
-    _mute_raylet()
+    silence_raylet_prints()
     return Connection(owned=True)
 
 
@@ -146,7 +146,7 @@ def _signals_kept_from_ray() -> Iterator[None]:
             signal.alarm(0)
 
 
-def _mute_raylet() -> None:
+def silence_raylet_prints() -> None:
     """Ray prints its own words for every death across the console; ours name rank and reason."""
     global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
@@ -157,7 +157,7 @@ def _shown(address: str) -> str:
     return f"{key}={address}"
 
 
-def _fault(address: str) -> str | None:
+def _error(address: str) -> str | None:
     scheme, separator, _ = address.partition("://")
     if scheme == "ray" and separator:
         return (

@@ -13,7 +13,7 @@ from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.slots import Slots, Waiting, kill_process
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
-from orchestrator.protocol.messages import Heartbeat, Whereabouts, WorkerEnvironment
+from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo
 
 SPARE_TIMEOUT_S = 1.0
 """A spare that does not answer at once is none."""
@@ -26,7 +26,7 @@ class Member:
     global_rank: int
     local_rank: int
     actor: Any
-    where: Whereabouts
+    info: WorkerInfo
     slot: int
 
 
@@ -41,7 +41,7 @@ class Gang:
         self._label = label
         self._slots = Slots(plan, heartbeat_timeout_s=self._config.heartbeat_timeout_s, label=label)
         self._starting: dict[Any, int] = {}  # by the pending answer that a worker to be is up: its slot
-        self._spares: dict[int, Whereabouts] = {}  # by slot
+        self._spares: dict[int, WorkerInfo] = {}  # by slot
         self._unprepared: set[int] = set()  # of the spares
         self._vacant: list[int] = []
         self._asked: dict[Any, int] = {}  # by the heartbeat to come: the rank
@@ -69,13 +69,13 @@ class Gang:
         timeout_s = self._config.rendezvous_timeout_s
         advice = "see Ray's logs, or raise cluster.rendezvous_timeout_s"
         try:
-            places = cast("list[Whereabouts]", all_answers(up, timeout_s, poll=poll, advice=advice))
+            places = cast("list[WorkerInfo]", all_answers(up, timeout_s, poll=poll, advice=advice))
         except ray.exceptions.RayError as e:
             raise GangError(f"a worker died while it started: {e}") from e
         _check_devices(places)
         order = rank_order(places)
         seated = shards_last(places, order[: self._plan.world_size], num_shards=self._plan.mesh.num_shards)
-        self._seat([(slots[index], places[index]) for index in seated])
+        self._assign_ranks([(slots[index], places[index]) for index in seated])
         self._spares = {slots[index]: places[index] for index in order[self._plan.world_size :]}
         self._unprepared = set(self._spares)
 
@@ -93,21 +93,21 @@ class Gang:
             GangError: not in time, or each new one dies at once.
         """
         leaving = self._nodes.leaving
-        seats = [(m.slot, m.where) for m in self.members]
+        seats = [(m.slot, m.info) for m in self.members]
         for rank in ranks:
             lost = self.members[rank]
             self._slots.kill(lost.slot)
-            if spares := self._live_spares(near=lost.where.node_id):
+            if spares := self._live_spares(near=lost.info.node_id):
                 seats[rank] = spares[0], self._spares.pop(spares[0])
                 self._vacate(lost, leaving)
             else:
-                slot = self._slots.reserve() if lost.where.node_id in leaving else lost.slot
+                slot = self._slots.reserve() if lost.info.node_id in leaving else lost.slot
                 waiting = self._waiting(f"a worker in the place of rank {rank}", on_wait, poll)
                 seats[rank] = slot, self._slots.start_and_wait(slot, waiting)
-        self._seat(seats)
-        _check_devices([m.where for m in self.members])
+        self._assign_ranks(seats)
+        _check_devices([m.info for m in self.members])
 
-    def reseat(self, plan: Plan, before: Sequence[int | None]) -> bool:
+    def reassign_ranks(self, plan: Plan, before: Sequence[int | None]) -> bool:
         """The workers of another plan: for each rank the one that a rank had before, or else a spare.
 
         False: some spares are gone by now, and nothing has changed.
@@ -117,7 +117,7 @@ class Gang:
             return False
         joining = iter(spares)
         slots = [next(joining) if rank is None else self.members[rank].slot for rank in before]
-        places = {m.slot: m.where for m in self.members} | self._spares
+        places = {m.slot: m.info for m in self.members} | self._spares
         leaving = self._nodes.leaving
         for member in self.members:
             if member.global_rank not in before:
@@ -126,8 +126,8 @@ class Gang:
         for slot in slots:
             self._spares.pop(slot, None)
         self._plan = plan
-        self._seat([(slot, places[slot]) for slot in slots])
-        _check_devices([m.where for m in self.members])
+        self._assign_ranks([(slot, places[slot]) for slot in slots])
+        _check_devices([m.info for m in self.members])
         return True
 
     def refill(self, workers: int) -> None:
@@ -151,11 +151,11 @@ class Gang:
         for reference in ray.wait(starting, num_returns=len(starting), timeout=0)[0] if starting else ():
             slot = self._starting.pop(reference)
             try:
-                self._spares[slot] = cast(Whereabouts, ray.get(reference))
+                self._spares[slot] = cast(WorkerInfo, ray.get(reference))
             except ray.exceptions.RayError:
                 self._vacant.append(slot)
         leaving = self._nodes.leaving
-        return sum(where.node_id not in leaving for where in self._spares.values())
+        return sum(info.node_id not in leaving for info in self._spares.values())
 
     def release(self) -> None:
         """Kill the actors and give the resources back. Never raises."""
@@ -169,8 +169,8 @@ class Gang:
         outstanding = set(self._asked.values())
         spoken_for: set[str] = set()
         for member in self.members:
-            first_of_node = member.where.node_id not in spoken_for
-            spoken_for.add(member.where.node_id)
+            first_of_node = member.info.node_id not in spoken_for
+            spoken_for.add(member.info.node_id)
             if member.global_rank not in outstanding:
                 answer = member.actor.heartbeat.remote(with_system_metrics and first_of_node)
                 self._asked[answer] = member.global_rank
@@ -207,42 +207,42 @@ class Gang:
     def kill(self, rank: int) -> None:
         """End the process of a rank on its own node, at once: a stopped one outlives Ray's own way for seconds."""
         member = self.members[rank]
-        kill_process(member.where)
+        kill_process(member.info)
         self._slots.kill(member.slot)
 
     def _waiting(self, what: str, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> Waiting:
         return Waiting(what, self._label, self._config.pending_timeout_s, on_wait, poll)
 
     def _vacate(self, lost: Member, leaving: Collection[str]) -> None:
-        if lost.where.node_id not in leaving:
+        if lost.info.node_id not in leaving:
             self._vacant.append(lost.slot)
 
     def _live_spares(self, *, near: str = "") -> list[int]:
         """The slots of the spares that answer and may stay where they are, those on the node ``near`` first."""
         self.ready()
-        asked = {self._slots.actor(slot).whereabouts.remote(): slot for slot in self._spares}
+        asked = {self._slots.actor(slot).worker_info.remote(): slot for slot in self._spares}
         alive = in_time(asked, SPARE_TIMEOUT_S)
         for slot in set(self._spares).difference(alive):
             self._slots.kill(slot)
             del self._spares[slot]
             self._vacant.append(slot)
         leaving = self._nodes.leaving
-        staying = [slot for slot, where in self._spares.items() if where.node_id not in leaving]
+        staying = [slot for slot, info in self._spares.items() if info.node_id not in leaving]
         return sorted(staying, key=lambda slot: (self._spares[slot].node_id != near, slot))
 
-    def _seat(self, seats: Sequence[tuple[int, Whereabouts]]) -> None:
+    def _assign_ranks(self, seats: Sequence[tuple[int, WorkerInfo]]) -> None:
         """Give the workers in these slots their ranks, in order."""
         members: list[Member] = []
         on_node: dict[str, int] = {}
-        for rank, (slot, where) in enumerate(seats):
-            local_rank = on_node.setdefault(where.node_id, 0)
-            on_node[where.node_id] += 1
+        for rank, (slot, info) in enumerate(seats):
+            local_rank = on_node.setdefault(info.node_id, 0)
+            on_node[info.node_id] += 1
             actor = self._slots.actor(slot)
-            members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, where=where, slot=slot))
+            members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, info=info, slot=slot))
         self.members = tuple(members)
         self._asked = {}  # of other ranks, or of before
 
 
-def _check_devices(places: Sequence[Whereabouts]) -> None:
+def _check_devices(places: Sequence[WorkerInfo]) -> None:
     if error := shared_device(places):
         raise GangError(error)

@@ -19,10 +19,10 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.elastic import Seating
+from orchestrator.policy.elastic import RankAssignment
 from orchestrator.policy.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
-from orchestrator.policy.hang import Pace, culprit
-from orchestrator.policy.recovery import Continuation, Held
+from orchestrator.policy.hang import HangDetector, culprit
+from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan
 from orchestrator.protocol.events import Event, GenerationStarted, StopRequested, Warned
 from orchestrator.protocol.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
 from orchestrator.records.lease import Lease
@@ -56,7 +56,7 @@ class Generation:
         nodes: NodeWatch,
         lease: Lease,
         emit: Callable[[Event], None],
-        growth: Callable[[], Seating | None],
+        growth: Callable[[], RankAssignment | None],
     ):
         self.number = number
         self.outcomes: dict[int, Outcome] = {}
@@ -79,20 +79,20 @@ class Generation:
         self._pending: dict[Any, Member] = {}
         self._silent_since: dict[int, float] = {}
         self._unreachable: tuple[str, ...] = ()
-        self._pace = Pace(self._config.recovery)
+        self._hang_detector = HangDetector(self._config.recovery)
 
     def begin(
         self,
         run_uid: str,
-        continuation: Continuation | None,
+        recovery_plan: RecoveryPlan | None,
         *,
-        held: Mapping[int, Held],
+        recoverable_steps: Mapping[int, RecoverableSteps],
         checkpoint: Path | None,
         faults: tuple[Fault, ...],
     ) -> None:
-        """Have every rank join and train; ``continuation``: where it goes on from, after another generation.
+        """Have every rank join and train; ``recovery_plan``: where it goes on from, after another generation.
 
-        ``held``: what the workers have from before.
+        ``recoverable_steps``: what the workers have from before.
 
         Raises:
             GangError: Ray is gone.
@@ -102,9 +102,9 @@ class Generation:
         try:
             host, port = self._gang.ask_one(0, "open_store", timeout_s, timeout_s=timeout_s)
         except ray.exceptions.RayError as e:
-            self._lost_before(members[0], e, held)
+            self._lost_before(members[0], e, recoverable_steps)
             return
-        backend: Literal["gloo", "nccl"] = "nccl" if all(m.where.gpu_uuid for m in members) else "gloo"
+        backend: Literal["gloo", "nccl"] = "nccl" if all(m.info.gpu_uuid for m in members) else "gloo"
         if backend == "gloo" and self._plan.device == "cuda":
             self._emit(Warned(message="Ray has GPUs, the workers see no CUDA device: on CPUs with gloo"))
         self._emit(
@@ -131,8 +131,8 @@ class Generation:
                 environment=self._environment,
                 plan=self._plan,
                 fence=fence,
-                sources=None if continuation is None else continuation.sources,
-                source_step=0 if continuation is None else continuation.step,
+                sources=None if recovery_plan is None else recovery_plan.sources,
+                source_step=0 if recovery_plan is None else recovery_plan.step,
                 checkpoint=None if checkpoint is None else str(checkpoint),
                 faults=faults,
             )
@@ -155,7 +155,7 @@ class Generation:
             self._look_after(self._telemetry.collect(self._gang), time.monotonic())
             if not abandoned and self._failed():
                 abandoned = True
-                give_up_at = time.monotonic() + max(SETTLE_S, SETTLE_STEPS * self._pace.usual_s)
+                give_up_at = time.monotonic() + max(SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
                 left = [m.global_rank for m in self._pending.values()]
                 self._gang.tell("abandon", self.number, self._unreachable, ranks=left)
             if self._stop.received and not self.stop_sent and self.paused is None:
@@ -173,10 +173,10 @@ class Generation:
         self._fail(rank, standstill(self._config.cluster.collective_timeout_s, time=time.time()))
         return rank
 
-    def survivors(self) -> dict[int, Held]:
+    def survivors(self) -> dict[int, RecoverableSteps]:
         """The ranks whose process can go on, and what they hold."""
         return {
-            rank: outcome.held
+            rank: outcome.recoverable_steps
             for rank, outcome in self.outcomes.items()
             if rank in self.returned and (outcome.failure is None or outcome.failure.collateral)
         }
@@ -185,27 +185,29 @@ class Generation:
         return any(o.status == "failed" for o in self.outcomes.values())
 
     def _take_outcome(self, reference: Any, member: Member) -> None:
-        where, rank = member.where, member.global_rank
+        info, rank = member.info, member.global_rank
         try:
             outcome = cast(Outcome, ray.get(reference))
         except ray.exceptions.RayError as e:
             if rank not in self.outcomes:  # otherwise it has been ended for a reason that is known
-                self._fail(rank, death(cause_of_death(e), pid=where.pid, hostname=where.hostname, time=time.time()))
+                self._fail(rank, death(cause_of_death(e), pid=info.pid, hostname=info.hostname, time=time.time()))
             return
         self.returned.add(rank)
         self.outcomes.setdefault(rank, outcome)
 
-    def _lost_before(self, member: Member, error: Exception, held: Mapping[int, Held]) -> None:
+    def _lost_before(self, member: Member, error: Exception, recoverable_steps: Mapping[int, RecoverableSteps]) -> None:
         """A worker is gone before the generation has begun; the others are as they were."""
-        where = member.where
+        info = member.info
         for other in self._gang.members:
             if other is not member:
                 rank = other.global_rank
                 self.returned.add(rank)
                 step = self._telemetry.last_step.get(rank, 0)
-                self.outcomes[rank] = Outcome(status="stopped", step=step, held=held.get(rank, {}))
+                self.outcomes[rank] = Outcome(
+                    status="stopped", step=step, recoverable_steps=recoverable_steps.get(rank, {})
+                )
         self._fail(
-            member.global_rank, death(cause_of_death(error), pid=where.pid, hostname=where.hostname, time=time.time())
+            member.global_rank, death(cause_of_death(error), pid=info.pid, hostname=info.hostname, time=time.time())
         )
 
     def _fail(self, rank: int, failure: Failure) -> None:
@@ -220,25 +222,25 @@ class Generation:
                 self._silent_since.setdefault(rank, now)
             else:
                 self._silent_since.pop(rank, None)
-                self._pace.observe(rank, beat, now)
+                self._hang_detector.observe(rank, beat, now)
         silent = self._nodes.silent(self._nodes_heard(beats), now)
         if self._failed():
             return
-        self._unreachable = tuple({m.where.node_ip for m in waited_for if m.where.node_id in silent})
+        self._unreachable = tuple({m.info.node_ip for m in waited_for if m.info.node_id in silent})
         for member in waited_for:
-            if member.where.node_id in silent:
+            if member.info.node_id in silent:
                 timeout_s = self._config.cluster.node_timeout_s
-                self._end(member.global_rank, node_loss(timeout_s, hostname=member.where.hostname, time=time.time()))
+                self._end(member.global_rank, node_loss(timeout_s, hostname=member.info.hostname, time=time.time()))
         slow = self._telemetry.straggler
         if slow is not None and self._config.recovery.replace_stragglers and self._is_training(slow.rank):
             self._end(slow.rank, too_slow(slow.slower_by, time=time.time()))
             return
         timeout_s = self._config.cluster.heartbeat_timeout_s
         for member in waited_for:
-            rank, where = member.global_rank, member.where
+            rank, info = member.global_rank, member.info
             if now - self._silent_since.get(rank, now) > timeout_s:
-                self._end(rank, silence(timeout_s, pid=where.pid, hostname=where.hostname, time=time.time()))
-        if not self._failed() and any(rank not in self.outcomes for rank in self._pace.hanging(now)):
+                self._end(rank, silence(timeout_s, pid=info.pid, hostname=info.hostname, time=time.time()))
+        if not self._failed() and any(rank not in self.outcomes for rank in self._hang_detector.hanging(now)):
             self._end_hanging(now)
         all_train = self._telemetry.has_trained(self.number) and not self.outcomes
         if all_train and self.paused is None and self._stop.received is None:
@@ -251,23 +253,23 @@ class Generation:
         """The nodes of the ranks, and whether one of those on each has answered."""
         heard: dict[str, bool] = {}
         for member in self._gang.members:
-            node_id = member.where.node_id
+            node_id = member.info.node_id
             heard[node_id] = heard.get(node_id, False) or member.global_rank in beats
         return heard
 
     def _pause_if_due(self, beats: Mapping[int, Heartbeat]) -> None:
         """End the generation in good order, if workers have to leave or more could join."""
         gone = self._nodes.leaving
-        leaving = [m.global_rank for m in self._gang.members if m.where.node_id in gone]
+        leaving = [m.global_rank for m in self._gang.members if m.info.node_id in gone]
         leaving += [rank for rank, beat in beats.items() if beat.leaving]
         if leaving:
             self.leaving = tuple(sorted(set(leaving)))
-            who = " and ".join(self._plan.title(rank) for rank in self.leaving)
+            who = " and ".join(self._plan.display_name(rank) for rank in self.leaving)
             why = "drained, or the process got SIGTERM"
             self._emit(Warned(message=f"{who} must leave (the node is {why}): a checkpoint, and the place is given on"))
             self._stop_all("preempted", save=True)
         elif (larger := self._growth()) is not None:
-            self._stop_all("growing", save=larger.twins is None)
+            self._stop_all("growing", save=larger.state_sources is None)
 
     def _stop_all(self, why: Pause | None, *, save: bool) -> None:
         """Let all ranks finish the most advanced step that any of them has begun; ``why`` they pause."""
@@ -294,12 +296,12 @@ class Generation:
         )
         path = self._run_dir.stacks_file(self.number)
         path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
-        stood_s = self._pace.standing_s(now)
+        stood_s = self._hang_detector.standing_s(now)
         message = f"it has not got on for {stood_s:.0f} s: {why}; the stacks of all ranks: {path}"
         self._end(rank, hang(message, time=time.time()))
 
     def _stack(self, rank: int, stacks: Stacks | None) -> str:
-        return f"==== {self._plan.title(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"
+        return f"==== {self._plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"
 
     def _end(self, rank: int, failure: Failure) -> None:
         """End a rank's process. That closes its connections, which frees the ranks that wait for it."""
@@ -314,6 +316,6 @@ class Generation:
 
 
 def _describe(member: Member) -> str:
-    where = member.where
-    gpu = "" if where.gpu_index is None else f" gpu {where.gpu_index}"
-    return f"{where.hostname} ({where.node_ip}){gpu} pid {where.pid}"
+    info = member.info
+    gpu = "" if info.gpu_index is None else f" gpu {info.gpu_index}"
+    return f"{info.hostname} ({info.node_ip}){gpu} pid {info.pid}"

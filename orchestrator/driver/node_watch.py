@@ -16,7 +16,7 @@ LOOK_EVERY_S = 0.5
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class Sentry:
+class NodeProbe:
     """On a node; it answers whatever the workers there are doing."""
 
     def answer(self) -> None:
@@ -33,7 +33,7 @@ class NodeWatch:
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
         self._here = ray.get_runtime_context().get_node_id()
-        self._sentries: dict[str, Any] = {}
+        self._probes: dict[str, Any] = {}
         self._asked: dict[str, Any] = {}  # by node: the answer to come
         self._heard_at: dict[str, float] = {}
         self.leaving: Collection[str] = ()
@@ -43,17 +43,17 @@ class NodeWatch:
 
     def silent(self, nodes: Mapping[str, bool], now: float) -> Collection[str]:
         """To be asked several times a second; ``nodes``: those with workers, and whether one of them has answered."""
-        for node_id in self._sentries.keys() - nodes.keys():
+        for node_id in self._probes.keys() - nodes.keys():
             self._forget(node_id)
-        for node_id in nodes.keys() - {self._here} - self._sentries.keys():
+        for node_id in nodes.keys() - {self._here} - self._probes.keys():
             there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self._sentries[node_id] = Sentry.options(scheduling_strategy=there).remote()  # type: ignore[attr-defined]
-            self._asked[node_id] = self._sentries[node_id].answer.remote()
+            self._probes[node_id] = NodeProbe.options(scheduling_strategy=there).remote()  # type: ignore[attr-defined]
+            self._asked[node_id] = self._probes[node_id].answer.remote()
             self._heard_at[node_id] = now
-        for node_id, sentry in self._sentries.items():
+        for node_id, probe in self._probes.items():
             answered = bool(ray.wait([self._asked[node_id]], timeout=0)[0]) and self._succeeded(node_id)
             if answered:
-                self._asked[node_id] = sentry.answer.remote()
+                self._asked[node_id] = probe.answer.remote()
             if answered or nodes[node_id]:
                 self._heard_at[node_id] = now
         return [node_id for node_id, heard_at in self._heard_at.items() if now - heard_at > self._timeout_s]
@@ -61,7 +61,7 @@ class NodeWatch:
     def close(self) -> None:
         """Give up watching. Never raises."""
         self._closed.set()
-        for node_id in list(self._sentries):
+        for node_id in list(self._probes):
             self._forget(node_id)
 
     def _look(self) -> None:
@@ -77,7 +77,7 @@ class NodeWatch:
         return True
 
     def _forget(self, node_id: str) -> None:
-        sentry = self._sentries.pop(node_id)
+        probe = self._probes.pop(node_id)
         del self._asked[node_id], self._heard_at[node_id]
         with contextlib.suppress(Exception):
-            ray.kill(sentry)
+            ray.kill(probe)

@@ -22,9 +22,9 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.planning import faults as chaos
 from orchestrator.policy.aggregate import Aggregator
-from orchestrator.policy.elastic import Seating, Sizes, find_seating, reseated
-from orchestrator.policy.recovery import Continuation, GiveUp, Held, Setback, decide, hand_over
-from orchestrator.policy.transitions import Ledger, Regrouping
+from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned
+from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoverableSteps, RecoveryPlan, decide, plan_after_pause
+from orchestrator.policy.transitions import Transition, TransitionLog
 from orchestrator.protocol.events import (
     CheckpointSaved,
     Event,
@@ -116,8 +116,8 @@ class Run:
         self._checkpoint = spec.checkpoint
         self._checkpoint_step = spec.resumed_from_step or 0
         self._faults = spec.sizes.most.faults
-        self._held: Mapping[int, Held] = {}
-        self._ledger = Ledger()
+        self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
+        self._transitions = TransitionLog()
 
     def execute(self) -> RunResult:
         """Train to the end, a stop or a failure. No actor of the run is left when it returns.
@@ -159,20 +159,26 @@ class Run:
 
     def _train(self, gang: Gang) -> RunResult:
         """Generation after generation, until one comes to its end or nothing more can be done."""
-        setbacks: list[Setback] = []
-        continuation: Continuation | None = None
+        failures: list[FailureRecord] = []
+        recovery_plan: RecoveryPlan | None = None
         number = 1
         while True:
             generation = self._generation(number, gang)
             generation.begin(
-                self.spec.run_uid, continuation, held=self._held, checkpoint=self._checkpoint, faults=self._faults
+                self.spec.run_uid,
+                recovery_plan,
+                recoverable_steps=self._recoverable_steps,
+                checkpoint=self._checkpoint,
+                faults=self._faults,
             )
             generation.watch()
             guilty = generation.guilty()
-            self._held = generation.survivors()
+            self._recoverable_steps = generation.survivors()
             if guilty is not None and not generation.stop_sent:
-                setbacks.append(self._setback(generation, guilty))
-                decision = decide(setbacks, self._held, world_size=self._plan.world_size, config=self.config.recovery)
+                failures.append(self._failure_record(generation, guilty))
+                decision = decide(
+                    failures, self._recoverable_steps, world_size=self._plan.world_size, config=self.config.recovery
+                )
                 if isinstance(decision, GiveUp):
                     self._settle(gang, generation)
                     return self._fail(generation, guilty, decision.why)
@@ -180,10 +186,12 @@ class Run:
             elif generation.paused == "preempted" and self._stop.received is not None:
                 return self._end(*self._interrupted(generation))
             elif generation.paused is not None and self._all(generation, "stopped"):
-                decision = hand_over(self._held, generation.leaving, world_size=self._plan.world_size)
+                decision = plan_after_pause(
+                    self._recoverable_steps, generation.leaving, world_size=self._plan.world_size
+                )
             else:
                 break
-            continuation = self._regroup(gang, generation, guilty, decision)
+            recovery_plan = self._transition(gang, generation, guilty, decision)
             number += 1
         self._settle(gang, generation)
         return self._judge(generation)
@@ -203,7 +211,7 @@ class Run:
             growth=lambda: self._growth(gang),
         )
 
-    def _growth(self, gang: Gang) -> Seating | None:
+    def _growth(self, gang: Gang) -> RankAssignment | None:
         """With whom the run could be larger at once; None: it could not."""
         plan = self._plan
         if plan is self.spec.sizes.most:
@@ -211,17 +219,21 @@ class Run:
         gang.refill(self._workers_wanted)
         if not (ready := gang.ready()):
             return None
-        seating = find_seating(plan, self.spec.sizes, range(plan.world_size), ready=ready, saved=True)
-        return seating if seating is not None and seating.plan.world_size > plan.world_size else None
+        rank_assignment = find_rank_assignment(plan, self.spec.sizes, range(plan.world_size), ready=ready, saved=True)
+        return (
+            rank_assignment
+            if rank_assignment is not None and rank_assignment.plan.world_size > plan.world_size
+            else None
+        )
 
     @property
     def _workers_wanted(self) -> int:
         most = self.spec.sizes.most
         return most.world_size + most.spares
 
-    def _setback(self, generation: Generation, guilty: int) -> Setback:
+    def _failure_record(self, generation: Generation, guilty: int) -> FailureRecord:
         failure = self._failure(generation, guilty)
-        return Setback(
+        return FailureRecord(
             rank=guilty,
             step=self._reached(generation),
             message=failure.message,
@@ -239,7 +251,7 @@ class Run:
         self._emit(
             WorkerLost(
                 rank=guilty,
-                title=self._plan.title(guilty),
+                display_name=self._plan.display_name(guilty),
                 step=self._reached(generation),
                 reason=self._clean(self._message(guilty, failure)),
                 traceback=self._clean(failure.traceback),
@@ -247,7 +259,9 @@ class Run:
             )
         )
 
-    def _regroup(self, gang: Gang, generation: Generation, guilty: int | None, decision: Continuation) -> Continuation:
+    def _transition(
+        self, gang: Gang, generation: Generation, guilty: int | None, decision: RecoveryPlan
+    ) -> RecoveryPlan:
         """Put workers in the places of those that were lost, or go on with fewer or more of them; the next generation
         can begin with what is returned."""
         check_ray()
@@ -261,16 +275,20 @@ class Run:
         while time.monotonic() < deadline and self._stop.received is None:
             time.sleep(0.1)
         workers_before = self._plan.mesh.num_workers
-        self._held = {rank: held for rank, held in self._held.items() if rank not in decision.lost}
-        if (seating := self._change_size(gang, decision.lost, saved=guilty is None)) is None:
+        self._recoverable_steps = {
+            rank: recoverable_steps
+            for rank, recoverable_steps in self._recoverable_steps.items()
+            if rank not in decision.lost
+        }
+        if (rank_assignment := self._change_size(gang, decision.lost, saved=guilty is None)) is None:
             gang.replace(decision.lost, on_wait=self._on_wait, poll=self._raise_if_stopped)
         else:
-            decision = reseated(decision, seating, self._held)
-            self._plan, self._held = seating.plan, {}
+            decision = reassigned(decision, rank_assignment, self._recoverable_steps)
+            self._plan, self._recoverable_steps = rank_assignment.plan, {}
         if decision.sources is None:
             self._find_checkpoint()
-        regrouping = self._ledger.begin(
-            Regrouping(
+        transition = self._transitions.begin(
+            Transition(
                 began=generation.paused_at if guilty is None else self._failure(generation, guilty).time,
                 reached=self._reached(generation),
                 resumed_at=self._checkpoint_step if decision.sources is None else decision.step,
@@ -280,18 +298,20 @@ class Run:
                 planned=generation.paused if guilty is None else None,
             )
         )
-        self._telemetry.begin_generation(self._plan, decision.lost, regrouping.resumed_at)
+        self._telemetry.begin_generation(self._plan, decision.lost, transition.resumed_at)
         return decision
 
-    def _change_size(self, gang: Gang, lost: Collection[int], *, saved: bool) -> Seating | None:
+    def _change_size(self, gang: Gang, lost: Collection[int], *, saved: bool) -> RankAssignment | None:
         """Seat the workers that there are, where that makes a run of another size; None: it does not."""
         staying = [rank for rank in range(self._plan.world_size) if rank not in lost]
         while self.spec.sizes.is_elastic:
-            seating = find_seating(self._plan, self.spec.sizes, staying, ready=gang.ready(), saved=saved)
-            if seating is None or seating.plan is self._plan:
+            rank_assignment = find_rank_assignment(
+                self._plan, self.spec.sizes, staying, ready=gang.ready(), saved=saved
+            )
+            if rank_assignment is None or rank_assignment.plan is self._plan:
                 return None
-            if gang.reseat(seating.plan, seating.before):
-                return seating
+            if gang.reassign_ranks(rank_assignment.plan, rank_assignment.before):
+                return rank_assignment
         return None
 
     def _find_checkpoint(self) -> None:
@@ -320,7 +340,7 @@ class Run:
         self._emit(
             WorkerFailed(
                 rank=guilty,
-                title=plan.title(guilty),
+                display_name=plan.display_name(guilty),
                 step=outcome.step,
                 reason=self._clean(message),
                 traceback=self._clean(failure.traceback),
@@ -328,7 +348,7 @@ class Run:
                 log_tail=self._clean(failure.log_tail or log_tail(log)),
             )
         )
-        reason = f"{plan.title(guilty)} failed at step {outcome.step}: {message}" + (f" ({why})" if why else "")
+        reason = f"{plan.display_name(guilty)} failed at step {outcome.step}: {message}" + (f" ({why})" if why else "")
         return self._end("FAILED", 1, self._clean(reason))
 
     def _failure(self, generation: Generation, rank: int) -> Failure:
@@ -361,24 +381,24 @@ class Run:
         outcomes = generation.outcomes.values() if generation is not None else []
         steps = [o.step for o in outcomes if o.status == "stopped"]
         if len(steps) == self._plan.world_size:
-            where = f"at step {max(steps)}"
+            info = f"at step {max(steps)}"
         elif any(self._telemetry.last_step.values()):
-            where = "without a last checkpoint"
+            info = "without a last checkpoint"
         else:
-            where = "before training began"
-        return "KILLED", 128 + int(self._stop.received), f"stopped by {name} {where}"
+            info = "before training began"
+        return "KILLED", 128 + int(self._stop.received), f"stopped by {name} {info}"
 
     def _end(self, status: Literal["FINISHED", "FAILED", "KILLED"], exit_code: int, reason: str) -> RunResult:
         summary: dict[str, Any] = {
             **self._aggregator.summary(),
             "steps": max(self._telemetry.last_step.values(), default=0),
-            **self._ledger.summary(),
+            **self._transitions.summary(),
         }
         if self._first_step_at is not None:
             summary["startup_s"] = self._first_step_at - self.spec.started_at
             summary["startup"] = self._startup
             elapsed_s, step_s = time.time() - self._first_step_at, float(summary.get("step_ms_p50", 0.0)) / 1e3
-            summary["effective_time_pct"] = self._ledger.effective_time_pct(elapsed_s, step_s=step_s)
+            summary["effective_time_pct"] = self._transitions.effective_time_pct(elapsed_s, step_s=step_s)
         return RunResult(
             status=status,
             exit_code=exit_code,
@@ -419,7 +439,7 @@ class Run:
             self._startup |= event.startup
         if self._gang is not None:
             self._gang.refill(self._workers_wanted)
-        if (recovered := self._ledger.end(event.generation, event.time)) is not None:
+        if (recovered := self._transitions.end(event.generation, event.time)) is not None:
             self._emit(recovered)
             figures = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}
             self._emit(MetricsLogged(step=recovered.step, metrics=figures))

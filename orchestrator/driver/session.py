@@ -21,7 +21,7 @@ from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.driver import cluster
 from orchestrator.driver.preflight import prepare
-from orchestrator.driver.preflight.sharing import serving_faults, serving_notes
+from orchestrator.driver.preflight.sharing import sharing_errors, sharing_notes
 from orchestrator.driver.preflight.stages import with_stages
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.signals import StopSignals
@@ -54,38 +54,38 @@ def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
     Raises:
         ConfigError: with the faults of all of them.
     """
-    address_fault = functools.cache(cluster.address_fault)
-    candidates, faults = [], []
+    address_error = functools.cache(cluster.address_error)
+    candidates, errors = [], []
     for overrides in runs:
         of_this_run: list[str] = []
-        candidate = _check(overrides, address_fault, of_this_run)
-        faults += of_this_run
+        candidate = _check(overrides, address_error, of_this_run)
+        errors += of_this_run
         if candidate is not None:
             candidates.append(candidate)
-    if faults:
-        raise ConfigError(faults)
+    if errors:
+        raise ConfigError(errors)
     return candidates
 
 
-def _check(overrides: Sequence[str], address_fault: Callable[[str], str | None], faults: list[str]) -> Candidate | None:
+def _check(overrides: Sequence[str], address_error: Callable[[str], str | None], errors: list[str]) -> Candidate | None:
     """Everything that can be checked before Ray starts or is joined, each part even if another has faults."""
-    config, job_spec = compose(overrides, faults)
-    job = load_job(job_spec, faults) if job_spec is not None else None
+    config, job_spec = compose(overrides, errors)
+    job = load_job(job_spec, errors) if job_spec is not None else None
     surroundings = config or _surroundings(overrides)
     if surroundings is not None:
-        faults += prepare.environment_faults(prepare.absolute_paths(surroundings))
+        errors += prepare.environment_errors(prepare.absolute_paths(surroundings))
     if config is None:
         return None
     config = prepare.absolute_paths(config)
     warnings: list[str] = []
     resume, sizes = None, None
-    with gathering(faults):
+    with gathering(errors):
         resume = prepare.find_resume(config, job, warnings=warnings)
     address = cluster.target_address(config.cluster)
     if address is None:
-        sizes = _sizes(config, job, (_this_machine(),), faults, oversubscribe_cpus=True)
-    elif fault := address_fault(address):
-        faults.append(fault)
+        sizes = _sizes(config, job, (_this_machine(),), errors, oversubscribe_cpus=True)
+    elif error := address_error(address):
+        errors.append(error)
     if job is None:
         return None
     return Candidate(
@@ -101,15 +101,15 @@ def _surroundings(overrides: Sequence[str]) -> Config | None:
 
 
 def _sizes(
-    config: Config, job: Job | None, nodes: tuple[Node, ...], faults: list[str], *, oversubscribe_cpus: bool
+    config: Config, job: Job | None, nodes: tuple[Node, ...], errors: list[str], *, oversubscribe_cpus: bool
 ) -> Sizes | None:
     """The plans that the run may have; one with room on the nodes is the first.
 
-    None: there is none, for reasons that are added to ``faults``.
+    None: there is none, for reasons that are added to ``errors``.
     """
     asked = config.strategy.num_workers
     if not isinstance(asked, tuple):
-        plan = _plan(config, job, nodes, faults, oversubscribe_cpus=oversubscribe_cpus)
+        plan = _plan(config, job, nodes, errors, oversubscribe_cpus=oversubscribe_cpus)
         return None if plan is None else Sizes((plan,), plan)
     least, most = asked
     plans: dict[int, Plan] = {}
@@ -129,21 +129,21 @@ def _sizes(
             note = f"as many workers as there are, {least} to {most}; the global batch stays"
             plans[n] = replace(plan, notes=(*plan.notes, note))
     if not have_room:
-        faults += of_smallest
+        errors += of_smallest
         return None
     return Sizes(tuple(reversed(plans.values())), plans[have_room[0]])
 
 
 def _plan(
-    config: Config, job: Job | None, nodes: tuple[Node, ...], faults: list[str], *, oversubscribe_cpus: bool
+    config: Config, job: Job | None, nodes: tuple[Node, ...], errors: list[str], *, oversubscribe_cpus: bool
 ) -> Plan | None:
-    with gathering(faults):
+    with gathering(errors):
         plan = make_plan(config, nodes, oversubscribe_cpus=oversubscribe_cpus)
         if job is None:
             return plan
-        plan = with_stages(config, job, plan, faults)
-        faults += serving_faults(config, job)
-        return replace(plan, notes=(*plan.notes, *serving_notes(config, job)))
+        plan = with_stages(config, job, plan, errors)
+        errors += sharing_errors(config, job)
+        return replace(plan, notes=(*plan.notes, *sharing_notes(config, job)))
     return None
 
 
@@ -218,10 +218,10 @@ def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], li
 
 def _all_sizes(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list[Sizes]:
     """On the nodes of a cluster."""
-    faults: list[str] = []
-    sizes = [_sizes(c.config, c.job, nodes, faults, oversubscribe_cpus=False) for c in candidates]
-    if faults:
-        raise ConfigError(faults)
+    errors: list[str] = []
+    sizes = [_sizes(c.config, c.job, nodes, errors, oversubscribe_cpus=False) for c in candidates]
+    if errors:
+        raise ConfigError(errors)
     return [s for s in sizes if s is not None]
 
 

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.driver.calls import GangError, check_ray
 from orchestrator.planning.plan import Plan
-from orchestrator.protocol.messages import Whereabouts
+from orchestrator.protocol.messages import WorkerInfo
 from orchestrator.worker.actor import remote_worker
 
 WAITING_MESSAGE_EVERY_S = 5.0
@@ -73,9 +73,9 @@ class Slots:
             .remote(name, heartbeat_timeout_s=self._heartbeat_timeout_s)
         )
         self._actors[slot] = actor
-        return actor.whereabouts.remote()
+        return actor.worker_info.remote()
 
-    def start_and_wait(self, slot: int, waiting: Waiting) -> Whereabouts:
+    def start_and_wait(self, slot: int, waiting: Waiting) -> WorkerInfo:
         """Where a new actor landed.
 
         Raises:
@@ -87,7 +87,7 @@ class Slots:
                 check_ray()
                 waiting.go_on()
             with contextlib.suppress(ray.exceptions.RayError):
-                return cast(Whereabouts, ray.get(up))
+                return cast(WorkerInfo, ray.get(up))
         raise GangError(f"{STARTS_TRIED} workers died one after another while they started; see Ray's logs")
 
     def actor(self, slot: int) -> Any:
@@ -159,14 +159,14 @@ def _holders(label: str) -> str:
     return ", ".join(others) or "other Ray tasks"
 
 
-def kill_process(where: Whereabouts) -> None:
+def kill_process(info: WorkerInfo) -> None:
     """End a process on its own node, at once: a stopped one outlives Ray's own way for seconds."""
-    if where.node_id == ray.get_runtime_context().get_node_id():
+    if info.node_id == ray.get_runtime_context().get_node_id():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(where.pid, signal.SIGKILL)
+            os.kill(info.pid, signal.SIGKILL)
     else:
-        there = NodeAffinitySchedulingStrategy(where.node_id, soft=False)
-        _kill_process.options(scheduling_strategy=there).remote(where.pid)
+        there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+        _kill_process.options(scheduling_strategy=there).remote(info.pid)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -69,7 +69,7 @@ class Telemetry:
         system: dict[str, float] = {}
         told: list[Event] = []
         for rank, beat in sorted(beats.items()):
-            node = names[gang.members[rank].where.node_id]
+            node = names[gang.members[rank].info.node_id]
             self.last_step[rank] = beat.step
             system |= {f"system/{node}/{name}": value for name, value in beat.system.items()}
             told += beat.events
@@ -80,7 +80,7 @@ class Telemetry:
                 if rank in self._plan.mesh.shards:
                     continue
                 if isinstance(point, TrainPoint) and (found := self._stragglers.add(rank, point)):
-                    self._name_straggler(found, names[gang.members[found.rank].where.node_id])
+                    self._name_straggler(found, names[gang.members[found.rank].info.node_id])
             self._emit(RankProgress(rank=rank, step=beat.step, phase=beat.phase, step_ms=beat.busy_ms, node=node))
         for event in told:  # after the figures of all ranks: a checkpoint of a step after its loss
             if isinstance(event, FirstStepDone):  # each rank tells, for any of them may be lost before it is asked
@@ -111,7 +111,11 @@ class Telemetry:
     def _name_straggler(self, found: Straggler, node: str) -> None:
         self.straggler = found
         figures = {f.name: getattr(found, f.name) for f in fields(found)}
-        self._emit(StragglerFound(**figures, slower_by=found.slower_by, title=self._plan.title(found.rank), node=node))
+        self._emit(
+            StragglerFound(
+                **figures, slower_by=found.slower_by, display_name=self._plan.display_name(found.rank), node=node
+            )
+        )
         self._emit(MetricsLogged(step=found.step, metrics={"recovery/straggler_rank": float(found.rank)}))
 
     def _check_tracking(self, now: float) -> None:
@@ -129,5 +133,5 @@ class Telemetry:
 
 def node_names(members: tuple[Member, ...]) -> dict[str, str]:
     """``node_0``, ``node_1``, ... in the order of the ranks: MLflow charts such names together."""
-    ordered = dict.fromkeys(m.where.node_id for m in members)
+    ordered = dict.fromkeys(m.info.node_id for m in members)
     return {node_id: f"node_{number}" for number, node_id in enumerate(ordered)}

@@ -41,11 +41,11 @@ def cut_at(layers: Sequence[Layer], names: Sequence[str], num_stages: int) -> tu
     """Stages that begin at the layers named; the first stage begins by itself. The cut, or the faults."""
     known = [layer.name for layer in layers]
     shown = f"strategy.split=[{','.join(names)}]"
-    faults = [f"{shown}: {n}: no such layer; {did_you_mean(n, known)}" for n in names if n not in known]
+    errors = [f"{shown}: {n}: no such layer; {did_you_mean(n, known)}" for n in names if n not in known]
     if len(names) != num_stages - 1:
-        faults.append(f"{shown}: {num_stages} stages need {num_stages - 1} names, where each after the first begins")
-    if faults:
-        return None, faults
+        errors.append(f"{shown}: {num_stages} stages need {num_stages - 1} names, where each after the first begins")
+    if errors:
+        return None, errors
     starts = [known.index(name) for name in names]
     if any(b <= a for a, b in zip([0, *starts], starts, strict=False)):
         return None, [f"{shown}: give each once, after the first layer and in the model's order: {', '.join(known)}"]

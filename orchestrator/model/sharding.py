@@ -109,7 +109,7 @@ def extents_of(model: nn.Module) -> tuple[Extent, ...]:
     )
 
 
-def optimizer_fault(optimizer: Optimizer) -> str | None:
+def optimizer_error(optimizer: Optimizer) -> str | None:
     """Why shards could not own their parts of it; None: they can."""
     if type(optimizer) in ELEMENT_WISE:
         return None

@@ -52,7 +52,7 @@ class WorkerPlan:
 class Plan:
     """Everything decided before Ray starts an actor.
 
-    ``split``: where stages begin; None: by measured time. ``faults``: those to rehearse.
+    ``split``: where stages begin; None: by measured time. ``errors``: those to rehearse.
     """
 
     run_name: str
@@ -79,7 +79,7 @@ class Plan:
     def world_size(self) -> int:
         return self.mesh.world_size
 
-    def title(self, global_rank: int) -> str:
+    def display_name(self, global_rank: int) -> str:
         """A worker for people: ``rank 1``, ``rank 1 (stage 1)``, ``rank 0 (stages 0 and 3)``, ``rank 2 (shard 0)``."""
         stages, shard = self.workers[global_rank].stages, self.workers[global_rank].shard
         if shard is not None:
@@ -98,7 +98,7 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
     Raises:
         ConfigError: with every fault, each naming the key to change.
     """
-    faults: list[str] = []
+    errors: list[str] = []
     notes: list[str] = []
     strategy, train, cluster = config.strategy, config.train, config.cluster
     total_gpus = sum(n.gpus for n in nodes)
@@ -112,32 +112,32 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         num_workers = total_gpus if device == "cuda" and total_gpus else _workers_on_cpus(strategy)
         if strategy.name == "single":
             num_workers = 1
-    mesh = _mesh(strategy, num_workers, faults)
-    pipeline = _pipeline(config, mesh, faults)
+    mesh = _mesh(strategy, num_workers, errors)
+    pipeline = _pipeline(config, mesh, errors)
 
     devices = num_workers if isinstance(strategy, DPConfig) else 1
     gpus_per_worker = devices if device == "cuda" else 0
     if isinstance(strategy, ParameterServerConfig) and device == "cuda":
-        faults.append(
+        errors.append(
             "strategy=parameter_server: its workers compute on CPUs as yet; set cluster.device=cpu, or use strategy=ddp"
         )
     if isinstance(strategy, HogwildConfig):
-        faults += _shared_memory_faults(config, nodes, device, num_workers, oversubscribe_cpus)
+        errors += _shared_memory_errors(config, nodes, device, num_workers, oversubscribe_cpus)
     elif device == "cuda" and total_gpus == 0 and not cluster.autoscaling:
-        faults.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); use cpu or auto")
+        errors.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); use cpu or auto")
     elif not cluster.autoscaling:
-        faults += _capacity_faults(config, nodes, mesh, devices, gpus_per_worker, oversubscribe_cpus)
+        errors += _capacity_errors(config, nodes, mesh, devices, gpus_per_worker, oversubscribe_cpus)
     if not isinstance(strategy, StagedConfig):
-        faults += _batch_faults(config, num_workers)
+        errors += _batch_errors(config, num_workers)
     cores = sum(n.cpus for n in nodes)
     processes = num_workers + mesh.num_shards
     threads = int(cores // processes if oversubscribe_cpus else cluster.cpus_per_worker)
     if device == "cpu" and oversubscribe_cpus and processes > cores:
         who = "workers and shards" if mesh.num_shards else "workers"
         notes.append(f"{processes} {who} share {cores:g} cores: expect no speed-up from them")
-    rehearsed = _faults_to_rehearse(config, mesh.world_size, faults)
-    if faults:
-        raise ConfigError(faults)
+    rehearsed = _faults_to_rehearse(config, mesh.world_size, errors)
+    if errors:
+        raise ConfigError(errors)
 
     samples = even_shares(train.global_batch_size, mesh.data_parallel_size)
     if isinstance(strategy, DDPPipelineConfig):
@@ -186,40 +186,40 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
     )
 
 
-def _faults_to_rehearse(config: Config, world_size: int, faults: list[str]) -> tuple[Fault, ...]:
+def _faults_to_rehearse(config: Config, world_size: int, errors: list[str]) -> tuple[Fault, ...]:
     rehearsed: list[Fault] = []
     for word in config.recovery.chaos:
         try:
             rehearsed += planned(word, seed=config.seed, steps=config.train.steps, num_ranks=world_size)
         except ValueError as e:
-            faults.append(f"recovery.chaos={e}")
+            errors.append(f"recovery.chaos={e}")
     return tuple(rehearsed)
 
 
-def _shared_memory_faults(
+def _shared_memory_errors(
     config: Config, nodes: tuple[Node, ...], device: str, num_workers: int, oversubscribe_cpus: bool
 ) -> list[str]:
     name, cpus = config.strategy.name, config.cluster.cpus_per_worker
-    faults = []
+    errors = []
     if device == "cuda":
-        faults.append(
+        errors.append(
             f"strategy={name}: its workers share the memory of a machine, which GPUs cannot; "
             "set cluster.device=cpu, or use strategy=ddp"
         )
     room = num_workers if oversubscribe_cpus else max((_how_many(cpus, n.cpus) for n in nodes), default=0)
     if room < num_workers and not config.cluster.autoscaling:
-        faults.append(
+        errors.append(
             f"strategy.num_workers={num_workers}: strategy={name} needs {num_workers} x {cpus:g} CPUs on one node, "
             f"there is room for {room} ({_inventory(nodes)}); lower it or cluster.cpus_per_worker, or use strategy=ddp"
         )
-    return faults
+    return errors
 
 
 def _workers_on_cpus(strategy: StrategyConfig) -> int:
     return 2 * strategy.pipeline_parallel_size if isinstance(strategy, DDPPipelineConfig) else 2
 
 
-def _mesh(strategy: StrategyConfig, num_workers: int, faults: list[str]) -> Mesh:
+def _mesh(strategy: StrategyConfig, num_workers: int, errors: list[str]) -> Mesh:
     if isinstance(strategy, DPConfig):
         return Mesh()
     if isinstance(strategy, ParameterServerConfig):
@@ -228,7 +228,7 @@ def _mesh(strategy: StrategyConfig, num_workers: int, faults: list[str]) -> Mesh
         return Mesh(data_parallel_size=num_workers)
     if not isinstance(strategy, DDPPipelineConfig):
         if num_workers < 2:
-            faults.append(
+            errors.append(
                 f"strategy.num_workers={num_workers}: strategy={strategy.name} needs at least 2, one per stage; "
                 "use strategy=single for one"
             )
@@ -236,7 +236,7 @@ def _mesh(strategy: StrategyConfig, num_workers: int, faults: list[str]) -> Mesh
     p = strategy.pipeline_parallel_size
     if num_workers % p:
         near = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
-        faults.append(
+        errors.append(
             f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
             f"set it to {near}"
         )
@@ -247,20 +247,20 @@ def _mesh(strategy: StrategyConfig, num_workers: int, faults: list[str]) -> Mesh
     )
 
 
-def _pipeline(config: Config, mesh: Mesh, faults: list[str]) -> PipelineLayout | None:
-    """How the strategy's pipeline works; None where the model is not cut, or with ``faults``, to which it appends."""
+def _pipeline(config: Config, mesh: Mesh, errors: list[str]) -> PipelineLayout | None:
+    """How the strategy's pipeline works; None where the model is not cut, or with ``errors``, to which it appends."""
     strategy, train, p = config.strategy, config.train, mesh.pipeline_parallel_size
     if not isinstance(strategy, StagedConfig):
         return None
-    mesh_fits = not faults
+    mesh_fits = not errors
     asked: int | Literal["auto"] = 1
     schedule, per_rank = SCHEDULES["GPipe"], 1
     if isinstance(strategy, PipelineConfig):
         asked, schedule = strategy.num_microbatches, SCHEDULES[strategy.schedule]
-        per_rank = _stages_per_rank(strategy, schedule, faults)
+        per_rank = _stages_per_rank(strategy, schedule, errors)
     num_stages = p * per_rank
-    if asked != "auto" and (fault := schedule.microbatches_fault(asked, num_stages, p)):
-        faults.append(f"strategy.num_microbatches={asked}: {fault}")
+    if asked != "auto" and (error := schedule.microbatches_error(asked, num_stages, p)):
+        errors.append(f"strategy.num_microbatches={asked}: {error}")
 
     def microbatches(global_batch_size: int) -> int | None:
         """Their number for a batch of this size; None: it cannot be cut into micro-batches of one size, which the
@@ -275,8 +275,8 @@ def _pipeline(config: Config, mesh: Mesh, faults: list[str]) -> PipelineLayout |
 
     chosen = microbatches(train.global_batch_size)
     if chosen is None and mesh_fits:
-        faults.append(_uneven(config, mesh, microbatches))
-    if faults or chosen is None:
+        errors.append(_uneven(config, mesh, microbatches))
+    if errors or chosen is None:
         return None
     return PipelineLayout(
         schedule=schedule.name,
@@ -286,13 +286,13 @@ def _pipeline(config: Config, mesh: Mesh, faults: list[str]) -> PipelineLayout |
     )
 
 
-def _stages_per_rank(strategy: PipelineConfig, schedule: Schedule, faults: list[str]) -> int:
+def _stages_per_rank(strategy: PipelineConfig, schedule: Schedule, errors: list[str]) -> int:
     asked, needed = strategy.stages_per_rank, schedule.stages_per_rank
     if asked == "auto":
         return needed
     if asked < needed or (asked > needed and not schedule.more_stages):
         least = "at least" if schedule.more_stages else "exactly"
-        faults.append(f"strategy.stages_per_rank={asked}: {schedule.name} needs {least} {needed}; set it to {needed}")
+        errors.append(f"strategy.stages_per_rank={asked}: {schedule.name} needs {least} {needed}; set it to {needed}")
     return asked
 
 
@@ -327,7 +327,7 @@ def _placement(strategy: DDPPipelineConfig) -> str:
     return "placement: the stages of a pipeline share a node where not everything does: activations stay inside it"
 
 
-def _capacity_faults(
+def _capacity_errors(
     config: Config, nodes: tuple[Node, ...], mesh: Mesh, devices: int, gpus: int, oversubscribe_cpus: bool
 ) -> list[str]:
     workers, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
@@ -362,7 +362,7 @@ def _how_many(share: float, total: float) -> int:
     return round(total * 10_000) // max(1, round(share * 10_000))
 
 
-def _batch_faults(config: Config, num_workers: int) -> list[str]:
+def _batch_errors(config: Config, num_workers: int) -> list[str]:
     train = config.train
     least = num_workers * train.grad_accumulation
     if train.global_batch_size >= least:

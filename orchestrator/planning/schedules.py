@@ -35,7 +35,7 @@ class Schedule:
             return (*range(p), *reversed(range(p)))
         return tuple(stage % p for stage in range(num_stages))
 
-    def microbatches_fault(self, num_microbatches: int, num_stages: int, pipeline_parallel_size: int) -> str | None:
+    def microbatches_error(self, num_microbatches: int, num_stages: int, pipeline_parallel_size: int) -> str | None:
         """Why this number of micro-batches is not possible, with the remedy; None if it is."""
         if self.least_microbatches == "stages" and num_microbatches < num_stages:
             return f"{self.name} needs at least one per stage; set it to {num_stages} or more, or use GPipe"
@@ -49,7 +49,7 @@ class Schedule:
         (those of a replica's slice) and keeps the rules; None: there is none."""
         common, chosen = math.gcd(*samples), None
         for m in range(1, common + 1):
-            if common % m == 0 and not self.microbatches_fault(m, num_stages, pipeline_parallel_size):
+            if common % m == 0 and not self.microbatches_error(m, num_stages, pipeline_parallel_size):
                 chosen = m
                 if m >= 2 * num_stages:
                     break

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.protocol.metrics import of_the_run
+from orchestrator.protocol.metrics import reduce_over_ranks
 from orchestrator.timeline.ideal import theoretical_bubble
 from orchestrator.timeline.spans import Timeline
 
@@ -106,8 +106,8 @@ class Aggregator:
         peaks = [p.peak_memory_mb for p in parts.values() if p.peak_memory_mb is not None]
         if peaks:
             metrics["perf/peak_memory_mb"] = max(peaks)
-        for name in sorted({name for p in parts.values() for name in p.figures}):
-            metrics[name] = of_the_run(p.figures[name] for p in parts.values() if name in p.figures)
+        for name in sorted({name for p in parts.values() for name in p.metrics}):
+            metrics[name] = reduce_over_ranks(p.metrics[name] for p in parts.values() if name in p.metrics)
         if all(p.spans for p in parts.values()):
             metrics |= self._pipeline_metrics(parts)
         return metrics

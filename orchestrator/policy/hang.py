@@ -22,7 +22,7 @@ class _Rank:
     usual_tick_s: float | None
 
 
-class Pace:
+class HangDetector:
     """The ranks of one generation. Times are seconds of one monotonic clock."""
 
     def __init__(self, config: RecoveryConfig):

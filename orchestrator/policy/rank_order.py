@@ -5,21 +5,21 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from orchestrator.protocol.messages import Whereabouts
+from orchestrator.protocol.messages import WorkerInfo
 
 
-def rank_order(places: Sequence[Whereabouts]) -> list[int]:
+def rank_order(places: Sequence[WorkerInfo]) -> list[int]:
     """Indices in the order of the ranks: node by node (by address), then by GPU number."""
 
     def key(index: int) -> tuple[int, str, int, int]:
-        where = places[index]
-        gpu = -1 if where.gpu_index is None else where.gpu_index
-        return int(ipaddress.ip_address(where.node_ip)), where.node_id, gpu, index
+        info = places[index]
+        gpu = -1 if info.gpu_index is None else info.gpu_index
+        return int(ipaddress.ip_address(info.node_ip)), info.node_id, gpu, index
 
     return sorted(range(len(places)), key=key)
 
 
-def shards_last(places: Sequence[Whereabouts], order: Sequence[int], *, num_shards: int) -> list[int]:
+def shards_last(places: Sequence[WorkerInfo], order: Sequence[int], *, num_shards: int) -> list[int]:
     """``order`` with ``num_shards`` of its indices at the end, spread over the nodes: those that hold parameters.
 
     Each in turn goes to the node with the fewest shards, of those to the one with the most workers left.
@@ -41,17 +41,17 @@ def shards_last(places: Sequence[Whereabouts], order: Sequence[int], *, num_shar
     return workers + shards
 
 
-def shared_device(places: Sequence[Whereabouts]) -> str | None:
+def shared_device(places: Sequence[WorkerInfo]) -> str | None:
     """Which two workers share one GPU, and what to do about it; None if each has its own."""
     owner: dict[str, int] = {}
-    for index, where in enumerate(places):
-        if where.gpu_uuid is None:
+    for index, info in enumerate(places):
+        if info.gpu_uuid is None:
             continue
-        if where.gpu_uuid in owner:
+        if info.gpu_uuid in owner:
             return (
-                f"workers {owner[where.gpu_uuid]} and {index} share one GPU ({where.gpu_uuid} on "
-                f"{where.hostname}); NCCL needs one each. Lower strategy.num_workers to the number "
+                f"workers {owner[info.gpu_uuid]} and {index} share one GPU ({info.gpu_uuid} on "
+                f"{info.hostname}); NCCL needs one each. Lower strategy.num_workers to the number "
                 "of GPUs, or start Ray with --num-gpus as many as there are"
             )
-        owner[where.gpu_uuid] = index
+        owner[info.gpu_uuid] = index
     return None

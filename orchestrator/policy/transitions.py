@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.policy.recovery import Continuation
+from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.protocol.events import Recovered
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regrouping:
+class Transition:
     """What was decided, since when (seconds since the epoch), how far training had come and where it goes on.
 
     ``planned``: why all paused; None: something had failed. ``num_workers_before``: their number in the generation
@@ -20,49 +20,49 @@ class Regrouping:
     began: float
     reached: int
     resumed_at: int
-    decision: Continuation
+    decision: RecoveryPlan
     num_workers_before: int
     num_workers: int
     planned: str | None
 
 
-class Ledger:
+class TransitionLog:
     """The regroupings of a run. The time of one ends with the first step after it."""
 
     def __init__(self) -> None:
-        self._open: Regrouping | None = None
+        self._open: Transition | None = None
         self._done: list[Recovered] = []
 
-    def begin(self, regrouping: Regrouping) -> Regrouping:
+    def begin(self, transition: Transition) -> Transition:
         """One that begins before the last has ended counts with it, as one, from the first failure on."""
         if (earlier := self._open) is not None:
-            regrouping = Regrouping(
+            transition = Transition(
                 began=earlier.began,
-                reached=max(earlier.reached, regrouping.reached),
-                resumed_at=regrouping.resumed_at,
-                decision=regrouping.decision,
+                reached=max(earlier.reached, transition.reached),
+                resumed_at=transition.resumed_at,
+                decision=transition.decision,
                 num_workers_before=earlier.num_workers_before,
-                num_workers=regrouping.num_workers,
-                planned=regrouping.planned,
+                num_workers=transition.num_workers,
+                planned=transition.planned,
             )
-        self._open = regrouping
-        return regrouping
+        self._open = transition
+        return transition
 
     def end(self, generation: int, time: float) -> Recovered | None:
         """The first step of ``generation`` is done; None: nothing had to be regrouped for it."""
-        regrouping, self._open = self._open, None
-        if regrouping is None:
+        transition, self._open = self._open, None
+        if transition is None:
             return None
         recovered = Recovered(
             generation=generation,
-            step=regrouping.resumed_at,
-            steps_lost=max(0, regrouping.reached - regrouping.resumed_at),
-            replaced=regrouping.decision.lost,
-            in_place=regrouping.decision.sources is not None,
-            seconds=time - regrouping.began,
-            planned=regrouping.planned,
-            num_workers=regrouping.num_workers,
-            num_workers_before=regrouping.num_workers_before,
+            step=transition.resumed_at,
+            steps_lost=max(0, transition.reached - transition.resumed_at),
+            replaced=transition.decision.lost,
+            in_place=transition.decision.sources is not None,
+            seconds=time - transition.began,
+            planned=transition.planned,
+            num_workers=transition.num_workers,
+            num_workers_before=transition.num_workers_before,
         )
         self._done.append(recovered)
         return recovered

@@ -125,10 +125,10 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """The first rank that failed; ``title`` is how people call it, ``log`` the path of its log file."""
+    """The first rank that failed; ``display_name`` is how people call it, ``log`` the path of its log file."""
 
     rank: int
-    title: str
+    display_name: str
     step: int
     reason: str
     traceback: str
@@ -141,7 +141,7 @@ class WorkerLost(Event):
     """A generation has ended early, and the run goes on: fields as those of :class:`WorkerFailed`."""
 
     rank: int
-    title: str
+    display_name: str
     step: int
     reason: str
     traceback: str
@@ -153,7 +153,7 @@ class StragglerFound(Event):
     """A rank is persistently slower than the others: its own mean times of a step, and the median of theirs."""
 
     rank: int
-    title: str
+    display_name: str
     node: str
     step: int
     slower_by: float

@@ -10,14 +10,14 @@ from orchestrator.config.schema import Config
 from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
-from orchestrator.protocol.metrics import Figure
+from orchestrator.protocol.metrics import Metric
 from orchestrator.timeline.spans import Span
 
 Phase = Literal["start", "join", "build", "train", "eval", "checkpoint", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
+class WorkerInfo:
     """Where a worker landed. ``gpu_index`` is its GPU's number on the node, ``gpu_uuid`` the device's own."""
 
     node_id: str
@@ -95,7 +95,7 @@ class TrainPoint:
     comm_share: float | None
     peak_memory_mb: float | None = None
     spans: tuple[Span, ...] = ()
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +165,11 @@ class Stacks:
 class Outcome:
     """How a worker's part in a generation ended.
 
-    ``held``: of which ranks the worker still has the state, and after which steps.
+    ``recoverable_steps``: of which ranks the worker still has the state, and after which steps.
     """
 
     status: Literal["done", "stopped", "failed"]
     step: int
     text: str | None = None
     failure: Failure | None = None
-    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    recoverable_steps: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

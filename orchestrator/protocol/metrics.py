@@ -10,18 +10,18 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A rank's figure; ``over_ranks`` says what the run's is."""
+class Metric:
+    """A rank's figure; ``reduce`` says what the run's is."""
 
     value: float
-    over_ranks: Literal["sum", "mean", "max"]
+    reduce: Literal["sum", "mean", "max"]
 
 
-def of_the_run(figures: Iterable[Figure]) -> float:
+def reduce_over_ranks(figures: Iterable[Metric]) -> float:
     """One figure of several ranks'."""
     found = list(figures)
     values = [f.value for f in found]
-    match found[0].over_ranks:
+    match found[0].reduce:
         case "sum":
             return math.fsum(values)
         case "mean":

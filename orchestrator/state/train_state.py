@@ -135,17 +135,17 @@ def restore(
     model = _bare(model)
     own = model.state_dict()
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
-    faults = mismatches(shapes, state, partial=partial)
+    errors = mismatches(shapes, state, partial=partial)
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
         there = state.meta[kind]
         saved = there["class"] if isinstance(there, Mapping) else there
         wanted = None if here is None else type(here).__name__
         if saved != wanted:
-            faults.append(f"{kind}: the checkpoint is of {saved}, the job has {wanted}")
-    if not faults:
-        ids = _saved_names(state, model, optimizer, faults, partial=partial)
-    if faults:
-        raise ValueError("\n".join(faults))
+            errors.append(f"{kind}: the checkpoint is of {saved}, the job has {wanted}")
+    if not errors:
+        ids = _saved_names(state, model, optimizer, errors, partial=partial)
+    if errors:
+        raise ValueError("\n".join(errors))
 
     model.load_state_dict({name: state.model[name] for name in own})
     optimizer.load_state_dict(_optimizer_state_dict(state, optimizer, ids))
@@ -331,7 +331,7 @@ def _saved_names(
     state: TrainState,
     model: nn.Module,
     optimizer: Optimizer,
-    faults: list[str],
+    errors: list[str],
     *,
     partial: bool,
 ) -> list[list[str]]:
@@ -346,7 +346,7 @@ def _saved_names(
     saved_groups = [g["params"] for g in state.meta["param_groups"]]
     groups = [g["params"] for g in optimizer.param_groups]
     if len(groups) > len(saved_groups) or (not partial and len(groups) < len(saved_groups)):
-        faults.append(f"optimizer: {len(saved_groups)} parameter groups in the checkpoint, {len(groups)} in the job")
+        errors.append(f"optimizer: {len(saved_groups)} parameter groups in the checkpoint, {len(groups)} in the job")
         return []
     result, lacking, left_over = [], [], []
     for parameters, saved in zip(groups, saved_groups, strict=False):
@@ -356,9 +356,9 @@ def _saved_names(
         left_over += sorted(known.difference(*(aliases[p] for p in parameters)))
         result.append([name for name in found if name is not None])
     told = "not in this parameter group of the"
-    faults += _first(lacking, lambda n: f"{n}: {told} checkpoint's optimizer", f"are {told} same")
+    errors += _first(lacking, lambda n: f"{n}: {told} checkpoint's optimizer", f"are {told} same")
     if not partial:
-        faults += _first(left_over, lambda n: f"{n}: {told} job's optimizer", f"are {told} same")
+        errors += _first(left_over, lambda n: f"{n}: {told} job's optimizer", f"are {told} same")
     return result
 
 

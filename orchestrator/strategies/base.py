@@ -17,7 +17,7 @@ from orchestrator.job import Job
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
-from orchestrator.protocol.metrics import Figure
+from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.timeline.spans import Span
 
@@ -79,7 +79,7 @@ class Strategy(abc.ABC):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Build this rank's part of model, optimizer and scheduler; seeded, so equal everywhere."""
 
-    def move(self, context: Context) -> None:
+    def reassign(self, context: Context) -> None:
         """Take another place in the run, before :meth:`attach`; the model stays cut as it is."""
         self.context = context
 
@@ -89,7 +89,7 @@ class Strategy(abc.ABC):
         The model and the optimizer are those of this rank's last completed step.
         """
 
-    def begin_equal(self) -> None:  # noqa: B027 - ranks that have no parameter in common need nothing
+    def sync_initial_state(self) -> None:  # noqa: B027 - ranks that have no parameter in common need nothing
         """Give what several ranks have the same first values, however random the model's constructor is."""
 
     @abc.abstractmethod
@@ -110,14 +110,14 @@ class Strategy(abc.ABC):
         Every rank calls it at the same step. ``into`` is an old snapshot whose memory may be used.
         """
 
-    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
         """Of which ranks this one could hand over the state, and after which steps; ``step`` is its own last one.
 
-        ``settled``: it is known that nothing is under way after it; otherwise an update may be, on a GPU.
+        ``update_complete``: it is known that nothing is under way after it; otherwise an update may be, on a GPU.
         """
         return {}
 
-    def hand_over(
+    def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
         """Bring every rank to the state after ``source_step``; returns its ``meta``.
@@ -155,11 +155,11 @@ class Strategy(abc.ABC):
         """Give up what must not outlive the process group, whatever happened. The model stays usable, and
         :meth:`attach` may follow in another group."""
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def quiesced(self) -> contextlib.AbstractContextManager[None]:
         """Around what all ranks do with one state of the model; asynchronous strategies wait for each other."""
         return contextlib.nullcontext()
 
-    def figures(self) -> Mapping[str, Figure]:
+    def metrics(self) -> Mapping[str, Metric]:
         """What the strategy has to tell of itself since the last call, under the names it is logged by."""
         return {}
 

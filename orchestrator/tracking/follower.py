@@ -24,7 +24,7 @@ from typing import Any
 
 from orchestrator.records.journal import Ending, read_ending
 from orchestrator.records.run_dir import RunDir, is_alive
-from orchestrator.tracking.transfer import Transfer, exclusive, mark_killed, settled_ending
+from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed
 from orchestrator.tracking.uri import sqlite_path
 
 POLL_S = 1.0
@@ -99,7 +99,7 @@ def _follow(run_dir: RunDir, hello: Hello) -> None:
         ending, offset = read_ending(run_dir, offset=offset, before=ending)
         if gone and ending is None:
             mark_killed(run_dir, reason="the driver process died without a word (kill -9?)")
-            ending = settled_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
+            ending = final_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
         if ending and not bounded:
             bounded, pause = True, POLL_S
             _yield_cpu(False)

@@ -191,7 +191,7 @@ def mark_killed(run_dir: RunDir, *, reason: str) -> None:
         run_dir.update_record(state="killed")
 
 
-def settled_ending(run_dir: RunDir) -> Ending | None:
+def final_ending(run_dir: RunDir) -> Ending | None:
     """How the run ended, by its events or, where the disk was full for them, by ``run.json``."""
     ending, _ = read_ending(run_dir)
     record = run_dir.read_record()

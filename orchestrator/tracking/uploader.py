@@ -25,9 +25,9 @@ from orchestrator.tracking.follower import Hello
 from orchestrator.tracking.transfer import (
     count_points,
     exclusive,
+    final_ending,
     mark_killed,
     read_cursor,
-    settled_ending,
 )
 from orchestrator.tracking.uri import is_redacted
 
@@ -127,7 +127,7 @@ class Uploader:
     def _result(self) -> Upload:
         cursor = read_cursor(self._run_dir)
         missing = count_points(self._run_dir, offset=cursor.offset)
-        ending = settled_ending(self._run_dir)
+        ending = final_ending(self._run_dir)
         closed = ending is not None and ending.time == cursor.closed_at
         return Upload(
             run_id=cursor.run_id,

@@ -22,11 +22,11 @@ def validate_uri(uri: str, *, base: Path | None = None) -> str | None:
 
     Relative SQLite paths are looked at from ``base`` (default: the working directory). No server is asked.
     """
-    fault = _fault(uri, base or Path.cwd())
-    return f"tracking.uri={redact_uri(uri)}: {fault}" if fault else None
+    error = _error(uri, base or Path.cwd())
+    return f"tracking.uri={redact_uri(uri)}: {error}" if error else None
 
 
-def _fault(uri: str, base: Path) -> str | None:
+def _error(uri: str, base: Path) -> str | None:
     if uri == "databricks":
         return None
     scheme, separator, rest = uri.partition("://")
@@ -46,11 +46,11 @@ def _fault(uri: str, base: Path) -> str | None:
     if scheme in ("http", "https") and not host:
         return f"no host; use {scheme}://host:port"
     if database == "sqlite":
-        return _sqlite_fault(uri, rest, base)
+        return _sqlite_error(uri, rest, base)
     return None
 
 
-def _sqlite_fault(uri: str, rest: str, base: Path) -> str | None:
+def _sqlite_error(uri: str, rest: str, base: Path) -> str | None:
     if not rest.startswith("/"):
         return f"the path comes after three slashes; did you mean sqlite:///{rest or 'mlflow.db'}?"
     path = sqlite_path(absolute_uri(uri, base))

@@ -26,14 +26,14 @@ from orchestrator.protocol.messages import (
     Heartbeat,
     Outcome,
     Stacks,
-    Whereabouts,
     WorkerEnvironment,
+    WorkerInfo,
 )
 from orchestrator.records.run_dir import RunDir, log_tail
 from orchestrator.strategies import load_maker, make_strategy
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.fault_injection import strike
+from orchestrator.worker.fault_injection import inject_fault
 from orchestrator.worker.loop import Loop, context_of
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections
@@ -65,8 +65,8 @@ class Worker:
         return self.label
 
     @ray.method(concurrency_group="control")
-    def whereabouts(self) -> Whereabouts:
-        return _whereabouts()
+    def worker_info(self) -> WorkerInfo:
+        return _worker_info()
 
     @ray.method(concurrency_group="control")
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -85,8 +85,8 @@ class Worker:
         return self.gate.hold()
 
     @ray.method(concurrency_group="control")
-    def stop_after(self, step: int, save: bool) -> None:
-        self.gate.stop_after(step, save)
+    def finish_step(self, step: int, save: bool) -> None:
+        self.gate.finish_step(step, save)
 
     @ray.method(concurrency_group="control")
     def open_gate(self) -> None:
@@ -109,14 +109,14 @@ class Worker:
         if self.loop is not None:
             self.loop.finish(timeout_s)
 
-    def prepare(self, environment: WorkerEnvironment) -> Whereabouts:
+    def prepare(self, environment: WorkerEnvironment) -> WorkerInfo:
         """Have everything loaded that does not depend on the rank, so that a spare takes a place without delay."""
         try:
             self._set_up(environment)
             load_maker(environment.config.strategy.name)
         except BaseException:
             traceback.print_exc()  # once it has a place, it is tried again, and then it counts
-        return _whereabouts()
+        return _worker_info()
 
     def train(self, assignment: Assignment) -> Outcome:
         """This rank's part in a generation. Never raises: a failure is an outcome too.
@@ -150,7 +150,7 @@ class Worker:
                 status="failed",
                 step=_step(self.loop, e),
                 failure=_failure(e, log),
-                held={} if self.loop is None else self.loop.held(settled=False),
+                recoverable_steps={} if self.loop is None else self.loop.recoverable_steps(update_complete=False),
             )
         finally:
             if self.loop is not None:
@@ -168,10 +168,10 @@ class Worker:
         if Path(environment.working_dir).is_dir():
             os.chdir(environment.working_dir)
         sys.path.extend(p for p in environment.import_paths if p not in sys.path)
-        faults: list[str] = []
-        job = load_job(config.job, faults)
+        errors: list[str] = []
+        job = load_job(config.job, errors)
         if job is None:
-            raise ValueError("\n".join(faults))
+            raise ValueError("\n".join(errors))
         self.job = job
 
     def _take_thread(self, assignment: Assignment) -> None:
@@ -187,7 +187,7 @@ class Worker:
         rank = assignment.global_rank
         step = 0 if self.loop is None else self.loop.position.step
         self.outbox.at(step, "join")
-        strike(assignment.faults, rank=rank, phase="join", step=step)
+        inject_fault(assignment.faults, rank=rank, phase="join", step=step)
         self.store = rendezvous.join(
             assignment,
             node_ip=ray.util.get_node_ip_address(),
@@ -214,11 +214,11 @@ def remote_worker() -> Any:
     return ray.remote(concurrency_groups={"control": 2})(Worker)  # type: ignore[call-overload]
 
 
-def _whereabouts() -> Whereabouts:
+def _worker_info() -> WorkerInfo:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     usable = bool(gpus) and torch.cuda.is_available()
-    return Whereabouts(
+    return WorkerInfo(
         node_id=context.get_node_id(),
         node_ip=ray.util.get_node_ip_address(),
         hostname=socket.gethostname(),

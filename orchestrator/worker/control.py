@@ -75,7 +75,7 @@ class StepGate:
         if generation <= self._abandoned:
             raise AbandonedError(f"generation {generation} has ended: another rank was lost")
 
-    def stop_after(self, step: int, save: bool) -> None:
+    def finish_step(self, step: int, save: bool) -> None:
         """Steps up to ``step`` may begin, none after it."""
         with self._changed:
             self._last, self.saves = step, save

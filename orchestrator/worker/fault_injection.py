@@ -13,7 +13,7 @@ from orchestrator.planning.faults import Fault
 _LONG_S = 10**6
 
 
-def strike(faults: Iterable[Fault], *, rank: int, phase: str, step: int) -> None:
+def inject_fault(faults: Iterable[Fault], *, rank: int, phase: str, step: int) -> None:
     """Let happen what is planned for this rank here.
 
     Raises:

@@ -78,7 +78,7 @@ class Loop:
         self.assignment = assignment
         self.rank = assignment.global_rank
         self.mesh = assignment.plan.mesh
-        self.strategy.move(context_of(assignment, self.device))
+        self.strategy.reassign(context_of(assignment, self.device))
 
     def run(self, startup: dict[str, float]) -> Outcome:
         """This rank's part in the generation that it has its place in, whose group has been formed.
@@ -96,15 +96,15 @@ class Loop:
         self.strategy.attach()
         if self.rank == 0 and assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
-        self._continue_together()
+        self._restore_state()
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         with self._advising():
             stopped = self._train(startup)
             if not stopped:
                 self._evaluate()
-            hands_over = stopped and not self.gate.saves and self.held(settled=True)
-            final = self._checkpoint() if self.position.step > 0 and not hands_over else None
+            passes_state_on = stopped and not self.gate.saves and self.recoverable_steps(update_complete=True)
+            final = self._checkpoint() if self.position.step > 0 and not passes_state_on else None
         self._at("end")
         self._writer.drain(timeout_s=self.config.cluster.collective_timeout_s)
         self._report_written()
@@ -112,13 +112,17 @@ class Loop:
             status="stopped" if stopped else "done",
             step=self.position.step,
             text=None if stopped else self._sample(final),
-            held=self.held(settled=True),
+            recoverable_steps=self.recoverable_steps(update_complete=True),
         )
 
-    def held(self, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
         """As :meth:`Strategy.held`; nothing before the model has the state that the run begins with."""
-        settled = settled or self.device.type == "cpu"
-        return self.strategy.held(self.position.step, settled=settled) if self._has_state else {}
+        update_complete = update_complete or self.device.type == "cpu"
+        return (
+            self.strategy.recoverable_steps(self.position.step, update_complete=update_complete)
+            if self._has_state
+            else {}
+        )
 
     def finish(self, timeout_s: float) -> None:
         """End the background work."""
@@ -173,7 +177,7 @@ class Loop:
                 waited = time.perf_counter()
                 batch = next(steps)
                 window.data_wait_s += time.perf_counter() - waited
-                self._strike("train", step)
+                self._inject_fault("train", step)
                 log_now = step % train.log_every == 0 or step in (1, train.steps)
                 result = self.strategy.train_step(
                     batch, want_grad_norm=log_now and (step % GRAD_NORM_EVERY == 0 or step == 1)
@@ -195,23 +199,23 @@ class Loop:
                     self._log(window, result, len(train_set))  # type: ignore[arg-type]
                 if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
-                    self._look_up()
+                    self._run_due_tasks()
                     window.timer.restart()
         window.check_finite()
         return False
 
-    def _look_up(self) -> None:
+    def _run_due_tasks(self) -> None:
         """Between two steps: what is due after the last one."""
         if self._evaluation_due():
             self._evaluate()
         if self._checkpoint_due():
             self._checkpoint()
 
-    def _continue_together(self) -> None:
+    def _restore_state(self) -> None:
         """Bring every rank to one state: that of the most advanced survivor, the checkpoint's, or the first."""
         assignment, position = self.assignment, self.position
         if assignment.sources is not None:
-            meta = self.strategy.hand_over(
+            meta = self.strategy.recover_state(
                 assignment.sources,
                 source_step=assignment.source_step,
                 step=position.step,
@@ -221,19 +225,19 @@ class Loop:
             state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
             meta = self.strategy.restore(state, source=0)
         else:
-            self.strategy.begin_equal()
+            self.strategy.sync_initial_state()
             return
         position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
         if assignment.sources is not None:
-            self._look_up()  # which the failure may have cut short
+            self._run_due_tasks()  # which the failure may have cut short
 
     def _at(self, phase: Phase) -> None:
         self.outbox.at(self.position.step, phase)
         if phase != "train":
-            self._strike(phase, self.position.step)
+            self._inject_fault(phase, self.position.step)
 
-    def _strike(self, phase: str, step: int) -> None:
-        faults.strike(self.assignment.faults, rank=self.rank, phase=phase, step=step)
+    def _inject_fault(self, phase: str, step: int) -> None:
+        faults.inject_fault(self.assignment.faults, rank=self.rank, phase=phase, step=step)
 
     def _log(self, window: Window, result: StepResult, samples: int) -> None:
         consumed = self.position.samples_consumed
@@ -245,7 +249,7 @@ class Loop:
                 grad_norm=result.grad_norm,
                 comm_ms=self.strategy.comm_ms(),
                 spans=self.strategy.spans(),
-                figures=self.strategy.figures(),
+                metrics=self.strategy.metrics(),
             )
         )
         self._report_written()
@@ -254,11 +258,11 @@ class Loop:
         """Every rank evaluates its part; the driver adds the parts up."""
         assert self._data is not None
         self._at("eval")
-        with self.strategy.together():
-            self._evaluate_together(self._data[1])
+        with self.strategy.quiesced():
+            self._evaluate_quiesced(self._data[1])
         self._at("train")
 
-    def _evaluate_together(self, dataset: Any) -> None:
+    def _evaluate_quiesced(self, dataset: Any) -> None:
         loss_sum, weight = torch.zeros((), device=self.device), torch.zeros(())
         sums: dict[str, torch.Tensor] = {}
         for batch, valid in eval_batches(
@@ -309,7 +313,7 @@ class Loop:
         """
         self._at("checkpoint")
         began = time.perf_counter()
-        with self.strategy.together():
+        with self.strategy.quiesced():
             state = self.strategy.capture(
                 step=self.position.step,
                 samples_consumed=self.position.samples_consumed,

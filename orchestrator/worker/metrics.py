@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.protocol.messages import TrainPoint
-from orchestrator.protocol.metrics import Figure
+from orchestrator.protocol.metrics import Metric
 from orchestrator.timeline.spans import Span
 
 WARM_UP_STEPS = 10
@@ -115,7 +115,7 @@ class Window:
         grad_norm: Tensor | None,
         comm_ms: float | None,
         spans: Sequence[Span],
-        figures: Mapping[str, Figure],
+        metrics: Mapping[str, Metric],
     ) -> TrainPoint:
         """The window as a point; the next window starts. ``comm_ms`` and ``spans`` are the last step's.
 
@@ -144,7 +144,7 @@ class Window:
             comm_share=comm_share,
             peak_memory_mb=peak_memory_mb(self._device),
             spans=tuple(spans) if self._warm(step) else (),
-            figures=figures,
+            metrics=metrics,
         )
         self._losses, self._weights, self._steps, self._updated = [], [], [], []
         self.data_wait_s = 0.0

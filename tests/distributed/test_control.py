@@ -59,7 +59,7 @@ def test_all_ranks_stop_after_the_same_step(seed):
             time.sleep(chance.random() * 5e-4)
         assert max(begun) - min(begun) <= 2 * ranks
         for gate in chance.sample(gates, ranks):
-            gate.stop_after(max(begun), save=True)
+            gate.finish_step(max(begun), save=True)
             time.sleep(chance.random() * 5e-4)
         assert [e.result(timeout=5) for e in ends] == [max(begun)] * ranks
 
@@ -73,7 +73,7 @@ def test_nothing_begins_while_held():
         time.sleep(0.1)
         assert not second.done()
         assert gate.hold() == 1
-        gate.stop_after(2, save=True)
+        gate.finish_step(2, save=True)
         assert second.result(timeout=5)
     assert not gate.begin(3, 1)
 
@@ -139,7 +139,7 @@ def test_busy_time_is_that_without_waiting_for_others():
 def test_a_gate_that_was_closed_for_a_while_opens_again():
     gate = StepGate(timeout_s=5)
     gate.hold()
-    gate.stop_after(2, save=False)
+    gate.finish_step(2, save=False)
     assert gate.begin(2, 1)
     assert not gate.begin(3, 1)
     assert not gate.saves

@@ -35,7 +35,7 @@ def test_equal_loss(job: Job, num_workers: int, loss_on: str, grad_accumulation:
 def test_bytes_gathered_are_the_outputs_or_a_number_each(loss_on: str, gathered: int) -> None:
     strategy = make(Case(job=Toy(), train=TOY, alone=replace(DP, loss_on=loss_on)), 0)
     list(steps(strategy, last=3))
-    assert strategy.figures()["dp/gathered_bytes"].value == gathered
+    assert strategy.metrics()["dp/gathered_bytes"].value == gathered
 
 
 @pytest.mark.parametrize(("num_workers", "rows"), [(2, [15, 15]), (3, [10, 10, 10])])
@@ -73,7 +73,7 @@ class Failing(Toy):
         return super().loss(output, target)
 
 
-def test_a_fault_in_a_replica_is_raised() -> None:
+def test_a_error_in_a_replica_is_raised() -> None:
     strategy = make(Case(job=Failing(), train=TOY, alone=replace(DP, loss_on="replicas")), 0)
     with pytest.raises(RuntimeError, match="the planted fault"):
         next(steps(strategy, last=1))

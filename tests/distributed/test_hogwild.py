@@ -57,14 +57,14 @@ def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
 
     strategy = make(case, rank)
     seen = watched(strategy, steps(strategy))
-    with strategy.together():
+    with strategy.quiesced():
         state = {f"{k}": t.clone() for k, t in optimizer_state(strategy).items()}
         return {
             "steps": seen,
             "model": snapshot(strategy.model),
             "optimizer": state,
             "updates": int(strategy._updates.sum()),
-            "figures": {name: f.value for name, f in strategy.figures().items()},
+            "figures": {name: f.value for name, f in strategy.metrics().items()},
         }
 
 
@@ -120,14 +120,14 @@ def test_goes_on_from_a_checkpoint_and_ddp_from_its(gang: Gang, job: Any) -> Non
 def save_after(rank: int, case: Case, last: int) -> TrainState | None:
     strategy = make(case, rank)
     list(steps(strategy, last=last))
-    with strategy.together():
+    with strategy.quiesced():
         return strategy.capture(step=last, samples_consumed=last * 32, into=None)
 
 
 def restored(rank: int, case: Case, state: TrainState) -> TrainState | None:
     strategy = make(case, rank)
     strategy.restore(state if rank == 0 else None, source=0)
-    with strategy.together():
+    with strategy.quiesced():
         return strategy.capture(step=state.step, samples_consumed=state.samples_consumed, into=None)
 
 
@@ -164,19 +164,19 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> dict[str, An
         strategy, step = make_strategy("hogwild", strategy.context, case.job), 0
         made.append(strategy)
         strategy.setup(case.job.dataset("train"))
-        assert strategy.held(0, settled=True) == {}
+        assert strategy.recoverable_steps(0, update_complete=True) == {}
     strategy.attach()
-    handed_over = strategy.hand_over((1 - lost,) * 2, source_step=at, step=step, samples_consumed=step * 32)
+    handed_over = strategy.recover_state((1 - lost,) * 2, source_step=at, step=step, samples_consumed=step * 32)
     before = snapshot(strategy.model)
     dist.barrier()
     list(steps(strategy, first=at + 1))
-    with strategy.together():
+    with strategy.quiesced():
         result = {
             "handed over": handed_over,
             "before": before,
             "model": snapshot(strategy.model),
-            "held": strategy.held(20, settled=True),
-            "lost_pct": strategy.figures()["hogwild/lost_updates_pct"].value,
+            "held": strategy.recoverable_steps(20, update_complete=True),
+            "lost_pct": strategy.metrics()["hogwild/lost_updates_pct"].value,
         }
     made.remove(strategy)
     del strategy

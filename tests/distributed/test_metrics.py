@@ -32,7 +32,7 @@ def close(
     window: Window, *, grad_norm: float | None = None, comm_ms: float | None = 0.0, spans: Sequence[Span] = ()
 ) -> TrainPoint:
     norm = None if grad_norm is None else torch.tensor(grad_norm)
-    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=comm_ms, spans=spans, figures={})
+    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=comm_ms, spans=spans, metrics={})
 
 
 def test_times_are_those_between_marks_without_what_restart_leaves_out():
@@ -162,7 +162,7 @@ def test_a_gradient_that_is_not_finite_is_told_with_its_step():
         close(w, grad_norm=NAN)
 
 
-def test_large_finite_losses_are_no_fault():
+def test_large_finite_losses_are_no_error():
     w = window()
     add(w, 1, 3e38)
     add(w, 2, 3e38)

@@ -238,8 +238,8 @@ def test_of_a_sparse_table_only_touched_rows_travel(gang: Gang) -> None:
 def figures_after(rank: int, case: Case) -> dict[str, float]:
     strategy = make(case, rank)
     list(steps(strategy))
-    with strategy.together():
-        return {name: figure.value for name, figure in strategy.figures().items()}
+    with strategy.quiesced():
+        return {name: figure.value for name, figure in strategy.metrics().items()}
 
 
 def test_bytes_are_those_of_the_parameters(gang: Gang) -> None:
@@ -249,9 +249,9 @@ def test_bytes_are_those_of_the_parameters(gang: Gang) -> None:
     overhead = 8 * 16 * 2  # headers and alignment
     assert size_bytes <= whole["parameter_server/bytes_sent_per_step"] <= size_bytes + overhead
     assert size_bytes / 2 <= half["parameter_server/bytes_sent_per_step"] <= size_bytes / 2 + overhead
-    for figures in (whole, half):
-        assert size_bytes <= figures["parameter_server/bytes_received_per_step"] <= size_bytes + overhead
-        assert 0 <= figures["parameter_server/wait_pct"] <= 100
+    for metrics in (whole, half):
+        assert size_bytes <= metrics["parameter_server/bytes_received_per_step"] <= size_bytes + overhead
+        assert 0 <= metrics["parameter_server/wait_pct"] <= 100
 
 
 def test_compressed_gradients_stay_close(gang: Gang) -> None:
@@ -288,11 +288,11 @@ def test_all_end_with_one_model_and_it_learns(gang: Gang, job: Any, consistency:
 def to_the_end(rank: int, case: Case) -> tuple[Steps, dict[str, float]]:
     strategy: Any = make(case, rank)
     results = list(steps(strategy))
-    with strategy.together():
-        figures = {name: figure.value for name, figure in strategy.figures().items()}
+    with strategy.quiesced():
+        metrics = {name: figure.value for name, figure in strategy.metrics().items()}
         if not strategy.reads_data:
-            figures["updates"] = strategy._updates
-        return watched(strategy, results), figures
+            metrics["updates"] = strategy._updates
+        return watched(strategy, results), metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,10 +309,10 @@ def test_nobody_is_further_ahead_than_the_bound(gang: Gang, max_staleness: int) 
     case = Case(job=SlowFirst(), train=having(global_batch_size=20, steps=15))
     bounded = run(gang, case, 2, 2, to_the_end, consistency="stale", max_staleness=max_staleness)
     free = run(gang, case, 2, 2, to_the_end, consistency="async")
-    for _, figures in bounded[2:]:
-        assert figures["async/steps_ahead_max"] == max_staleness
-    for _, figures in free[2:]:
-        assert figures["async/steps_ahead_max"] > 4
+    for _, metrics in bounded[2:]:
+        assert metrics["async/steps_ahead_max"] == max_staleness
+    for _, metrics in free[2:]:
+        assert metrics["async/steps_ahead_max"] > 4
     assert wait_pct(bounded[1]) > 50 > wait_pct(free[1])
     assert wait_pct(bounded[0]) < 30
 
@@ -323,9 +323,9 @@ def wait_pct(rank: tuple[Steps, dict[str, float]]) -> float:
 
 def test_staleness_counts_the_updates_of_others(gang: Gang) -> None:
     case = Case(job=SlowFirst(), train=having(global_batch_size=20, steps=15))
-    _, figures = run(gang, case, 2, 1, to_the_end, consistency="async")[2]
-    assert figures["async/staleness_max"] >= 2  # of the slow worker, while the other goes on
-    assert figures["async/staleness_p50"] <= 1
+    _, metrics = run(gang, case, 2, 1, to_the_end, consistency="async")[2]
+    assert metrics["async/staleness_max"] >= 2  # of the slow worker, while the other goes on
+    assert metrics["async/staleness_p50"] <= 1
 
 
 def test_asynchronous_steps_that_are_not_finite_are_left_out(gang: Gang) -> None:
@@ -382,14 +382,14 @@ def test_what_is_saved_is_what_is_loaded(gang: Gang, job: Any, consistency: str)
 def save_after_6(rank: int, case: Case) -> TrainState | None:
     strategy = make(case, rank)
     list(steps(strategy, last=6))
-    with strategy.together():
+    with strategy.quiesced():
         return strategy.capture(step=6, samples_consumed=6 * 24, into=None)
 
 
 def loaded(rank: int, case: Case, state: TrainState) -> TrainState | None:
     strategy = make(case, rank)
     strategy.restore(state if rank == 0 else None, source=0)
-    with strategy.together():
+    with strategy.quiesced():
         return strategy.capture(step=state.step, samples_consumed=state.samples_consumed, into=None)
 
 
@@ -426,7 +426,7 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> tuple[Steps,
         strategy.setup(case.job.dataset("train"))
     strategy.attach()
     batch_size = case.train.global_batch_size
-    meta = strategy.hand_over((2, 2, 2, 3), source_step=at, step=step, samples_consumed=step * batch_size)
+    meta = strategy.recover_state((2, 2, 2, 3), source_step=at, step=step, samples_consumed=step * batch_size)
     assert meta == {"step": at, "samples_consumed": at * batch_size}
     return watched(strategy, steps(strategy, first=at + 1)), strategy.lr
 
@@ -443,12 +443,12 @@ def held_before_and_after(rank: int, case: Case) -> tuple[Any, Any]:
     strategy = make_strategy("parameter_server", context, case.job)
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
-    before = strategy.held(0, settled=True)
+    before = strategy.recoverable_steps(0, update_complete=True)
     strategy.attach()
-    strategy.begin_equal()
+    strategy.sync_initial_state()
     list(steps(strategy, last=4))
     model_of(strategy)
-    return before, strategy.held(4, settled=True)
+    return before, strategy.recoverable_steps(4, update_complete=True)
 
 
 # What is refused ----------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def make(case: Case, rank: int) -> Strategy:
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
     strategy.attach()
-    strategy.begin_equal()
+    strategy.sync_initial_state()
     return strategy
 
 

@@ -114,8 +114,8 @@ def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> Non
         ),
     ],
 )
-def test_whenever_it_happens(run: Any, reference: Any, faults: str) -> None:
-    result = run(*WORDS, f"recovery.chaos=[{faults}]")
+def test_whenever_it_happens(run: Any, reference: Any, errors: str) -> None:
+    result = run(*WORDS, f"recovery.chaos=[{errors}]")
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference()[0])
 
@@ -132,8 +132,8 @@ def test_a_resumed_run_that_loses_a_worker_as_it_starts_begins_from_its_checkpoi
 
 
 def test_a_crash_loop_ends_with_its_cause_said_once(run: Any) -> None:
-    faults = ",".join(["kill@13:1"] * 5)
-    result = run(*WORDS, f"recovery.chaos=[{faults}]")
+    errors = ",".join(["kill@13:1"] * 5)
+    result = run(*WORDS, f"recovery.chaos=[{errors}]")
     assert (result.status, result.exit_code) == ("FAILED", 1)
     assert "3 times without progress" in result.reason
     assert len(events(result.run_dir, "worker_lost")) == 2

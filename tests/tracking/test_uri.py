@@ -50,13 +50,13 @@ def test_valid(uri, tmp_path):
         ("ftp://host", "unknown scheme"),
     ],
 )
-def test_faults_name_the_key_and_the_remedy(uri, remedy, tmp_path):
+def test_errors_name_the_key_and_the_remedy(uri, remedy, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    fault = validate_uri(uri, base=tmp_path)
-    assert fault is not None
-    assert fault.startswith("tracking.uri=")
-    assert remedy in fault
+    error = validate_uri(uri, base=tmp_path)
+    assert error is not None
+    assert error.startswith("tracking.uri=")
+    assert remedy in error
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

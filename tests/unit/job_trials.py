@@ -16,7 +16,7 @@ from orchestrator.model.batch import first_rows
 from orchestrator.worker.data import eval_batches, train_batches
 
 
-def faults(target: str, **fields: Any) -> list[str]:
+def errors(target: str, **fields: Any) -> list[str]:
     found: list[str] = []
     load_job(JobSpec(target=target, fields=fields), found)
     return found

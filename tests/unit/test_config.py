@@ -32,23 +32,23 @@ SECTIONS = {"train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointCo
 
 
 def composed(*words: str) -> Config:
-    faults: list[str] = []
-    config, _ = compose(words, faults)
-    assert not faults, faults
+    errors: list[str] = []
+    config, _ = compose(words, errors)
+    assert not errors, errors
     assert config is not None
     return config
 
 
-def faults_of(*words: str) -> list[str]:
-    faults: list[str] = []
-    config, _ = compose(words, faults)
-    assert (config is None) == bool(faults)
-    return list(dict.fromkeys(faults))
+def errors_of(*words: str) -> list[str]:
+    errors: list[str] = []
+    config, _ = compose(words, errors)
+    assert (config is None) == bool(errors)
+    return list(dict.fromkeys(errors))
 
 
-def only_fault(*words: str) -> str:
-    (fault,) = faults_of(*words)
-    return fault
+def only_error(*words: str) -> str:
+    (error,) = errors_of(*words)
+    return error
 
 
 def read(path: str) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def test_interpolations_are_resolved_on_the_spot(monkeypatch: pytest.MonkeyPatch
         ("train.steps=???", "train.steps=???: missing; give it a value"),
     ],
 )
-def test_an_interpolation_that_fails_names_its_key_and_hides_no_other_fault(word: str, said: str) -> None:
-    assert faults_of(word, "seed=x") == [said, "seed=x: expected a whole number of at least 0"]
+def test_an_interpolation_that_fails_names_its_key_and_hides_no_other_error(word: str, said: str) -> None:
+    assert errors_of(word, "seed=x") == [said, "seed=x: expected a whole number of at least 0"]
 
 
 @pytest.mark.parametrize(
@@ -231,10 +231,10 @@ EXPECTED_WORKERS = "expected a whole number of at least 1 or auto or [a whole nu
     ],
 )
 def test_values_are_typed_and_limited(word: str, said: str) -> None:
-    fault = only_fault(word)
+    error = only_error(word)
     key, _, value = word.partition("=")
     value = {"1e3": "1000.0"}.get(value, value)
-    assert fault == f"{key}={value}: {said}"
+    assert error == f"{key}={value}: {said}"
 
 
 @pytest.mark.parametrize(
@@ -259,12 +259,12 @@ def test_values_are_typed_and_limited(word: str, said: str) -> None:
     ],
 )
 def test_unknown_keys_are_refused_with_the_nearest_name(word: str, said: str) -> None:
-    assert only_fault(word).startswith(said)
+    assert only_error(word).startswith(said)
 
 
 def test_the_key_of_another_strategy_names_its_owner() -> None:
-    fault = only_fault("strategy=single", "strategy.comm_hook=bf16")
-    assert fault == "strategy.comm_hook: strategy=single has no such key, strategy=ddp has"
+    error = only_error("strategy=single", "strategy.comm_hook=bf16")
+    assert error == "strategy.comm_hook: strategy=single has no such key, strategy=ddp has"
 
 
 @pytest.mark.parametrize(
@@ -279,14 +279,14 @@ def test_the_key_of_another_strategy_names_its_owner() -> None:
     ],
 )
 def test_unknown_words_of_a_group(word: str, said: str) -> None:
-    assert only_fault(word) == said
+    assert only_error(word) == said
 
 
 def test_keys_below_an_unknown_word_are_not_judged() -> None:
-    assert len(faults_of("strategy=piipeline", "strategy.schedule=1f1b")) == 1
-    faults: list[str] = []
-    assert compose(["job=gptt", "job.layers=2"], faults)[1] is None
-    assert len(faults) == 1
+    assert len(errors_of("strategy=piipeline", "strategy.schedule=1f1b")) == 1
+    errors: list[str] = []
+    assert compose(["job=gptt", "job.layers=2"], errors)[1] is None
+    assert len(errors) == 1
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_keys_below_an_unknown_word_are_not_judged() -> None:
     ],
 )
 def test_contradictions(words: list[str], said: str) -> None:
-    assert only_fault(*words) == said
+    assert only_error(*words) == said
 
 
 @pytest.mark.parametrize("text", ["1_0", "1e3", "007", "true", "nan", "-5", "1.", "2026-11-21", "v1.0"])
@@ -322,12 +322,12 @@ def test_null_is_no_text() -> None:
 
 
 def test_several_values_need_the_option() -> None:
-    assert "-m" in only_fault("train.steps=1,2")
+    assert "-m" in only_error("train.steps=1,2")
 
 
-def test_all_faults_come_at_once() -> None:
+def test_all_errors_come_at_once() -> None:
     words = ["strategy=ddpp", "train.step=1", "train.steps=x", "cluster.device=tpu", "foo=1", "bar", "seed=1", "seed=2"]
-    found = "\n".join(faults_of(*words, "checkpoint.keep=0", "job=gptt", "~data", "name=${nothing}"))
+    found = "\n".join(errors_of(*words, "checkpoint.keep=0", "job=gptt", "~data", "name=${nothing}"))
     for key in ("strategy=ddpp", "train.step:", "train.steps=x", "cluster.device=tpu", "foo:", "bar:", "seed: given"):
         assert key in found
     for key in ("checkpoint.keep=0", "job=gptt", "~data", "name: "):
@@ -335,16 +335,16 @@ def test_all_faults_come_at_once() -> None:
     assert len(found.splitlines()) == 11
 
 
-def test_a_job_is_returned_beside_faults_elsewhere_so_that_it_is_checked_too() -> None:
-    faults: list[str] = []
-    config, job = compose(["train.steps=x", "job.hidden=3"], faults)
+def test_a_job_is_returned_beside_errors_elsewhere_so_that_it_is_checked_too() -> None:
+    errors: list[str] = []
+    config, job = compose(["train.steps=x", "job.hidden=3"], errors)
     assert config is None
     assert job == JobSpec(target="jobs.digits.Digits", fields={"hidden": 3})
 
 
 def test_a_config_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(ConfigError(["one", "two", "one"])))
-    assert error.faults == ("one", "two")
+    assert error.errors == ("one", "two")
     assert str(error) == "one\ntwo"
 
 
@@ -378,7 +378,7 @@ def test_a_sweep_is_every_combination_in_order(words: list[str], runs: list[list
 def test_what_is_no_list_of_values_cannot_be_swept() -> None:
     with pytest.raises(ConfigError) as error:
         expand_sweep(["seed=interval(0,1)", "strategy=glob(*)", "bar"])
-    assert sorted(f.partition(":")[0] for f in error.value.faults) == ["bar", "seed=interval(0,1)", "strategy=glob(*)"]
+    assert sorted(f.partition(":")[0] for f in error.value.errors) == ["bar", "seed=interval(0,1)", "strategy=glob(*)"]
 
 
 # Types of fields, as a person's job may have them -------------------------------------------------
@@ -426,9 +426,9 @@ class Derived(Outer):
 
 
 def built(**values: Any) -> Outer | list[str]:
-    faults: list[str] = []
-    made = build(Derived, values, "job", faults)
-    return faults if made is None else made
+    errors: list[str] = []
+    made = build(Derived, values, "job", errors)
+    return errors if made is None else made
 
 
 @pytest.mark.parametrize(
@@ -494,13 +494,13 @@ def test_values_become_the_type_of_their_field(name: str, given: Any, expected: 
     ],
 )
 def test_values_of_another_type_are_refused_in_plain_words(name: str, given: Any, said: str) -> None:
-    faults = built(**{name: given})
-    assert isinstance(faults, list), faults
-    (fault,) = faults
-    assert fault.startswith(said)
+    errors = built(**{name: given})
+    assert isinstance(errors, list), errors
+    (error,) = errors
+    assert error.startswith(said)
 
 
-def test_several_faults_of_one_value_are_all_told() -> None:
+def test_several_errors_of_one_value_are_all_told() -> None:
     assert built(inner={"a": "x", "c": 1, "b": None}, whole=2.5, oter=1) == [
         "job.oter: unknown key; did you mean job.either?",
         "job.whole=2.5: expected a whole number",

@@ -16,7 +16,7 @@ from rich.console import Console
 from orchestrator.config.compose import compose
 from orchestrator.display.console import make_console
 from orchestrator.display.panel import RunView, draw
-from orchestrator.display.report import duration, faults_text, plan_table, size, sparkline
+from orchestrator.display.report import duration, errors_text, plan_table, size, sparkline
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.events import (
     CheckpointFailed,
@@ -41,7 +41,7 @@ STARTED = RunStarted(
 )
 FORMED = GenerationStarted(time=START + 1, generation=1, backend="gloo", device="cpu", workers=("node-a", "node-b"))
 FAILED = WorkerFailed(
-    title="rank 1",
+    display_name="rank 1",
     time=START + 20,
     rank=1,
     step=412,
@@ -453,9 +453,9 @@ def test_figures() -> None:
 
 
 def plan_for(*overrides: str, nodes: tuple[Node, ...]) -> Plan:
-    faults: list[str] = []
-    config, _ = compose(list(overrides), faults)
-    assert config is not None, faults
+    errors: list[str] = []
+    config, _ = compose(list(overrides), errors)
+    assert config is not None, errors
     return make_plan(config, nodes, oversubscribe_cpus=False)
 
 
@@ -481,8 +481,8 @@ def test_plan_table_summarises_many_workers_and_nodes() -> None:
     ]
 
 
-def test_faults_text_has_one_bullet_a_fault() -> None:
-    assert faults_text(["a=1: too small", "b=2: too large;\nset it to 1"]).splitlines() == [
+def test_faults_text_has_one_bullet_a_error() -> None:
+    assert errors_text(["a=1: too small", "b=2: too large;\nset it to 1"]).splitlines() == [
         "cannot start: 2 things to change",
         "  - a=1: too small",
         "  - b=2: too large;",

@@ -110,9 +110,9 @@ def test_stages_begin_where_they_are_asked_to() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_said(trainable: str, names: list[str], num_stages: int, said: list[str]) -> None:
-    cut, faults = cut_at(layers(trainable), names, num_stages)
+    cut, errors = cut_at(layers(trainable), names, num_stages)
     assert cut is None
-    assert len(faults) == len(said)
-    for fault, part in zip(faults, said, strict=True):
-        assert fault.startswith(f"strategy.split=[{','.join(names)}]: ")
-        assert part in fault
+    assert len(errors) == len(said)
+    for error, part in zip(errors, said, strict=True):
+        assert error.startswith(f"strategy.split=[{','.join(names)}]: ")
+        assert part in error

@@ -11,7 +11,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator, percentile
 from orchestrator.policy.failure import death, first_failure
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
-from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, TrainPoint, Whereabouts
+from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, TrainPoint, WorkerInfo
 from orchestrator.timeline.spans import Kind, Span
 
 
@@ -173,7 +173,7 @@ def test_culprit_is_the_first_that_is_not_collateral() -> None:
     assert first_failure({3: outcomes[3]}) is None
 
 
-def test_a_fault_at_an_earlier_step_comes_first_whenever_it_was_noticed() -> None:
+def test_a_error_at_an_earlier_step_comes_first_whenever_it_was_noticed() -> None:
     spread = {0: failed(1.0, collateral=False, step=5), 1: failed(2.0, collateral=False, step=4)}
     assert first_failure(spread) == 1
 
@@ -185,8 +185,8 @@ def test_death_says_what_ray_knows() -> None:
     assert not out_of_memory.collateral
 
 
-def place(ip: str, gpu: int | None = None, uuid: str | None = None) -> Whereabouts:
-    return Whereabouts(node_id=ip, node_ip=ip, hostname=ip, pid=1, gpu_index=gpu, gpu_uuid=uuid)
+def place(ip: str, gpu: int | None = None, uuid: str | None = None) -> WorkerInfo:
+    return WorkerInfo(node_id=ip, node_ip=ip, hostname=ip, pid=1, gpu_index=gpu, gpu_uuid=uuid)
 
 
 def test_ranks_follow_nodes_and_gpu_numbers() -> None:
@@ -215,5 +215,5 @@ def test_two_workers_on_one_gpu_are_refused() -> None:
     ],
 )
 def test_shards_come_last_and_spread_over_the_nodes(nodes: str, num_shards: int, expected: list[int]) -> None:
-    places = [Whereabouts(node_id=n, node_ip=f"10.0.0.{ord(n)}", hostname=n, pid=1) for n in nodes]
+    places = [WorkerInfo(node_id=n, node_ip=f"10.0.0.{ord(n)}", hostname=n, pid=1) for n in nodes]
     assert shards_last(places, range(len(nodes)), num_shards=num_shards) == expected

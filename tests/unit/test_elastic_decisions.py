@@ -8,8 +8,8 @@ from test_plan import LAPTOP, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.session import check_all
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.elastic import Seating, Sizes, find_seating, reseated
-from orchestrator.policy.recovery import Continuation, hand_over
+from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned
+from orchestrator.policy.recovery import RecoveryPlan, plan_after_pause
 
 
 def ddp(num_workers: int) -> Plan:
@@ -27,8 +27,8 @@ GRID = Sizes(tuple(grid(n) for n in range(1, 4)), grid(3))
 
 
 def before(plan: Plan, sizes: Sizes, alive: list[int], ready: int) -> tuple[int | None, ...] | None:
-    seating = find_seating(plan, sizes, alive, ready=ready)
-    return None if seating is None else seating.before
+    rank_assignment = find_rank_assignment(plan, sizes, alive, ready=ready)
+    return None if rank_assignment is None else rank_assignment.before
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_run_has_as_many_workers_as_there_are_up_to_its_most(
 
 def test_a_run_of_one_size_waits_for_workers_unless_they_are_ready() -> None:
     fixed = Sizes((ddp(2),), ddp(2))
-    assert find_seating(fixed.first, fixed, [0], ready=0) is None
+    assert find_rank_assignment(fixed.first, fixed, [0], ready=0) is None
     assert before(fixed.first, fixed, [0], 1) == (0, None)
 
 
@@ -63,14 +63,16 @@ def test_replicas_are_lost_and_gained_as_a_whole() -> None:
 
 
 def test_where_a_stage_is_lost_everywhere_all_begin_anew() -> None:
-    seating = find_seating(GRID.most, GRID, [1, 3, 5], ready=0)
-    assert seating == Seating(plan=GRID.plans[0], before=(1, 3), twins=None)
+    rank_assignment = find_rank_assignment(GRID.most, GRID, [1, 3, 5], ready=0)
+    assert rank_assignment == RankAssignment(plan=GRID.plans[0], before=(1, 3), state_sources=None)
 
 
 def test_keeping_what_one_has_comes_before_size() -> None:
-    seating = find_seating(GRID.most, GRID, [0, 1, 3, 5], ready=0)
-    assert seating is not None
-    assert (seating.before, seating.twins) == ((0, 1), (0, 1)), "two replicas could only begin from a checkpoint"
+    rank_assignment = find_rank_assignment(GRID.most, GRID, [0, 1, 3, 5], ready=0)
+    assert rank_assignment is not None
+    assert (rank_assignment.before, rank_assignment.state_sources) == ((0, 1), (0, 1)), (
+        "two replicas could only begin from a checkpoint"
+    )
 
 
 def test_stages_are_found_by_their_rank_whichever_way_ranks_are_numbered() -> None:
@@ -82,51 +84,55 @@ def test_stages_are_found_by_their_rank_whichever_way_ranks_are_numbered() -> No
 def test_a_pipeline_that_is_cut_anew_keeps_nothing() -> None:
     pipelines = tuple(plan_of(LAPTOP, "strategy=pipeline", f"strategy.num_workers={n}", embedded=True) for n in (2, 3))
     sizes = Sizes(pipelines, pipelines[1])
-    shrunk = Seating(plan=pipelines[0], before=(0, 2), twins=None)
-    assert find_seating(pipelines[1], sizes, [0, 2], ready=0) == shrunk
-    grown = Seating(plan=pipelines[1], before=(0, 1, None), twins=None)
-    assert find_seating(pipelines[0], sizes, [0, 1], ready=1, saved=True) == grown
+    shrunk = RankAssignment(plan=pipelines[0], before=(0, 2), state_sources=None)
+    assert find_rank_assignment(pipelines[1], sizes, [0, 2], ready=0) == shrunk
+    grown = RankAssignment(plan=pipelines[1], before=(0, 1, None), state_sources=None)
+    assert find_rank_assignment(pipelines[0], sizes, [0, 1], ready=1, saved=True) == grown
     assert before(pipelines[0], sizes, [0, 1], 1) == (0, 1), "nothing is saved"
 
 
 # Where the state comes from -----------------------------------------------------------------------
 
 
-LOST = Continuation(lost=(2,), sources=None, step=0, pause_s=1.5)
+LOST = RecoveryPlan(lost=(2,), sources=None, step=0, pause_s=1.5)
 
 
 def test_sources_are_named_by_the_new_ranks() -> None:
     everything = {rank: {r: (step,) for r in range(4)} for rank, step in ((0, 39), (1, 40), (3, 40))}
-    seating = find_seating(DDP.most, DDP, [0, 1, 3], ready=0)
-    assert seating is not None
-    assert reseated(LOST, seating, everything) == Continuation(lost=(), sources=(1, 1, 2), step=40, pause_s=1.5)
+    rank_assignment = find_rank_assignment(DDP.most, DDP, [0, 1, 3], ready=0)
+    assert rank_assignment is not None
+    assert reassigned(LOST, rank_assignment, everything) == RecoveryPlan(
+        lost=(), sources=(1, 1, 2), step=40, pause_s=1.5
+    )
 
 
 def test_a_new_replica_gets_its_stages_from_another() -> None:
     held = {0: {0: (7,), 2: (7,)}, 1: {1: (7,), 3: (7,)}}
-    seating = find_seating(grid(1), GRID, [0, 1], ready=2)
-    assert seating is not None
-    assert reseated(LOST, seating, held) == Continuation(lost=(2, 3), sources=(0, 1, 0, 1), step=7, pause_s=1.5)
+    rank_assignment = find_rank_assignment(grid(1), GRID, [0, 1], ready=2)
+    assert rank_assignment is not None
+    assert reassigned(LOST, rank_assignment, held) == RecoveryPlan(
+        lost=(2, 3), sources=(0, 1, 0, 1), step=7, pause_s=1.5
+    )
 
 
 def test_who_has_no_seat_is_no_source() -> None:
     held = {0: {0: (7,), 2: (7,), 4: (7,)}, 3: {r: (7,) for r in (1, 3, 5)}, 5: {r: (8,) for r in (1, 3, 5)}}
-    seating = find_seating(GRID.most, GRID, [0, 3, 5], ready=0)
-    assert seating is not None
-    assert seating.before == (0, 3)
-    assert reseated(LOST, seating, held).sources == (0, 1)
+    rank_assignment = find_rank_assignment(GRID.most, GRID, [0, 3, 5], ready=0)
+    assert rank_assignment is not None
+    assert rank_assignment.before == (0, 3)
+    assert reassigned(LOST, rank_assignment, held).sources == (0, 1)
 
 
 def test_a_model_that_is_cut_anew_comes_from_the_checkpoint() -> None:
-    seating = find_seating(GRID.most, GRID, [1, 3, 5], ready=0)
-    assert seating is not None
-    assert reseated(LOST, seating, {1: {1: (7,)}}).sources is None
+    rank_assignment = find_rank_assignment(GRID.most, GRID, [1, 3, 5], ready=0)
+    assert rank_assignment is not None
+    assert reassigned(LOST, rank_assignment, {1: {1: (7,)}}).sources is None
 
 
 def test_those_who_leave_hand_nothing_over() -> None:
     held = {0: {0: (9,), 1: (9,)}, 1: {0: (9,), 1: (9,)}}
-    assert hand_over(held, (0,), world_size=2) == Continuation(lost=(0,), sources=(1, 1), step=9, pause_s=0)
-    assert hand_over({0: {0: (9,)}, 1: {1: (9,)}}, (0,), world_size=2).sources is None
+    assert plan_after_pause(held, (0,), world_size=2) == RecoveryPlan(lost=(0,), sources=(1, 1), step=9, pause_s=0)
+    assert plan_after_pause({0: {0: (9,)}, 1: {1: (9,)}}, (0,), world_size=2).sources is None
 
 
 # Which sizes there are ----------------------------------------------------------------------------
@@ -153,7 +159,7 @@ def test_the_micro_batches_of_replicas_keep_their_size() -> None:
     )
 
 
-def test_faults_may_be_rehearsed_on_any_rank_of_the_largest_size() -> None:
+def test_errors_may_be_rehearsed_on_any_rank_of_the_largest_size() -> None:
     assert len(offered("strategy.num_workers=[2,4]", "recovery.chaos=[kill@3:3]")) == 3
     with pytest.raises(ConfigError, match="no rank 4 among 4 workers"):
         offered("strategy.num_workers=[4,4]", "recovery.chaos=[kill@3:4]")

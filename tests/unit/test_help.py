@@ -34,8 +34,8 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
 
 def test_help_names_every_group_word_and_key() -> None:
     text = help_text([])
-    faults: list[str] = []
-    config, _ = compose([], faults)
+    errors: list[str] = []
+    config, _ = compose([], errors)
     assert config is not None
     for group in GROUPS:
         assert all(word in text for word in choices(group)), group

@@ -100,10 +100,10 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     monkeypatch.syspath_prepend(tmp_path)
 
     def load(target: str, **fields: Any) -> Job | list[str]:
-        faults: list[str] = []
-        job = load_job(JobSpec(target=f"{package}.{target}", fields=fields), faults)
-        assert (job is None) == bool(faults)
-        return [f.replace(f"{package}.", "") for f in faults] if job is None else job
+        errors: list[str] = []
+        job = load_job(JobSpec(target=f"{package}.{target}", fields=fields), errors)
+        assert (job is None) == bool(errors)
+        return [f.replace(f"{package}.", "") for f in errors] if job is None else job
 
     return load
 
@@ -151,25 +151,25 @@ def test_a_job_without_fields_needs_no_decorator(load: Load) -> None:
 def test_a_job_that_cannot_be_is_refused_in_plain_words(
     load: Load, target: str, fields: dict[str, Any], said: str
 ) -> None:
-    faults = load(target, **fields)
-    assert isinstance(faults, list), faults
-    (fault,) = faults
-    assert fault.startswith(said), fault
+    errors = load(target, **fields)
+    assert isinstance(errors, list), errors
+    (error,) = errors
+    assert error.startswith(said), error
 
 
 @pytest.mark.parametrize("target", ["Mine", "", ".x.Mine", "a..Mine", "a.b.", "a b.Mine", "os.system()"])
 def test_what_is_no_import_path(target: str) -> None:
-    faults: list[str] = []
-    assert load_job(JobSpec(target=target, fields={}), faults) is None
-    assert faults == [f"job._target_={target}: expected package.module.Class"]
+    errors: list[str] = []
+    assert load_job(JobSpec(target=target, fields={}), errors) is None
+    assert errors == [f"job._target_={target}: expected package.module.Class"]
 
 
 def test_a_class_that_is_no_job_is_not_even_made() -> None:
     """``_target_`` must not become a way to run anything."""
-    faults: list[str] = []
+    errors: list[str] = []
     spec = JobSpec(target="subprocess.Popen", fields={"args": "touch should-not-exist"})
-    assert load_job(spec, faults) is None
-    assert faults == ["job._target_=subprocess.Popen: is not a subclass of orchestrator.Job"]
+    assert load_job(spec, errors) is None
+    assert errors == ["job._target_=subprocess.Popen: is not a subclass of orchestrator.Job"]
 
 
 def test_the_working_directory_is_searched_as_python_m_would(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from job_trials import accuracy, faults, trained
+from job_trials import accuracy, errors, trained
 from torch import nn
 
 from jobs.digits import Digits, load_digits
@@ -173,25 +173,25 @@ def test_gpt_writes_without_gradients_from_its_last_context_bytes() -> None:
     ids=str,
 )
 def test_gpt_names_the_faulty_field(fields: dict[str, Any]) -> None:
-    [fault] = faults("jobs.gpt.GPT", **fields)
-    assert f"job.{next(iter(fields))}=" in fault
+    [error] = errors("jobs.gpt.GPT", **fields)
+    assert f"job.{next(iter(fields))}=" in error
 
 
 def test_gpt_refuses_a_text_that_is_too_short(tmp_path: Path) -> None:
     job = {"context": 16, "path": str(tmp_path / "text")}
     (tmp_path / "text").write_bytes(b"x" * 169)
-    [fault] = faults("jobs.gpt.GPT", **job)
-    assert "job.path=" in fault
-    assert "170" in fault
+    [error] = errors("jobs.gpt.GPT", **job)
+    assert "job.path=" in error
+    assert "170" in error
     (tmp_path / "text").write_bytes(b"x" * 170)
-    assert faults("jobs.gpt.GPT", **job) == []
+    assert errors("jobs.gpt.GPT", **job) == []
     assert len(GPT(**job).dataset("val")) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fields", [{"hidden": 0}, {"depth": 0}, {"lr": -0.1}, {"momentum": 1.0}], ids=str)
 def test_digits_names_the_faulty_field(fields: dict[str, Any]) -> None:
-    [fault] = faults("jobs.digits.Digits", **fields)
-    assert f"job.{next(iter(fields))}=" in fault
+    [error] = errors("jobs.digits.Digits", **fields)
+    assert f"job.{next(iter(fields))}=" in error
 
 
 TUTORIAL_NETS = [
@@ -217,8 +217,8 @@ def test_toy_is_the_tutorials_net_and_learns(job: Toy, shapes: dict[str, tuple[i
     "fields", [{"input_size": 0}, {"output_size": 0}, {"hidden": -1}, {"samples": 0}, {"lr": 0.0}], ids=str
 )
 def test_toy_names_the_faulty_field(fields: dict[str, Any]) -> None:
-    [fault] = faults("jobs.toy.Toy", **fields)
-    assert fault.startswith(f"job.{next(iter(fields))}=")
+    [error] = errors("jobs.toy.Toy", **fields)
+    assert error.startswith(f"job.{next(iter(fields))}=")
 
 
 def test_sleep_takes_its_time_forward_and_twice_as_long_backward() -> None:
@@ -242,5 +242,5 @@ def test_sleep_learns() -> None:
 
 @pytest.mark.parametrize("fields", [{"layers": 0}, {"forward_ms": 0.0}, {"samples": 0}, {"lr": -1.0}], ids=str)
 def test_sleep_names_the_faulty_field(fields: dict[str, Any]) -> None:
-    [fault] = faults("jobs.sleep.Sleep", **fields)
-    assert fault.startswith(f"job.{next(iter(fields))}=")
+    [error] = errors("jobs.sleep.Sleep", **fields)
+    assert error.startswith(f"job.{next(iter(fields))}=")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from job_trials import accuracy, faults, one_thread, trained
+from job_trials import accuracy, errors, one_thread, trained
 from torch import nn
 
 from jobs.names import Names, Speller, pad
@@ -158,15 +158,15 @@ def test_a_name_that_does_not_end_is_cut() -> None:
     ids=str,
 )
 def test_the_faulty_field_is_named(fields: dict[str, Any]) -> None:
-    [fault] = faults("jobs.names.Names", **fields)
-    assert fault.startswith(f"job.{next(iter(fields))}=")
+    [error] = errors("jobs.names.Names", **fields)
+    assert error.startswith(f"job.{next(iter(fields))}=")
 
 
 def test_a_file_with_too_few_names_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "names"
     file.write_bytes(b"\n".join(b"%d" % i for i in range(9)) + b"\n3\n")
-    [fault] = faults("jobs.names.Names", path=str(file))
-    assert "has 9 names, 10 are needed" in fault
+    [error] = errors("jobs.names.Names", path=str(file))
+    assert "has 9 names, 10 are needed" in error
     file.write_bytes(b"\n".join(b"%d" % i for i in range(10)))
-    assert faults("jobs.names.Names", path=str(file)) == []
+    assert errors("jobs.names.Names", path=str(file)) == []
     assert len(small(path=str(file)).dataset("val")) == 1  # type: ignore[arg-type]

@@ -23,9 +23,9 @@ UNEVEN = (
 
 @functools.cache
 def config_of(*words: str) -> Config:
-    faults: list[str] = []
-    config, _ = compose(words, faults)
-    assert config is not None, faults
+    errors: list[str] = []
+    config, _ = compose(words, errors)
+    assert config is not None, errors
     return config
 
 
@@ -33,10 +33,10 @@ def plan_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> Pla
     return make_plan(config_of(*words), nodes, oversubscribe_cpus=embedded)
 
 
-def faults_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> tuple[str, ...]:
+def errors_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as error:
         plan_of(nodes, *words, embedded=embedded)
-    return error.value.faults
+    return error.value.errors
 
 
 def shares(plan: Plan) -> list[int]:
@@ -107,10 +107,10 @@ def test_the_batch_is_shared_out_to_the_last_sample(batch: int, workers: int, ex
     ],
 )
 def test_every_slice_of_every_worker_needs_a_sample(words: list[str], least: int) -> None:
-    (fault,) = faults_of(LAPTOP, *words, embedded=True)
-    assert fault.startswith(words[0] + ": smaller than ")
-    assert f"at least {least}," in fault
-    assert "strategy.num_workers" in fault
+    (error,) = errors_of(LAPTOP, *words, embedded=True)
+    assert error.startswith(words[0] + ": smaller than ")
+    assert f"at least {least}," in error
+    assert "strategy.num_workers" in error
     plan_of(LAPTOP, f"train.global_batch_size={least}", *words[1:], embedded=True)
 
 
@@ -118,33 +118,33 @@ def test_every_slice_of_every_worker_needs_a_sample(words: list[str], least: int
 
 
 def test_more_gpus_than_the_cluster_has_says_what_each_node_has() -> None:
-    (fault,) = faults_of(UNEVEN, "strategy.num_workers=6")
-    assert fault.startswith("strategy.num_workers=6: needs 6 GPUs, the cluster has 5 ")
+    (error,) = errors_of(UNEVEN, "strategy.num_workers=6")
+    assert error.startswith("strategy.num_workers=6: needs 6 GPUs, the cluster has 5 ")
     for node in ("big: 8 CPUs and 4 GPUs", "small: 2 CPUs and 1 GPUs", "none: 32 CPUs and 0 GPUs"):
-        assert node in fault
-    assert "cluster.device=cpu" in fault
+        assert node in error
+    assert "cluster.device=cpu" in error
 
 
 def test_a_long_list_of_nodes_is_cut() -> None:
     nodes = tuple(Node(node_id=str(i), name=f"n{i}", cpus=1, gpus=0) for i in range(200))
-    (fault,) = faults_of(nodes, "strategy.num_workers=201", "train.global_batch_size=201")
-    assert "n7: 1 CPUs" in fault
-    assert "and 192 more nodes" in fault
-    assert "n8:" not in fault
+    (error,) = errors_of(nodes, "strategy.num_workers=201", "train.global_batch_size=201")
+    assert "n7: 1 CPUs" in error
+    assert "and 192 more nodes" in error
+    assert "n8:" not in error
 
 
 def test_cpus_of_different_nodes_do_not_add_up_to_one_worker() -> None:
     nodes = tuple(Node(node_id=n, name=n, cpus=3, gpus=0) for n in "ab")
     plan_of(nodes, "cluster.cpus_per_worker=2", "strategy.num_workers=2")
-    (fault,) = faults_of(nodes, "cluster.cpus_per_worker=2", "strategy.num_workers=3")
-    assert fault.startswith("strategy.num_workers=3: needs 3 x 2 CPUs, there is room for 2 ")
-    assert "cluster.cpus_per_worker" in fault
+    (error,) = errors_of(nodes, "cluster.cpus_per_worker=2", "strategy.num_workers=3")
+    assert error.startswith("strategy.num_workers=3: needs 3 x 2 CPUs, there is room for 2 ")
+    assert "cluster.cpus_per_worker" in error
 
 
 def test_a_gpu_without_enough_cpus_beside_it_is_no_room() -> None:
     nodes = (Node(node_id="a", name="a", cpus=2, gpus=8),)
-    (fault,) = faults_of(nodes)
-    assert fault.startswith("strategy.num_workers=8: needs 8 x 1 CPUs, there is room for 2 ")
+    (error,) = errors_of(nodes)
+    assert error.startswith("strategy.num_workers=8: needs 8 x 1 CPUs, there is room for 2 ")
     assert plan_of(nodes, "cluster.cpus_per_worker=0.25").world_size == 8
 
 
@@ -153,12 +153,12 @@ def test_fractions_of_a_cpu_fill_it_exactly(share: float, workers: int) -> None:
     nodes = (Node(node_id="a", name="a", cpus=1, gpus=0),)
     words = [f"cluster.cpus_per_worker={share}", f"train.global_batch_size={workers + 1}"]
     assert plan_of(nodes, *words, f"strategy.num_workers={workers}").world_size == workers
-    assert "there is room for" in faults_of(nodes, *words, f"strategy.num_workers={workers + 1}")[0]
+    assert "there is room for" in errors_of(nodes, *words, f"strategy.num_workers={workers + 1}")[0]
 
 
-def test_gpus_asked_for_by_name_and_missing_is_one_fault() -> None:
-    (fault,) = faults_of(LAPTOP, "cluster.device=cuda")
-    assert fault.startswith("cluster.device=cuda: no node has a GPU (laptop: 2 CPUs and 0 GPUs)")
+def test_gpus_asked_for_by_name_and_missing_is_one_error() -> None:
+    (error,) = errors_of(LAPTOP, "cluster.device=cuda")
+    assert error.startswith("cluster.device=cuda: no node has a GPU (laptop: 2 CPUs and 0 GPUs)")
 
 
 def test_a_cluster_that_grows_is_asked_for_more_than_it_has() -> None:
@@ -169,12 +169,12 @@ def test_a_cluster_that_grows_is_asked_for_more_than_it_has() -> None:
 
 
 def test_no_nodes_at_all() -> None:
-    (fault,) = faults_of(())
-    assert "no nodes" in fault
+    (error,) = errors_of(())
+    assert "no nodes" in error
 
 
-def test_all_faults_come_at_once() -> None:
-    found = faults_of(UNEVEN, "strategy.num_workers=6", "train.global_batch_size=5")
+def test_all_errors_come_at_once() -> None:
+    found = errors_of(UNEVEN, "strategy.num_workers=6", "train.global_batch_size=5")
     assert [f.partition(":")[0] for f in found] == ["strategy.num_workers=6", "train.global_batch_size=5"]
 
 

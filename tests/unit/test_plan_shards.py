@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_plan import LAPTOP, config_of, faults_of, plan_of
+from test_plan import LAPTOP, config_of, errors_of, plan_of
 from torch import nn
 
 from jobs.resnet50 import ResNet50
@@ -15,7 +15,7 @@ from jobs.sparse import SparseLogistic
 from jobs.toy import Toy
 from orchestrator.config.compose import compose
 from orchestrator.display.report import plan_table
-from orchestrator.driver.preflight.sharing import serving_faults, serving_notes
+from orchestrator.driver.preflight.sharing import sharing_errors, sharing_notes
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node
 
@@ -27,7 +27,7 @@ def test_shards_come_after_the_workers_and_read_no_data() -> None:
     assert (plan.world_size, plan.mesh) == (5, Mesh(data_parallel_size=3, num_shards=2))
     assert [w.samples_per_step for w in plan.workers] == [4, 3, 3, 0, 0]
     assert [w.shard for w in plan.workers] == [None, None, None, 0, 1]
-    assert [plan.title(rank) for rank in (2, 3, 4)] == ["rank 2", "rank 3 (shard 0)", "rank 4 (shard 1)"]
+    assert [plan.display_name(rank) for rank in (2, 3, 4)] == ["rank 2", "rank 3 (shard 0)", "rank 4 (shard 1)"]
     assert any(n.startswith("placement: gradients on ranks 0 to 2, parameters on ranks 3 to 4, ") for n in plan.notes)
     assert any("5 workers and shards share 2 cores" in n for n in plan.notes)
     table = plan_table(plan, LAPTOP)
@@ -37,24 +37,24 @@ def test_shards_come_after_the_workers_and_read_no_data() -> None:
 
 def test_shards_need_room_too() -> None:
     nodes = (Node(node_id="a", name="a", cpus=4, gpus=0),)
-    (fault,) = faults_of(nodes, *SERVER)
-    assert fault.startswith("strategy.num_workers=3 and strategy.num_shards=2: needs 5 x 1 CPUs, there is room for 4 ")
+    (error,) = errors_of(nodes, *SERVER)
+    assert error.startswith("strategy.num_workers=3 and strategy.num_shards=2: needs 5 x 1 CPUs, there is room for 4 ")
     assert plan_of(nodes, *SERVER, "cluster.cpus_per_worker=0.8").world_size == 5
 
 
 @pytest.mark.parametrize(
-    ("word", "fault"),
+    ("word", "error"),
     [
         ("strategy.max_staleness=-1", "strategy.max_staleness=-1: must be at least 0"),
         ("strategy.num_shards=0", "strategy.num_shards=0: must be at least 1"),
         ("strategy.consistency=eventual", "strategy.consistency=eventual: expected"),
     ],
 )
-def test_values_that_make_no_sense(word: str, fault: str) -> None:
-    faults: list[str] = []
-    compose(["strategy=parameter_server", word], faults)
-    assert len(faults) == 1
-    assert faults[0].startswith(fault)
+def test_values_that_make_no_sense(word: str, error: str) -> None:
+    errors: list[str] = []
+    compose(["strategy=parameter_server", word], errors)
+    assert len(errors) == 1
+    assert errors[0].startswith(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,12 @@ class Tiny(Toy):
 
 def test_more_shards_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:
     many, one = (config_of("strategy=parameter_server", f"strategy.num_shards={n}") for n in (4, 1))
-    shards, optimizer = serving_faults(many, Tiny())
+    shards, optimizer = sharing_errors(many, Tiny())
     assert shards == "strategy.num_shards=4: the model can be cut into 3 parts at most; lower it"
     assert optimizer.startswith("strategy=parameter_server: Job.optimizer: Adafactor: ")
-    assert serving_faults(one, Tiny()) == [optimizer]
-    assert serving_faults(many, SparseLogistic()) == []
-    assert serving_faults(config_of("strategy=ddp"), Tiny()) == []
+    assert sharing_errors(one, Tiny()) == [optimizer]
+    assert sharing_errors(many, SparseLogistic()) == []
+    assert sharing_errors(config_of("strategy=ddp"), Tiny()) == []
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_more_shards_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:
     ],
 )
 def test_running_statistics_of_workers_that_do_not_wait(words: list[str], warned: bool) -> None:
-    notes = serving_notes(config_of(*words), ResNet50())
+    notes = sharing_notes(config_of(*words), ResNet50())
     assert any(note.startswith("BatchNorm: ") for note in notes) == warned
-    assert serving_notes(config_of(*words), SparseLogistic()) == []
+    assert sharing_notes(config_of(*words), SparseLogistic()) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_plan import GPU_BOX, LAPTOP, faults_of, plan_of
+from test_plan import GPU_BOX, LAPTOP, errors_of, plan_of
 
 from orchestrator.planning.plan import Plan
 
@@ -12,8 +12,8 @@ def plan(*words: str) -> Plan:
     return plan_of(LAPTOP, *words, embedded=True)
 
 
-def faults(*words: str) -> tuple[str, ...]:
-    return faults_of(LAPTOP, *words, embedded=True)
+def errors(*words: str) -> tuple[str, ...]:
+    return errors_of(LAPTOP, *words, embedded=True)
 
 
 def stages(of: Plan) -> list[tuple[int, ...]]:
@@ -173,17 +173,17 @@ def test_replicas_may_have_uneven_shares_where_one_microbatch_is_legal() -> None
         ),
     ],
 )
-def test_every_fault_is_said_at_once_with_its_remedy(words: str, said: list[str]) -> None:
-    found = faults(*words.split())
+def test_every_error_is_said_at_once_with_its_remedy(words: str, said: list[str]) -> None:
+    found = errors(*words.split())
     assert len(found) == len(said)
-    for fault, part in zip(found, said, strict=True):
-        assert part in fault
+    for error, part in zip(found, said, strict=True):
+        assert part in error
 
 
 @pytest.mark.parametrize(("schedule", "accumulation"), [("1F1B", 1), ("DualPipeV", 1), ("GPipe", 3)])
 @pytest.mark.parametrize("batch", [5, 65])
-def test_the_batch_sizes_that_a_fault_names_are_possible(schedule: str, accumulation: int, batch: int) -> None:
+def test_the_batch_sizes_that_a_error_names_are_possible(schedule: str, accumulation: int, batch: int) -> None:
     words = ("strategy=ddp_pipeline", f"strategy.schedule={schedule}", f"train.grad_accumulation={accumulation}")
-    (fault,) = faults(*words, f"train.global_batch_size={batch}")
-    for size in fault.partition("set it to ")[2].partition(",")[0].split(" or "):
+    (error,) = errors(*words, f"train.global_batch_size={batch}")
+    for size in error.partition("set it to ")[2].partition(",")[0].split(" or "):
         assert plan(*words, f"train.global_batch_size={size}").global_batch_size == int(size)

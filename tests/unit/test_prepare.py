@@ -36,9 +36,9 @@ NOBODY = {**rundir.this_process(), "created": 0.0}
 
 
 def config_of(output_dir: Path, *words: str) -> Config:
-    faults: list[str] = []
-    config, _ = compose([f"output_dir='{output_dir}'", *words], faults)
-    assert config is not None, faults
+    errors: list[str] = []
+    config, _ = compose([f"output_dir='{output_dir}'", *words], errors)
+    assert config is not None, errors
     return prepare.absolute_paths(config)
 
 
@@ -72,7 +72,7 @@ def resume(config: Config, job: Job = JOB) -> tuple[prepare.Resume | None, list[
 def refused(config: Config, job: Job = JOB) -> list[str]:
     with pytest.raises(ConfigError) as error:
         resume(config, job)
-    return list(error.value.faults)
+    return list(error.value.errors)
 
 
 # Places -------------------------------------------------------------------------------------------
@@ -102,31 +102,31 @@ def test_nothing_is_kept_in_the_directory_that_ray_unpacks_for_a_job(
 
 def test_looking_at_a_place_leaves_nothing_there(tmp_path: Path) -> None:
     config = config_of(tmp_path / "a" / "b")
-    assert prepare.environment_faults(config) == []
+    assert prepare.environment_errors(config) == []
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("place", ["{tmp}/file", "{tmp}/file/below/it", "/proc/nowhere/at/all"])
-def test_a_place_that_cannot_be_written_is_a_fault(place: str, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_a_error(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = place.format(tmp=tmp_path)
-    (fault,) = prepare.environment_faults(config_of(Path(path)))
-    assert fault.startswith(f"output_dir={path}: cannot be written (")
+    (error,) = prepare.environment_errors(config_of(Path(path)))
+    assert error.startswith(f"output_dir={path}: cannot be written (")
 
 
-def test_a_read_only_place_is_a_fault(tmp_path: Path) -> None:
+def test_a_read_only_place_is_a_error(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")
     tmp_path.chmod(0o500)
-    (fault,) = prepare.environment_faults(config_of(tmp_path / "a"))
-    assert "Permission denied" in fault
+    (error,) = prepare.environment_errors(config_of(tmp_path / "a"))
+    assert "Permission denied" in error
 
 
-def test_all_faults_of_the_surroundings_come_at_once(tmp_path: Path) -> None:
+def test_all_errors_of_the_surroundings_come_at_once(tmp_path: Path) -> None:
     config = config_of(Path("/proc/nowhere"), "tracking.uri=htp://me:hunter2@host")
-    faults = prepare.environment_faults(config)
-    assert [f.partition("=")[0] for f in faults] == ["tracking.uri", "output_dir"]
-    assert "hunter2" not in "".join(faults)
+    errors = prepare.environment_errors(config)
+    assert [f.partition("=")[0] for f in errors] == ["tracking.uri", "output_dir"]
+    assert "hunter2" not in "".join(errors)
 
 
 # Resuming -----------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["auto", "{run}"])
 def test_a_run_that_is_still_alive_is_left_alone(how: str, tmp_path: Path) -> None:
     run = an_earlier_run(tmp_path, state="running", driver=rundir.this_process())
-    (fault,) = refused(config_of(tmp_path, f"resume='{how.format(run=run.path)}'"))
-    assert f"{run.path} is still running (pid {os.getpid()} on " in fault
+    (error,) = refused(config_of(tmp_path, f"resume='{how.format(run=run.path)}'"))
+    assert f"{run.path} is still running (pid {os.getpid()} on " in error
 
 
 def test_a_run_is_named_by_its_path_or_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +205,9 @@ def test_a_run_is_named_by_its_path_or_its_name(tmp_path: Path, monkeypatch: pyt
 
 def test_no_such_run_lists_those_that_are(tmp_path: Path) -> None:
     run = an_earlier_run(tmp_path)
-    (fault,) = refused(config_of(tmp_path, "resume=yesterday"))
-    assert fault.startswith("resume=yesterday: no run directory there; ")
-    assert run.path.name in fault
+    (error,) = refused(config_of(tmp_path, "resume=yesterday"))
+    assert error.startswith("resume=yesterday: no run directory there; ")
+    assert run.path.name in error
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
 def test_when_every_checkpoint_is_damaged_nothing_is_silently_begun_again(tmp_path: Path) -> None:
     run = an_earlier_run(tmp_path)
     (run.checkpoints / "step-00000003" / "manifest.json").write_text("{")
-    (fault,) = refused(config_of(tmp_path, "resume=auto"))
-    assert "step-00000003" in fault
-    assert "resume=never" in fault
+    (error,) = refused(config_of(tmp_path, "resume=auto"))
+    assert "step-00000003" in error
+    assert "resume=never" in error
 
 
 def test_a_damaged_record_is_skipped_by_auto_and_refused_by_name(tmp_path: Path) -> None:
@@ -237,15 +237,15 @@ def test_a_damaged_record_is_skipped_by_auto_and_refused_by_name(tmp_path: Path)
     assert found is not None
     assert found.run_dir == wanted
     assert str(broken.record_file) in warnings[0]
-    (fault,) = refused(config_of(tmp_path, f"resume={broken.path}"))
-    assert f"{broken.record_file} is damaged" in fault
+    (error,) = refused(config_of(tmp_path, f"resume={broken.path}"))
+    assert f"{broken.record_file} is damaged" in error
 
 
 def test_a_run_that_is_done_needs_more_steps(tmp_path: Path) -> None:
     an_earlier_run(tmp_path, steps=[20])
-    (fault,) = refused(config_of(tmp_path, "resume=auto", "train.steps=20"))
-    assert fault.startswith("train.steps=20: ")
-    assert "raise it" in fault
+    (error,) = refused(config_of(tmp_path, "resume=auto", "train.steps=20"))
+    assert error.startswith("train.steps=20: ")
+    assert "raise it" in error
     found, _ = resume(config_of(tmp_path, "resume=auto", "train.steps=21"))
     assert found is not None
 
@@ -275,9 +275,9 @@ def test_another_model_names_the_parameters(tmp_path: Path) -> None:
 
 def test_another_optimizer_is_named(tmp_path: Path) -> None:
     an_earlier_run(tmp_path)
-    (fault,) = refused(config_of(tmp_path, "resume=auto"), Adam(hidden=4))
-    assert "SGD" in fault
-    assert "Adam" in fault
+    (error,) = refused(config_of(tmp_path, "resume=auto"), Adam(hidden=4))
+    assert "SGD" in error
+    assert "Adam" in error
 
 
 def test_a_model_that_computes_while_it_is_built_can_be_compared_too(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_two_runs_are_told_apart(tmp_path: Path) -> None:
     assert uid != other_uid
 
 
-def test_a_place_that_breaks_after_the_check_is_a_fault_too(tmp_path: Path) -> None:
+def test_a_place_that_breaks_after_the_check_is_a_error_too(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = config_of(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"output_dir=.*: cannot be written"):

@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.config.schema import RecoveryConfig
 from orchestrator.planning.faults import Fault, parse, planned, without_next
-from orchestrator.policy.hang import Pace, culprit
-from orchestrator.policy.recovery import Continuation, GiveUp, Held, Setback, decide, newest_state
+from orchestrator.policy.hang import HangDetector, culprit
+from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoverableSteps, RecoveryPlan, decide, newest_state
 from orchestrator.policy.straggler import Straggler, StragglerWatch
 from orchestrator.protocol.messages import Heartbeat, Phase, TrainPoint
 
@@ -25,11 +25,11 @@ CONFIG = RecoveryConfig(
     replace_stragglers=False,
     chaos=(),
 )
-DEATH = Setback(rank=1, step=40, message="died", raised=False, final=False)
-ERROR = Setback(rank=1, step=40, message="RuntimeError: x", raised=True, final=False)
+DEATH = FailureRecord(rank=1, step=40, message="died", raised=False, final=False)
+ERROR = FailureRecord(rank=1, step=40, message="RuntimeError: x", raised=True, final=False)
 
 
-def everything(step: int) -> Held:
+def everything(step: int) -> RecoverableSteps:
     """What a replica of the whole model holds."""
     return {rank: (step,) for rank in range(3)}
 
@@ -37,23 +37,23 @@ def everything(step: int) -> Held:
 LEFT = {0: everything(40), 2: everything(39)}
 
 
-def after(*setbacks: Setback, survivors: Mapping[int, Held] = LEFT, **changes: int) -> object:
+def after(*failures: FailureRecord, survivors: Mapping[int, RecoverableSteps] = LEFT, **changes: int) -> object:
     config = replace(CONFIG, **changes)  # type: ignore[arg-type]
-    return decide(setbacks, survivors, world_size=3, config=config)
+    return decide(failures, survivors, world_size=3, config=config)
 
 
-def going_on(pause_s: float = 0) -> Continuation:
-    return Continuation(lost=(1,), sources=(0, 0, 0), step=40, pause_s=pause_s)
+def going_on(pause_s: float = 0) -> RecoveryPlan:
+    return RecoveryPlan(lost=(1,), sources=(0, 0, 0), step=40, pause_s=pause_s)
 
 
 def test_all_go_on_from_the_most_advanced_survivor_and_who_is_gone_is_replaced() -> None:
     assert after(DEATH) == going_on()
     other = after(DEATH, survivors={0: everything(39), 2: everything(40)})
-    assert other == Continuation(lost=(1,), sources=(2, 2, 2), step=40, pause_s=0)
+    assert other == RecoveryPlan(lost=(1,), sources=(2, 2, 2), step=40, pause_s=0)
 
 
 def test_without_a_survivor_that_has_it_all_the_checkpoint_is_the_source() -> None:
-    nothing = Continuation(lost=(1,), sources=None, step=0, pause_s=0)
+    nothing = RecoveryPlan(lost=(1,), sources=None, step=0, pause_s=0)
     assert after(DEATH, survivors={0: {}, 2: {}}) == nothing
     assert after(DEATH, survivors={}) == replace(nothing, lost=(0, 1, 2))
 
@@ -71,14 +71,14 @@ def test_stages_go_on_from_the_last_step_that_every_one_of_them_is_held_after() 
 def test_no_failure_is_outlived_where_none_is_allowed_or_all_are_used_up() -> None:
     assert after(DEATH, max_failures=0) == GiveUp()
     on_and_on = [replace(DEATH, step=step) for step in (10, 20, 30)]
-    assert isinstance(after(*on_and_on, max_failures=3), Continuation)
+    assert isinstance(after(*on_and_on, max_failures=3), RecoveryPlan)
     assert after(*on_and_on, max_failures=2) == GiveUp("3 failures, recovery.max_failures=2")
 
 
 def test_three_generations_without_progress_end_the_run() -> None:
-    assert isinstance(after(DEATH, DEATH), Continuation)
+    assert isinstance(after(DEATH, DEATH), RecoveryPlan)
     assert after(DEATH, DEATH, DEATH) == GiveUp("3 times without progress in between")
-    assert isinstance(after(DEATH, DEATH, replace(DEATH, step=41)), Continuation)
+    assert isinstance(after(DEATH, DEATH, replace(DEATH, step=41)), RecoveryPlan)
 
 
 def test_pauses_come_with_standstill_alone_and_grow() -> None:
@@ -89,10 +89,10 @@ def test_pauses_come_with_standstill_alone_and_grow() -> None:
 
 def test_an_error_of_the_code_is_not_tried_for_ever() -> None:
     assert after(replace(ERROR, step=0)) == GiveUp()
-    assert isinstance(after(replace(DEATH, step=0)), Continuation)
-    assert isinstance(after(ERROR), Continuation)
+    assert isinstance(after(replace(DEATH, step=0)), RecoveryPlan)
+    assert isinstance(after(ERROR), RecoveryPlan)
     assert after(ERROR, ERROR) == GiveUp("the same error at the same step as before: no accident")
-    assert isinstance(after(ERROR, replace(ERROR, message="another")), Continuation)
+    assert isinstance(after(ERROR, replace(ERROR, message="another")), RecoveryPlan)
     assert after(replace(ERROR, final=True)) == GiveUp()
 
 
@@ -103,9 +103,9 @@ def beat(ticks: int, phase: Phase = "train", usual_tick_s: float | None = 1.0) -
     return Heartbeat(step=ticks, phase=phase, ticks=ticks, usual_tick_s=usual_tick_s)
 
 
-def pace(*beats: Heartbeat) -> Pace:
+def pace(*beats: Heartbeat) -> HangDetector:
     """A rank for each of the heartbeats, which came at time 0."""
-    seen = Pace(CONFIG)
+    seen = HangDetector(CONFIG)
     for rank, one in enumerate(beats):
         seen.observe(rank, one, 0.0)
     return seen
@@ -155,7 +155,7 @@ def test_who_is_to_blame() -> None:
 # Faults to rehearse -------------------------------------------------------------------------------
 
 
-def test_faults_as_they_are_written() -> None:
+def test_errors_as_they_are_written() -> None:
     assert parse("kill@40:1") == Fault(kind="kill", step=40, rank=1)
     assert parse("stop@7:0:eval") == Fault(kind="stop", step=7, rank=0, phase="eval")
 
@@ -163,7 +163,7 @@ def test_faults_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("word", "why"), [("kill", "expected <kind>@"), ("burn@1:0", "unknown kind"), ("kill@1:0:lunch", "unknown phase")]
 )
-def test_what_is_no_fault_is_refused(word: str, why: str) -> None:
+def test_what_is_no_error_is_refused(word: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse(word)
 
@@ -177,16 +177,16 @@ def test_what_could_never_strike_is_refused(word: str, why: str) -> None:
         planned(word, seed=0, steps=8, num_ranks=2)
 
 
-def test_drawn_faults_are_those_of_the_seed() -> None:
+def test_drawn_errors_are_those_of_the_seed() -> None:
     drawn = planned("random:5", seed=1, steps=100, num_ranks=3)
-    assert len({fault.step for fault in drawn}) == 5
-    assert all(1 < fault.step <= 100 and fault.rank < 3 for fault in drawn)
+    assert len({error.step for error in drawn}) == 5
+    assert all(1 < error.step <= 100 and error.rank < 3 for error in drawn)
     assert planned("random:5", seed=1, steps=100, num_ranks=3) == drawn
     assert planned("random:5", seed=2, steps=100, num_ranks=3) != drawn
-    assert [parse(str(fault)) for fault in drawn] == list(drawn)
+    assert [parse(str(error)) for error in drawn] == list(drawn)
 
 
-def test_a_fault_strikes_once() -> None:
+def test_a_error_strikes_once() -> None:
     first, second, others = (parse(word) for word in ("kill@10:1", "kill@20:1", "kill@5:0"))
     assert without_next([second, first, others], 1) == (second, others)
     assert without_next([others], 1) == (others,)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.build import shown
+from orchestrator.config.build import format_override
 from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import MASK, holds_secret, is_secret, redact, redact_text, secret_values
@@ -52,7 +52,7 @@ def test_names_that_only_look_like_secrets(key: str) -> None:
 )
 def test_numbers_of_tokens_are_no_secrets_but_a_password_may_be_a_number(key: str, value: Any, hidden: bool) -> None:
     assert holds_secret(key, value) == hidden
-    assert (MASK in shown(key, value)) == hidden
+    assert (MASK in format_override(key, value)) == hidden
 
 
 def test_nested_values_are_masked_and_the_original_is_untouched() -> None:
@@ -110,11 +110,11 @@ def test_short_values_are_not_hunted_in_free_text() -> None:
     ],
 )
 def test_messages_about_secrets_do_not_repeat_them(words: list[str]) -> None:
-    faults: list[str] = []
-    compose(words, faults)
-    assert faults
-    assert "hunter2" not in "\n".join(faults)
-    assert "password" in "\n".join(faults) or "api_key" in "\n".join(faults)
+    errors: list[str] = []
+    compose(words, errors)
+    assert errors
+    assert "hunter2" not in "\n".join(errors)
+    assert "password" in "\n".join(errors) or "api_key" in "\n".join(errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Leaky(Job):
 
 
 def test_a_job_that_repeats_its_secret_is_not_repeated() -> None:
-    faults: list[str] = []
+    errors: list[str] = []
     spec = JobSpec(target=f"{__name__}.Leaky", fields={"password": "hunter2"})
-    assert load_job(spec, faults) is None
-    assert faults == [f"job.password={MASK}: not welcome"]
+    assert load_job(spec, errors) is None
+    assert errors == [f"job.password={MASK}: not welcome"]

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.policy.recovery import Continuation
-from orchestrator.policy.transitions import Ledger, Regrouping
+from orchestrator.policy.recovery import RecoveryPlan
+from orchestrator.policy.transitions import Transition, TransitionLog
 
-IN_PLACE = Continuation(lost=(1,), sources=(0, 0), step=40, pause_s=0)
-LOSS = Regrouping(
+IN_PLACE = RecoveryPlan(lost=(1,), sources=(0, 0), step=40, pause_s=0)
+LOSS = Transition(
     began=100.0, reached=40, resumed_at=40, decision=IN_PLACE, num_workers_before=2, num_workers=2, planned=None
 )
 
 
 def test_a_failure_costs_until_the_first_step_after_it() -> None:
-    ledger = Ledger()
+    ledger = TransitionLog()
     ledger.begin(replace(LOSS, reached=47, resumed_at=40))
     recovered = ledger.end(2, 100.5)
     assert recovered is not None
@@ -26,7 +26,7 @@ def test_a_failure_costs_until_the_first_step_after_it() -> None:
 
 
 def test_a_failure_while_it_recovers_belongs_to_the_same_recovery() -> None:
-    ledger = Ledger()
+    ledger = TransitionLog()
     ledger.begin(replace(LOSS, reached=47, num_workers=1))
     ledger.begin(replace(LOSS, began=103.0, reached=0, resumed_at=30, num_workers_before=1, num_workers=1))
     recovered = ledger.end(3, 104.0)
@@ -37,7 +37,7 @@ def test_a_failure_while_it_recovers_belongs_to_the_same_recovery() -> None:
 
 
 def test_what_was_planned_is_no_failure_but_takes_time() -> None:
-    ledger = Ledger()
+    ledger = TransitionLog()
     for why in ("preempted", "growing"):
         ledger.begin(replace(LOSS, planned=why))
         ledger.end(2, 101.0)
@@ -46,4 +46,4 @@ def test_what_was_planned_is_no_failure_but_takes_time() -> None:
 
 
 def test_a_start_is_no_recovery() -> None:
-    assert Ledger().end(1, 5.0) is None
+    assert TransitionLog().end(1, 5.0) is None

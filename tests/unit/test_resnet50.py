@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from job_trials import faults, trained
+from job_trials import errors, trained
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -84,7 +84,7 @@ def test_weights_come_from_a_file(tmp_path: Path) -> None:
     saved = tiny().model()
     # Files from before BatchNorm counted its batches have no such tensors.
     save_file({k: v for k, v in saved.state_dict().items() if not k.endswith("num_batches_tracked")}, file)
-    assert faults(TARGET, **TINY, weights=str(file)) == []
+    assert errors(TARGET, **TINY, weights=str(file)) == []
     torch.manual_seed(1)
     loaded = tiny(weights=str(file)).model()
     images = torch.randn(2, 3, 32, 32)
@@ -97,16 +97,16 @@ def test_weights_come_from_a_file(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "resnet.safetensors"
     save_file(tiny(num_classes=7).model().state_dict(), file)
-    [fault] = faults(TARGET, **TINY, weights=str(file))
-    assert fault.startswith(f"job.weights={file}: 2 tensors are not those of the model, first fc.bias: [7] in the file")
-    assert "job.num_classes" in fault
+    [error] = errors(TARGET, **TINY, weights=str(file))
+    assert error.startswith(f"job.weights={file}: 2 tensors are not those of the model, first fc.bias: [7] in the file")
+    assert "job.num_classes" in error
     save_file({"encoder.weight": torch.zeros(3)}, file)
-    [fault] = faults(TARGET, **TINY, weights=str(file))
-    assert "bn1.bias: none in the file, [4] in the model" in fault
+    [error] = errors(TARGET, **TINY, weights=str(file))
+    assert "bn1.bias: none in the file, [4] in the model" in error
     save_file({**tiny().model().state_dict(), "ema.fc.bias": torch.zeros(3)}, file)
-    [fault] = faults(TARGET, **TINY, weights=str(file))
-    assert "1 tensors" in fault
-    assert "ema.fc.bias: [3] in the file, none in the model" in fault
+    [error] = errors(TARGET, **TINY, weights=str(file))
+    assert "1 tensors" in error
+    assert "ema.fc.bias: [3] in the file, none in the model" in error
 
 
 @pytest.mark.parametrize("content", [None, b"no safetensors"])
@@ -114,9 +114,9 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes 
     file = tmp_path / "resnet.safetensors"
     if content is not None:
         file.write_bytes(content)
-    [fault] = faults(TARGET, **TINY, weights=str(file))
-    assert fault.startswith(f"job.weights={file}: cannot be read")
-    assert "\n" not in fault
+    [error] = errors(TARGET, **TINY, weights=str(file))
+    assert error.startswith(f"job.weights={file}: cannot be read")
+    assert "\n" not in error
 
 
 @pytest.mark.parametrize(
@@ -134,5 +134,5 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes 
     ids=str,
 )
 def test_the_faulty_field_is_named(fields: dict[str, Any]) -> None:
-    [fault] = faults(TARGET, **fields)
-    assert fault.startswith(f"job.{next(iter(fields))}=")
+    [error] = errors(TARGET, **fields)
+    assert error.startswith(f"job.{next(iter(fields))}=")

@@ -52,14 +52,14 @@ def test_the_record_is_updated_key_by_key_and_never_half_written(tmp_path: Path)
     assert run.read_record() == {"state": "finished", "a": 1, "where": str(tmp_path), "b": {"c": [1, None]}}
 
     stop = threading.Event()
-    faults: list[Exception] = []
+    errors: list[Exception] = []
 
     def read() -> None:
         while not stop.is_set():
             try:
                 assert json.loads(run.record_file.read_text())["a"] == 1
             except Exception as e:
-                faults.append(e)
+                errors.append(e)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -67,7 +67,7 @@ def test_the_record_is_updated_key_by_key_and_never_half_written(tmp_path: Path)
         run.update_record(text="x" * 10_000, i=i)
     stop.set()
     reader.join(timeout=10)
-    assert not faults
+    assert not errors
     assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "logs", "run.json"]
 
 

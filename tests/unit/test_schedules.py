@@ -36,8 +36,8 @@ def stages_allowed(schedule: Schedule) -> tuple[int, ...]:
 def test_the_numbers_of_microbatches_are_those_that_torch_accepts(schedule: Schedule, workers: int) -> None:
     for stages_per_rank in stages_allowed(schedule):
         for m in range(1, MOST):
-            fault = schedule.microbatches_fault(m, workers * stages_per_rank, workers)
-            assert (fault is None) == torch_accepts(schedule, workers, m, stages_per_rank), (m, stages_per_rank)
+            error = schedule.microbatches_error(m, workers * stages_per_rank, workers)
+            assert (error is None) == torch_accepts(schedule, workers, m, stages_per_rank), (m, stages_per_rank)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
@@ -78,9 +78,9 @@ def test_the_configuration_offers_every_one_of_them() -> None:
         ("GPipe", 1, 4, 4, None),
     ],
 )
-def test_a_fault_names_the_remedy(name: str, microbatches: int, stages: int, workers: int, said: str | None) -> None:
-    fault = SCHEDULES[name].microbatches_fault(microbatches, stages, workers)
-    assert fault is None if said is None else said in str(fault)
+def test_a_error_names_the_remedy(name: str, microbatches: int, stages: int, workers: int, said: str | None) -> None:
+    error = SCHEDULES[name].microbatches_error(microbatches, stages, workers)
+    assert error is None if said is None else said in str(error)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())

@@ -17,7 +17,7 @@ from orchestrator.model.sharding import (
     cut,
     extents_of,
     offsets,
-    optimizer_fault,
+    optimizer_error,
 )
 
 
@@ -110,14 +110,14 @@ def test_parts_are_updated_as_the_whole_is(kind: type[torch.optim.Optimizer]) ->
             optimizer.step()
         return torch.cat([p.detach() for p in parameters])
 
-    assert optimizer_fault(kind([nn.Parameter(start)], lr=0.1)) is None
+    assert optimizer_error(kind([nn.Parameter(start)], lr=0.1)) is None
     torch.testing.assert_close(trained([slice(0, 13), slice(13, 60)]), trained([slice(0, 60)]), rtol=1e-6, atol=1e-7)
 
 
 def test_an_optimizer_that_sees_whole_parameters_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(3, 3))]
     for optimizer in (torch.optim.LBFGS(parameters), torch.optim.Adafactor(parameters)):
-        fault = optimizer_fault(optimizer)
-        assert fault is not None
-        assert fault.startswith(type(optimizer).__name__)
-        assert "strategy=ddp" in fault
+        error = optimizer_error(optimizer)
+        assert error is not None
+        assert error.startswith(type(optimizer).__name__)
+        assert "strategy=ddp" in error

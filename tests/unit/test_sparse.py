@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from job_trials import accuracy, faults, trained
+from job_trials import accuracy, errors, trained
 from torch.nn import functional as F
 
 from jobs.sparse import MatrixCompletion, SparseJob, SparseLogistic
@@ -147,11 +147,11 @@ def test_every_algorithm_learns(job: SparseJob, algorithm: Any, sparse: bool) ->
     ids=str,
 )
 def test_the_faulty_field_is_named(name: str, fields: dict[str, Any]) -> None:
-    [fault] = faults(f"jobs.sparse.{name}", **fields)
-    assert fault.startswith(f"job.{next(iter(fields))}=")
+    [error] = errors(f"jobs.sparse.{name}", **fields)
+    assert error.startswith(f"job.{next(iter(fields))}=")
 
 
 def test_adam_with_sparse_gradients_is_refused_with_the_remedy() -> None:
-    [fault] = faults("jobs.sparse.SparseLogistic", algorithm="adam")
-    assert fault.startswith("job.algorithm=adam: torch's Adam takes no sparse gradients; choose job.algorithm=adagrad")
-    assert faults("jobs.sparse.SparseLogistic", algorithm="adam", sparse=False) == []
+    [error] = errors("jobs.sparse.SparseLogistic", algorithm="adam")
+    assert error.startswith("job.algorithm=adam: torch's Adam takes no sparse gradients; choose job.algorithm=adagrad")
+    assert errors("jobs.sparse.SparseLogistic", algorithm="adam", sparse=False) == []

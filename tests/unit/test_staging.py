@@ -97,13 +97,13 @@ def staged(job: Job, *words: str) -> tuple[Plan, Plan, list[str]]:
     """The plan before and after the model was looked at, and the faults."""
     config = config_of(*words)
     plan = make_plan(config, LAPTOP, oversubscribe_cpus=True)
-    faults: list[str] = []
-    return plan, with_stages(config, job, plan, faults), faults
+    errors: list[str] = []
+    return plan, with_stages(config, job, plan, errors), errors
 
 
 def new_notes(job: Job, *words: str) -> tuple[str, ...]:
-    before, after, faults = staged(job, *words)
-    assert faults == []
+    before, after, errors = staged(job, *words)
+    assert errors == []
     assert after.notes[: len(before.notes)] == before.notes
     return after.notes[len(before.notes) :]
 
@@ -170,16 +170,16 @@ def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Jo
         (Rows(), "strategy=pipeline strategy.split=[9]", "strategy.split=[9]: 9: no such layer"),
     ],
 )
-def test_what_is_wrong_is_a_fault(job: Job, words: str, said: str) -> None:
-    plan, after, (fault,) = staged(job, *words.split())
-    assert fault.startswith(said)
+def test_what_is_wrong_is_a_error(job: Job, words: str, said: str) -> None:
+    plan, after, (error,) = staged(job, *words.split())
+    assert error.startswith(said)
     assert after.mesh == plan.mesh
 
 
 def test_a_model_that_is_not_cut_is_not_looked_at() -> None:
-    before, after, faults = staged(Frozen(), "strategy=ddp")
+    before, after, errors = staged(Frozen(), "strategy=ddp")
     assert after == before
-    assert faults == []
+    assert errors == []
 
 
 def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:

@@ -64,18 +64,18 @@ def absolute_paths(config: Config) -> Config:
     return dataclasses.replace(config, output_dir=str(output_dir), tracking=tracking)
 
 
-def environment_faults(config: Config) -> list[str]:
+def environment_errors(config: Config) -> list[str]:
     """What is wrong around the run: the tracking URI, the output directory."""
-    faults = []
-    if config.tracking.uri is not None and (fault := validate_uri(config.tracking.uri)):
-        faults.append(fault)
+    errors = []
+    if config.tracking.uri is not None and (error := validate_uri(config.tracking.uri)):
+        errors.append(error)
     output_dir = Path(config.output_dir)
     try:
         existing = next(p for p in (output_dir, *output_dir.parents) if p.exists())
         tempfile.TemporaryDirectory(prefix=".probe-", dir=existing).cleanup()
     except OSError as e:
-        faults.append(_unwritable(config, e))
-    return faults
+        errors.append(_unwritable(config, e))
+    return errors
 
 
 def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resume | None:
@@ -118,12 +118,12 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resu
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts anew"])
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
-    faults = [] if job is None else _job_faults(job, checkpoint, manifest["meta"])
-    faults = [f"resume={config.resume}: {fault}" for fault in faults]
+    errors = [] if job is None else _job_errors(job, checkpoint, manifest["meta"])
+    errors = [f"resume={config.resume}: {error}" for error in errors]
     if step >= config.train.steps:
-        faults.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
-    if faults:
-        raise ConfigError(faults)
+        errors.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
+    if errors:
+        raise ConfigError(errors)
     if job is not None:
         warnings.extend(_changes(run_dir.read_record().get("params", {}), _params(_resolved(config, job))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step)
@@ -196,7 +196,7 @@ def _named_run(output_dir: Path, text: str) -> RunDir:
     raise ConfigError([f"resume={text}: no run directory there; {did_you_mean(text, list(names)[:8])}"])
 
 
-def _job_faults(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
+def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
     """How the job's model and optimizer differ from the checkpoint's. Needs memory for neither."""
     deferred_dynamo.install()
     model = outline(job)
@@ -204,11 +204,11 @@ def _job_faults(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     without_optimizer = TrainState(model=saved, optimizer={}, meta={})
-    faults = [f"of another model: {line}" for line in mismatches(shapes, without_optimizer)]
+    errors = [f"of another model: {line}" for line in mismatches(shapes, without_optimizer)]
     optimizer = type(job.optimizer(model.parameters())).__name__
     if optimizer != meta["optimizer"]:
-        faults.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
-    return faults
+        errors.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
+    return errors
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

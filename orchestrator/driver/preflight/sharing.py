@@ -8,28 +8,28 @@ from orchestrator.compat import deferred_dynamo
 from orchestrator.config.schema import Config, HogwildConfig, ParameterServerConfig
 from orchestrator.driver.preflight.prepare import outline
 from orchestrator.job import Job
-from orchestrator.model.sharding import extents_of, optimizer_fault
+from orchestrator.model.sharding import extents_of, optimizer_error
 
 
-def serving_faults(config: Config, job: Job) -> list[str]:
+def sharing_errors(config: Config, job: Job) -> list[str]:
     """Why the parameters and their optimizer cannot be cut into the shards that are asked for."""
     strategy = config.strategy
     if not isinstance(strategy, ParameterServerConfig):
         return []
     deferred_dynamo.install()
     model = outline(job)
-    faults = []
+    errors = []
     numbers = sum(extent.units for extent in extents_of(model))
     if strategy.num_shards > numbers:
-        faults.append(
+        errors.append(
             f"strategy.num_shards={strategy.num_shards}: the model can be cut into {numbers} parts at most; lower it"
         )
-    if fault := optimizer_fault(job.optimizer([p for p in model.parameters() if p.requires_grad])):
-        faults.append(f"strategy={strategy.name}: Job.optimizer: {fault}")
-    return faults
+    if error := optimizer_error(job.optimizer([p for p in model.parameters() if p.requires_grad])):
+        errors.append(f"strategy={strategy.name}: Job.optimizer: {error}")
+    return errors
 
 
-def serving_notes(config: Config, job: Job) -> list[str]:
+def sharing_notes(config: Config, job: Job) -> list[str]:
     """What to know of the model where workers do not wait for each other."""
     strategy = config.strategy
     waits = not isinstance(strategy, HogwildConfig)

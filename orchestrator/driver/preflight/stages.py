@@ -23,8 +23,8 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
 
 
-def with_stages(config: Config, job: Job, plan: Plan, faults: list[str]) -> Plan:
-    """``plan`` with notes on the model that it cuts; to ``faults`` is added why it cannot be cut so.
+def with_stages(config: Config, job: Job, plan: Plan, errors: list[str]) -> Plan:
+    """``plan`` with notes on the model that it cuts; to ``errors`` is added why it cannot be cut so.
 
     A plan that cuts no model stays as it is.
     """
@@ -39,15 +39,15 @@ def with_stages(config: Config, job: Job, plan: Plan, faults: list[str]) -> Plan
     try:
         inputs, _ = collate([job.dataset("train")[0]] * rows)
         sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split)
-        of_layers = _layer_faults(sequence, plan)
+        of_layers = _layer_errors(sequence, plan)
         if strategy.split != "auto" and not of_layers:
             cut, of_layers = cut_at(sequence.layers, split, layout.num_stages)
             if cut is not None:
                 boundaries_of(sequence, flow(sequence, inputs, precision=contextlib.nullcontext), cut)
-        faults += of_layers
+        errors += of_layers
         return replace(plan, notes=(*plan.notes, *notes_of(sequence.outline, plan, rows)))
     except ValueError as e:
-        faults.append(str(e) if str(e).startswith("strategy.") else f"strategy={strategy.name}: {e}")
+        errors.append(str(e) if str(e).startswith("strategy.") else f"strategy={strategy.name}: {e}")
         return plan
 
 
@@ -68,15 +68,15 @@ def notes_of(outline: Outline, plan: Plan, rows: int) -> list[str]:
     return notes
 
 
-def _layer_faults(sequence: LayerSequence, plan: Plan) -> list[str]:
+def _layer_errors(sequence: LayerSequence, plan: Plan) -> list[str]:
     """What is wrong wherever the cuts are."""
     layers, layout, name = sequence.layers, plan.pipeline, plan.strategy
     assert layout is not None
-    faults = []
+    errors = []
     if not any(layer.trainable for layer in layers):
-        faults.append(f"strategy={name}: the model has no parameters to train, or all are frozen")
+        errors.append(f"strategy={name}: the model has no parameters to train, or all are frozen")
     if synchronised := _names_of(sequence.outline.model, nn.SyncBatchNorm):
-        faults.append(
+        errors.append(
             f"strategy={name}: SyncBatchNorm ({_few(synchronised)}) waits for all workers, of which those with other "
             "stages do not come; use BatchNorm"
         )
@@ -84,8 +84,8 @@ def _layer_faults(sequence: LayerSequence, plan: Plan) -> list[str]:
         try:
             balance(layers, [1.0] * len(layers), layout.num_stages)
         except ValueError as e:
-            faults.append(_too_few(plan, str(e)))
-    return faults
+            errors.append(_too_few(plan, str(e)))
+    return errors
 
 
 def _too_few(plan: Plan, reason: str) -> str:

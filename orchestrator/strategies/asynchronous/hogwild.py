@@ -25,7 +25,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import LockedSGDConfig
-from orchestrator.protocol.metrics import Figure
+from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
@@ -69,7 +69,7 @@ class Hogwild(Single):
             parameter.data = shared[f"model/{name}"]
         share_state(self.optimizer, {p.removeprefix("optimizer/"): t for p, t in shared.items()})
 
-    def begin_equal(self) -> None:
+    def sync_initial_state(self) -> None:
         self._has_state = True
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
@@ -83,20 +83,20 @@ class Hogwild(Single):
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context
         state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
-        with self.together():
+        with self.quiesced():
             self._load(state)
             self._steps.fill_(state.step)
         self._scheduled = state.step
         self._has_state = True
         return state.meta
 
-    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
         """Everything, after the last step that every worker has come to the end of."""
         if not self._has_state:
             return {}
         return dict.fromkeys(range(self.context.mesh.world_size), (int(self._steps.min()),))
 
-    def hand_over(
+    def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
         """The memory is there; the new workers need buffers, the optimizer's options and the schedule."""
@@ -113,7 +113,7 @@ class Hogwild(Single):
                 self._load(state)
                 self._scheduled = state.step
                 samples_before = state.samples_consumed - state.step * batch_size
-        with self.together():
+        with self.quiesced():
             if rank == 0:
                 self._steps.fill_(source_step)
                 self._updates.zero_()  # a lost worker may have counted half of an update
@@ -131,16 +131,16 @@ class Hogwild(Single):
         share_state(self.optimizer, shared)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def quiesced(self) -> Iterator[None]:
         dist.barrier()
         yield
         dist.barrier()
 
-    def figures(self) -> Mapping[str, Figure]:
+    def metrics(self) -> Mapping[str, Metric]:
         staleness, self._staleness = self._staleness, []
         updates = int(self._updates.sum())
         lost_pct = 100 * (1 - float(self._probes.mean()) / max(1, updates))
-        return {"hogwild/lost_updates_pct": Figure(lost_pct, "max"), **staleness_figures(staleness)}
+        return {"hogwild/lost_updates_pct": Metric(lost_pct, "max"), **staleness_figures(staleness)}
 
     def _update(self) -> None:
         with self._lock() if self._locks_update else contextlib.nullcontext():

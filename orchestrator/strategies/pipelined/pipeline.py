@@ -50,15 +50,15 @@ from orchestrator.timeline.spans import Span
 class Pipeline(OptimizerStep):
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
-        self.move(context)
+        self.reassign(context)
         self._comm_ms: float | None = None
         self._built = False
         self._copies: PeerCopies | None = None
         if context.peer_copy_every:
             self._copies = PeerCopies()
 
-    def move(self, context: Context) -> None:
-        super().move(context)
+    def reassign(self, context: Context) -> None:
+        super().reassign(context)
         assert context.pipeline is not None
         self.layout = context.pipeline
         train = context.train
@@ -129,11 +129,11 @@ class Pipeline(OptimizerStep):
         )
 
     @torch.no_grad()
-    def begin_equal(self) -> None:
+    def sync_initial_state(self) -> None:
         if self.context.mesh.data_parallel_size > 1:
             for tensor in (*self.model.parameters(), *self._buffers()):
                 dist.broadcast(tensor, group=self._replicas, group_src=0)
-        self._sharing.begin_equal()
+        self._sharing.sync_initial_state()
 
     @property
     def model(self) -> nn.Module:  # type: ignore[override]
@@ -171,18 +171,18 @@ class Pipeline(OptimizerStep):
         if copies is not None and step % every == 0:
             copies.submit(lambda into: self.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
-    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
         """The stages of this worker, which its replicas have too, and copies of these and of a neighbour's."""
         mesh, pp_rank = self.context.mesh, self.context.pp_rank
         of_stage: dict[int, tuple[int, ...]] = {}
-        if self._built and settled:
+        if self._built and update_complete:
             of_stage[pp_rank] = (step,)
         if self._copies is not None:
             of_stage[pp_rank] = (*of_stage.get(pp_rank, ()), *self._copies.own_steps)
             of_stage[(pp_rank - 1) % mesh.pipeline_parallel_size] = self._copies.neighbours_steps
         return {rank: steps for stage, steps in of_stage.items() for rank in mesh.replicas(stage)}
 
-    def hand_over(
+    def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
         """From replica to replica of a stage, from the neighbour that keeps a copy, or from one's own copy."""
@@ -270,9 +270,9 @@ class Pipeline(OptimizerStep):
         """The cut of the configuration, or the balanced one: that of the ranks that have one, or as rank 0 measures."""
         num_stages, split = self.layout.num_stages, self._split()
         if split is not None:
-            cut, faults = cut_at(self._layers, split, num_stages)
+            cut, errors = cut_at(self._layers, split, num_stages)
             if cut is None:
-                raise ValueError("\n".join(faults))
+                raise ValueError("\n".join(errors))
             return cut
         starts = torch.tensor(self.cut.starts if self._built else [0] * num_stages, device=self.context.device)
         dist.all_reduce(starts, op=dist.ReduceOp.MAX)

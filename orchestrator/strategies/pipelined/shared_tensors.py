@@ -36,7 +36,7 @@ class Sharing:
         self.first_names: dict[str, str] = {}
         self.saved_elsewhere: set[str] = set()
         self.counted_elsewhere: set[Tensor] = set()
-        self._held: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._recoverable_steps: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for tensor in shared:
             ranks = [stage_ranks[stage] for stage in tensor.stages]
@@ -48,7 +48,7 @@ class Sharing:
                     names = tensor.names_on(stage_ranks, mesh.pp_rank(global_rank))
                     parameter = own[names[0]]
                     if isinstance(parameter, nn.Parameter):
-                        self._held.append((parameter, groups[holders]))
+                        self._recoverable_steps.append((parameter, groups[holders]))
                     if mesh.pp_rank(global_rank) != ranks[0]:
                         self._leave_to_first(parameter, names, tensor.names_on(stage_ranks, ranks[0]))
 
@@ -59,15 +59,15 @@ class Sharing:
             self.counted_elsewhere.add(tensor)
 
     @torch.no_grad()
-    def begin_equal(self) -> None:
+    def sync_initial_state(self) -> None:
         """Give each parameter the numbers that the first of its workers has."""
-        for parameter, group in self._held:
+        for parameter, group in self._recoverable_steps:
             dist.broadcast(parameter, group=group, group_src=0)
 
     def add_gradients(self) -> None:
         """Replace the gradient of each parameter by its sum over the workers that have it, a dense one: it may be
         sparse in one stage and dense in another."""
-        for parameter, group in self._held:
+        for parameter, group in self._recoverable_steps:
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:  # one of the stages makes no use of it

@@ -64,7 +64,7 @@ class DDP(Single):
         elif self._powersgd is not None:
             self.replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
 
-    def begin_equal(self) -> None:
+    def sync_initial_state(self) -> None:
         for tensor in self.model.state_dict().values():
             dist.broadcast(tensor, src=0)
 
@@ -93,13 +93,13 @@ class DDP(Single):
         self._step = meta["step"]
         return meta
 
-    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
         """Everything, except where ranks have something of their own, as the errors of PowerSGD are."""
-        if not settled or self._powersgd is not None:
+        if not update_complete or self._powersgd is not None:
             return {}
         return {rank: (step,) for rank in range(self.context.mesh.world_size)}
 
-    def hand_over(
+    def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
         source, state = sources[0], None  # all have the same state

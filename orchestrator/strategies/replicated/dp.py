@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from orchestrator.config.schema import DPConfig
 from orchestrator.model.batch import first_rows
-from orchestrator.protocol.metrics import Figure
+from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import EvalSums, StepResult
 from orchestrator.strategies.replicated.replicas import Replicas
 from orchestrator.strategies.replicated.single import Single, weighted
@@ -43,10 +43,10 @@ class DP(Single):
         if "_replicas" in vars(self):
             self._replicas.close()
 
-    def figures(self) -> Mapping[str, Figure]:
+    def metrics(self) -> Mapping[str, Metric]:
         gathered = self._gathered_bytes / max(1, self._steps)
         self._gathered_bytes = self._steps = 0
-        return {"dp/gathered_bytes": Figure(gathered, "sum")}
+        return {"dp/gathered_bytes": Metric(gathered, "sum")}
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return super().evaluate(first_rows(batch, valid), valid)

@@ -25,10 +25,10 @@ from torch.utils.data import Dataset
 
 from orchestrator.config.schema import ParameterServerConfig
 from orchestrator.job import Job
-from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_fault, touches_rows_alone
+from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_error, touches_rows_alone
 from orchestrator.model.stages import module_of
 from orchestrator.planning.mesh import Mesh
-from orchestrator.protocol.metrics import Figure
+from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_json, broadcast_state, gather_states, receive_state, send_state
@@ -38,11 +38,11 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
     ANSWERED_ROWS,
     NORM,
     READY,
-    Arrivals,
     Groups,
     Part,
+    PendingSends,
     Push,
-    Sends,
+    PushReceiver,
     number_dtype,
     pack_rows,
     parts_of,
@@ -82,9 +82,9 @@ class Shard(Strategy):
     def attach(self) -> None:
         mesh = self.context.mesh
         self._groups = Groups.form(mesh)
-        self._sends = Sends()
+        self._sends = PendingSends()
         self._pushes = {w: Push(self._parts, compression=self._options.compression) for w in self._workers}
-        self._arrivals = None if self._sync else Arrivals(self._pushes, self._groups.pushes)
+        self._arrivals = None if self._sync else PushReceiver(self._pushes, self._groups.pushes)
         if self._copies is not None:
             self._copies.attach(self._groups.copies, mesh.shards, rank=self.context.global_rank)
         self._unanswered: set[int] = set()
@@ -94,7 +94,7 @@ class Shard(Strategy):
         self._most_ahead = 0
         self._told_at, self._told_updates = time.perf_counter(), 0
 
-    def begin_equal(self) -> None:
+    def sync_initial_state(self) -> None:
         self._begin_after(0)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
@@ -138,7 +138,7 @@ class Shard(Strategy):
         self._begin_after(state.step)
         return state.meta
 
-    def held(self, step: int, *, settled: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
         """Its own state, that of any worker, which can have its parameters, and the copy of the shard before it."""
         if self._at is None:
             return {}
@@ -149,7 +149,7 @@ class Shard(Strategy):
             found[self.context.mesh.shards[self._shard - 1]] = self._copies.neighbours_steps
         return {**found, self.context.global_rank: own, **dict.fromkeys(self._workers, own)}
 
-    def hand_over(
+    def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
         """Have the state of this shard, then give every worker its part of the parameters, and what the optimizer's
@@ -190,10 +190,10 @@ class Shard(Strategy):
             vars(self).pop(owner, None)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def quiesced(self) -> Iterator[None]:
         if not self._sync:
             for worker in self._workers:
-                self._answer(worker, self._groups.patient)
+                self._answer(worker, self._groups.long_timeout)
             self._sends.wait()
         yield
 
@@ -204,24 +204,24 @@ class Shard(Strategy):
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def figures(self) -> Mapping[str, Figure]:
+    def metrics(self) -> Mapping[str, Metric]:
         now = time.perf_counter()
         rate = (self._updates - self._told_updates) / (now - self._told_at)
-        figures = {"parameter_server/updates_per_s": Figure(rate, "max")}
+        metrics = {"parameter_server/updates_per_s": Metric(rate, "max")}
         if not self._sync:
-            figures |= staleness_figures(self._staleness)
-            figures["async/steps_ahead_max"] = Figure(self._most_ahead, "max")
+            metrics |= staleness_figures(self._staleness)
+            metrics["async/steps_ahead_max"] = Metric(self._most_ahead, "max")
         self._staleness, self._most_ahead = [], 0
         self._told_at, self._told_updates = now, self._updates
-        return figures
+        return metrics
 
     def _take_over(self, state: TrainState | None) -> None:
         """Build everything as a worker alone would, or as it was saved, and keep this shard's part."""
         torch.manual_seed(self.context.seed)
         model = self.job.model()
         optimizer = self.job.optimizer([p for p in model.parameters() if p.requires_grad])
-        if fault := optimizer_fault(optimizer):
-            raise ValueError(f"Job.optimizer: {fault}")
+        if error := optimizer_error(optimizer):
+            raise ValueError(f"Job.optimizer: {error}")
         self.scheduler = self.job.scheduler(optimizer, self.context.train.steps)
         if state is not None:
             train_state.restore(state, model, optimizer, self.scheduler)
@@ -324,7 +324,7 @@ class Shard(Strategy):
                 self._unanswered.remove(waiting)
                 self._answer(waiting)
 
-    def _wait_for(self, arriving: dist.Work | Sends | None) -> None:
+    def _wait_for(self, arriving: dist.Work | PendingSends | None) -> None:
         assert arriving is not None
         began = time.perf_counter()
         arriving.wait()

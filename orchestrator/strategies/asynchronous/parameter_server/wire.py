@@ -39,13 +39,13 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Groups:
-    """``patient``: all ranks, however far apart in time they are. ``pushes``: for pushes that are received in the
+    """``long_timeout``: all ranks, however far apart in time they are. ``pushes``: for pushes that are received in the
     background, on connections of their own, so that a shard that leaves closes all others at once. ``copies``: the
     shards, for their copies."""
 
     workers: dist.ProcessGroup
     shards: dist.ProcessGroup
-    patient: dist.ProcessGroup
+    long_timeout: dist.ProcessGroup
     pushes: dist.ProcessGroup
     copies: dist.ProcessGroup
 
@@ -55,7 +55,7 @@ class Groups:
         return Groups(
             workers=dist.new_group(list(range(mesh.num_workers))),
             shards=dist.new_group(list(mesh.shards)),
-            patient=dist.new_group(timeout=FAR_APART),
+            long_timeout=dist.new_group(timeout=FAR_APART),
             pushes=dist.new_group(timeout=FAR_APART),
             copies=dist.new_group(list(mesh.shards)),
         )
@@ -146,7 +146,7 @@ class Push:
         self._rows[name] = here, sparse.values()[first:last].to("cpu", self._dtypes[name])
         self._counts[name] = len(here)
 
-    def send(self, to: int, sends: Sends, group: dist.ProcessGroup | None = None) -> None:
+    def send(self, to: int, sends: PendingSends, group: dist.ProcessGroup | None = None) -> None:
         self._header.copy_(torch.tensor(list(self._counts.values())))
         sends.send(self._memory, to, PUSH, group)
         rows = [self._rows[name] for name in self._parts if name in self._rows]  # gradients come in any order
@@ -180,7 +180,7 @@ class Push:
         return self._rows.get(name)
 
 
-class Arrivals:
+class PushReceiver:
     """The pushes of several workers in the order in which they come, each received in memory of its own."""
 
     def __init__(self, pushes: Mapping[int, Push], group: dist.ProcessGroup):
@@ -226,7 +226,7 @@ class Arrivals:
             self._arrived.put((worker, error))
 
 
-class Sends:
+class PendingSends:
     """Messages on their way, whose memory must not change meanwhile. ``size_bytes``: of all that were ever sent."""
 
     def __init__(self) -> None:

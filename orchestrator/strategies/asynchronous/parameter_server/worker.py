@@ -27,8 +27,8 @@ from torch.utils.data import Dataset
 
 from orchestrator.config.schema import ParameterServerConfig
 from orchestrator.job import Job
-from orchestrator.model.sharding import PER_PARAMETER, Extent, extents_of, offsets, optimizer_fault
-from orchestrator.protocol.metrics import Figure
+from orchestrator.model.sharding import PER_PARAMETER, Extent, extents_of, offsets, optimizer_error
+from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, gather_states
@@ -40,9 +40,9 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
     NORM,
     Groups,
     Part,
+    PendingSends,
     Push,
     RowsSpec,
-    Sends,
     parts_of,
     receive_rows,
     whole_bytes,
@@ -59,7 +59,7 @@ def make(context: Context, job: Job) -> Strategy:
     return role(context, job)
 
 
-class Line:
+class ShardConnection:
     """A worker's line to one shard: a push, then the answer."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Line:
         taken = whole_bytes(parts)
         self.rank = rank
         self._pushes = pushes
-        self.sends = Sends()
+        self.sends = PendingSends()
         self.received_bytes = 0
         self._names = [part.name for part in parts]
         self._push = Push(parts, compression=compression)
@@ -169,8 +169,8 @@ class Worker(Single):
         self._options = options
         self._sync = options.consistency == "sync"
         self._changes_gradient = not self._sync and (train.clip_norm is not None or train.on_nonfinite == "skip")
-        self._lines: list[Line] = []
-        self._lines_of: dict[str, list[Line]] = {}
+        self._lines: list[ShardConnection] = []
+        self._lines_of: dict[str, list[ShardConnection]] = {}
         self._last_backward = False
         self._finished: int | None = None  # the last step of the run that this worker has come to the end of
         self._ended_at: float | None = None  # when the last step did, if steps follow each other
@@ -178,8 +178,8 @@ class Worker(Single):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
-        if fault := optimizer_fault(self.optimizer):
-            raise ValueError(f"Job.optimizer: {fault}")
+        if error := optimizer_error(self.optimizer):
+            raise ValueError(f"Job.optimizer: {error}")
         self.optimizer.state.clear()  # it is on the shards; here are the settings alone
         extents = extents_of(self.model)
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -194,7 +194,7 @@ class Worker(Single):
         self._groups = Groups.form(self.context.mesh)
         pushes = None if self._sync else self._groups.pushes
         self._lines = [
-            Line(rank, parts, self._trained, self._memory, self._options.compression, pushes)
+            ShardConnection(rank, parts, self._trained, self._memory, self._options.compression, pushes)
             for rank, parts in zip(self.context.mesh.shards, self._parts, strict=True)
         ]
         self._lines_of = {
@@ -205,7 +205,7 @@ class Worker(Single):
         }
         self._forget_figures()
 
-    def begin_equal(self) -> None:
+    def sync_initial_state(self) -> None:
         self._finished = 0
 
     @property
@@ -273,7 +273,7 @@ class Worker(Single):
         return meta
 
     @torch.no_grad()
-    def hand_over(
+    def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
         """Take everything from the shards but what they do not have: buffers, and parameters that are not trained."""
@@ -297,13 +297,13 @@ class Worker(Single):
         return {name: meta[name] for name in ("step", "samples_consumed")}
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def quiesced(self) -> Iterator[None]:
         self._complete()
         if not self._sync:
             # The shards answer once all workers are here: with everything that all of them have pushed.
             received = [line.received_bytes for line in self._lines]
             for line in self._lines:
-                line.expect(self._groups.patient)
+                line.expect(self._groups.long_timeout)
             for line, before in zip(self._lines, received, strict=True):
                 line.complete()
                 line.received_bytes = before  # the figures are of steps
@@ -314,21 +314,21 @@ class Worker(Single):
     def comm_ms(self) -> float | None:
         return 1e3 * self._waited_s
 
-    def figures(self) -> Mapping[str, Figure]:
+    def metrics(self) -> Mapping[str, Metric]:
         waited_pct = 100 * self._waited_in_window_s / max(self._window_s, 1e-9)
         sent = sum(line.sends.size_bytes for line in self._lines)
-        figures = {
-            f"parameter_server/worker_{self.context.global_rank}_wait_pct": Figure(waited_pct, "max"),
-            "parameter_server/wait_pct": Figure(waited_pct, "mean"),
-            "parameter_server/bytes_sent_per_step": Figure(sent / max(1, self._steps), "mean"),
+        metrics = {
+            f"parameter_server/worker_{self.context.global_rank}_wait_pct": Metric(waited_pct, "max"),
+            "parameter_server/wait_pct": Metric(waited_pct, "mean"),
+            "parameter_server/bytes_sent_per_step": Metric(sent / max(1, self._steps), "mean"),
         }
         if self._answers:  # the first is received after the first step
             received = sum(line.received_bytes for line in self._lines)
             pulled_pct = 100 * self._pulled / (self._answers * self._numbers)
-            figures["parameter_server/bytes_received_per_step"] = Figure(received / self._answers, "mean")
-            figures["parameter_server/pulled_pct"] = Figure(pulled_pct, "mean")
+            metrics["parameter_server/bytes_received_per_step"] = Metric(received / self._answers, "mean")
+            metrics["parameter_server/pulled_pct"] = Metric(pulled_pct, "mean")
         self._forget_figures()
-        return figures
+        return metrics
 
     def _forget_figures(self) -> None:
         for line in self._lines:
