@@ -18,7 +18,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
-from orchestrator.strategies import make_strategy
+from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.worker.data import train_batches
 
@@ -51,10 +51,15 @@ def train(words: Sequence[str], job: Job, work: Callable[[Strategy, Config], T])
         RuntimeError: a process failed or took longer than ``TIMEOUT_S``.
     """
     faults: list[str] = []
-    config, _ = compose(words, faults)
+    config, _ = compose(words, faults, registry.config_class)
     if config is None or faults:
         raise RuntimeError("\n".join(faults))
-    plan = make_plan(config, (Node(node_id="here", name="here", cpus=64, gpus=0),), oversubscribe_cpus=True)
+    plan = make_plan(
+        config,
+        registry.load(config.strategy.name),
+        (Node(node_id="here", name="here", cpus=64, gpus=0),),
+        oversubscribe_cpus=True,
+    )
     results: SimpleQueue[tuple[int, T]] = _context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         store = f"{folder}/store"  # a file, which needs no thread before the forks
@@ -130,7 +135,7 @@ def _run(
         pipeline=plan.pipeline,
         num_devices=plan.devices_per_worker,
     )
-    strategy = make_strategy(config.strategy.name, context, job)
+    strategy = registry.load(config.strategy.name).create(context, job)
     strategy.setup(job.dataset("train"))
     strategy.attach()
     strategy.sync_initial_state()

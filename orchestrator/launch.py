@@ -28,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{o}: unknown option; {did_you_mean(o, OPTIONS + COMPLETION)}" for o in unknown)
         elif "-h" in options or "--help" in options:
             from orchestrator.config.help import help_text
+            from orchestrator.strategies import registry
 
-            print(help_text(overrides))
+            print(help_text(overrides, registry.config_class))
         else:
             return _launch(overrides, sweep=bool(options))
     except ConfigError as e:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -15,11 +15,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from orchestrator.config.build import build, format_override
-from orchestrator.config.overrides import GROUPS, conf_dir, group_error, judge, parse
-from orchestrator.config.schema import STRATEGIES, Config, JobSpec, StrategyConfig
+from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, judge, parse
+from orchestrator.config.schema import Config, JobSpec, StrategyConfig
+
+StrategyConfigs = Callable[[str], type[StrategyConfig]]
+"""From the name of a strategy to its configuration class."""
 
 
-def compose(words: Sequence[str], errors: list[str]) -> tuple[Config | None, JobSpec | None]:
+def compose(
+    words: Sequence[str], errors: list[str], strategy_config: StrategyConfigs
+) -> tuple[Config | None, JobSpec | None]:
     """Compose ``conf/`` with the overrides ``words``.
 
     Every fault is appended to ``errors``; what is still usable beside a fault is returned, so that
@@ -31,7 +36,7 @@ def compose(words: Sequence[str], errors: list[str]) -> tuple[Config | None, Job
         return None, None
     # The keys of a section whose word is unknown cannot be judged.
     unknown = {o.key_or_group for o in parsed if not o.is_sweep_override() and group_error(o)}
-    return _config(data, unknown, errors)
+    return _config(data, unknown, errors, strategy_config)
 
 
 def shell_completion() -> None:
@@ -77,12 +82,15 @@ def _explain(error: HydraException | OmegaConfBaseException) -> str:
     return f"{key}: {reason}"
 
 
-def _config(data: dict[str, Any], unknown: set[str], errors: list[str]) -> tuple[Config | None, JobSpec | None]:
+def _config(
+    data: dict[str, Any], unknown: set[str], errors: list[str], strategy_config: StrategyConfigs
+) -> tuple[Config | None, JobSpec | None]:
     spec = None if "job" in unknown else _job_spec(data.get("job"), errors)
     data["job"] = spec or JobSpec(target="", fields={})
     strategy = data.get("strategy")
     if isinstance(strategy, Mapping):
-        cls = STRATEGIES.get(str(strategy.get("name")), StrategyConfig)
+        name = str(strategy.get("name"))
+        cls = strategy_config(name) if name in choices("strategy") else StrategyConfig
         own = None if "strategy" in unknown else build(cls, _own_keys(cls, strategy, errors), "strategy", errors)
         data["strategy"] = own or _placeholder(cls)
     config = build(Config, data, "", errors)
@@ -101,15 +109,20 @@ def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
 
 def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: list[str]) -> dict[str, Any]:
     """The keys without those of other strategies, which are refused by the name of their owner."""
-    fields = {word: {f.name for f in dataclasses.fields(c)} for word, c in STRATEGIES.items()}
+    keys_by_strategy = {word: group_keys("strategy", word) for word in choices("strategy")}
     own: dict[str, Any] = {}
     for key, value in strategy.items():
-        owners = [word for word, names in fields.items() if key in names]
+        owners = [word for word, names in keys_by_strategy.items() if key in names]
         if owners and key not in {f.name for f in dataclasses.fields(cls)}:
             errors.append(f"strategy.{key}: strategy={strategy['name']} has no such key, strategy={owners[0]} has")
         else:
             own[str(key)] = value
     return own
+
+
+def group_keys(group: str, word: str) -> set[str]:
+    """The keys that ``conf/<group>/<word>.yaml`` sets."""
+    return {str(key) for key in OmegaConf.load(conf_dir() / group / f"{word}.yaml")}
 
 
 def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from orchestrator.config.build import ConfigError, format_override, to_cli
-from orchestrator.config.compose import compose
-from orchestrator.config.overrides import GROUPS, choices
-from orchestrator.config.schema import STRATEGIES, Config
+from orchestrator.config.compose import StrategyConfigs, compose
+from orchestrator.config.overrides import GROUPS, choices, summary
+from orchestrator.config.schema import Config
 
 WIDTH = 98
 KEY_COLUMN = 42
@@ -45,20 +45,20 @@ Exit codes: 0 done; 1 training failed; 2 something to change, nothing was starte
 130 and 143 interrupted after a checkpoint."""
 
 
-def help_text(overrides: Sequence[str]) -> str:
+def help_text(overrides: Sequence[str], strategy_config: StrategyConfigs) -> str:
     """The help for the configuration that ``overrides`` make: another strategy or job has other keys.
 
     Raises:
         ConfigError: there is no such configuration.
     """
     errors: list[str] = []
-    config, _ = compose(overrides, errors)
+    config, _ = compose(overrides, errors, strategy_config)
     if config is None:
         raise ConfigError(errors)
     lines = [INTRODUCTION, "", "Groups (group=word)"]
     lines += [_entry(group, ", ".join(choices(group))) for group in GROUPS]
     lines += ["", "Strategies"]
-    lines += [_entry(name, cls.meaning) for name, cls in STRATEGIES.items()]
+    lines += [_entry(name, summary("strategy", name)) for name in choices("strategy")]
     lines += ["", "Keys (key=value, as they are set)", *_keys(config, "")]
     for section in SECTIONS:
         entries = _job_fields(config) if section == "job" else _keys(getattr(config, section), f"{section}.")

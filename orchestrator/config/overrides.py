@@ -33,6 +33,12 @@ def choices(group: str) -> list[str]:
     return sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
 
 
+def summary(group: str, word: str) -> str:
+    """The comment that opens ``conf/<group>/<word>.yaml``: what the word stands for."""
+    first = (conf_dir() / group / f"{word}.yaml").read_text().partition("\n")[0]
+    return first.removeprefix("#").strip()
+
+
 def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
     """Those that can be read; the others are appended to ``errors``."""
     parser = OverridesParser.create()

@@ -99,7 +99,7 @@ class RecoveryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """What every strategy has; each adds its own keys below."""
+    """What every strategy has. Each strategy adds its own keys, in its own module."""
 
     name: str
     num_workers: int | Literal["auto"] | tuple[int, int] = option(
@@ -107,7 +107,6 @@ class StrategyConfig:
         minimum=1,
     )
 
-    meaning: ClassVar[str]
     elastic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -119,130 +118,6 @@ class StrategyConfig:
             raise ValueError(f"{asked}: strategy={self.name} has a fixed number of workers; give one number")
         if not 1 <= least <= most:
             raise ValueError(f"{asked}: expected [least,most], at least 1 and the smaller number first")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SingleConfig(StrategyConfig):
-    meaning = "one worker: the baseline"
-
-    name: Literal["single"]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_workers not in (1, "auto"):
-            raise ValueError(
-                f"strategy.num_workers={self.num_workers}: strategy=single has one worker; use strategy=ddp for more"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDPConfig(StrategyConfig):
-    meaning = "DistributedDataParallel: a replica per worker, gradients averaged"
-    elastic = True
-
-    name: Literal["ddp"]
-    bucket_mb: float = option("size of the gradient buckets in MiB", above=0)
-    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("gradient compression")
-    powersgd_rank: int = option("rank of the PowerSGD approximation", minimum=1)
-    find_unused_parameters: bool = option("allow parameters that take no part in a step")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPConfig(StrategyConfig):
-    meaning = "DataParallel: one process that feeds several devices; ddp is nearly always faster"
-
-    name: Literal["dp"]
-    loss_on: Literal["device0", "replicas"] = option(
-        "device0: outputs are gathered there and the loss computed; replicas: each computes its own"
-    )
-    verbose: bool = option("print the sizes inside the replicas and outside into the worker's log")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HogwildConfig(StrategyConfig):
-    meaning = "workers of one node update one model in shared memory, without a lock; CPU only"
-
-    name: Literal["hogwild"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LockedSGDConfig(HogwildConfig):
-    meaning = "hogwild with a lock: what it is compared with"
-
-    name: Literal["locked_sgd"]  # type: ignore[assignment]
-    lock: Literal["step", "update"] = option(
-        "step: one worker at a time reads, computes and updates; update: one at a time updates"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterServerConfig(StrategyConfig):
-    meaning = "shards that own the parameters; workers push gradients and pull parameters"
-
-    name: Literal["parameter_server"]
-    num_shards: int = option("actors beside the workers that the parameters are spread over, by bytes", minimum=1)
-    consistency: Literal["sync", "async", "stale"] = option(
-        "sync: an update by all workers, as ddp; async: one by each, as they come; stale: the same within max_staleness"
-    )
-    max_staleness: int = option("steps that a worker may be ahead of the slowest, with consistency=stale", minimum=0)
-    compression: Literal["none", "bf16"] = option("gradient compression")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedConfig(StrategyConfig):
-    """What every strategy has that cuts the model into stages."""
-
-    elastic = True
-
-    split: Literal["auto"] | tuple[str, ...] = option(
-        "auto: stages of equal measured time; or the names of the layers where the stages after the first begin"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelParallelConfig(StagedConfig):
-    meaning = "the model cut into a stage per worker, one of which works at a time"
-
-    name: Literal["model_parallel"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig(StagedConfig):
-    meaning = "stages that work at the same time, on micro-batches"
-
-    name: Literal["pipeline"]
-    schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = option("order of forward and backward passes")
-    num_microbatches: int | Literal["auto"] = option(
-        "slices of the batch that flow through the stages; auto: about two per stage", minimum=1
-    )
-    stages_per_rank: int | Literal["auto"] = option("stages on each worker; auto: what the schedule needs", minimum=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDPPipelineConfig(PipelineConfig):
-    meaning = "replicas of a pipeline, gradients of each stage averaged over them"
-
-    name: Literal["ddp_pipeline"]  # type: ignore[assignment]
-    pipeline_parallel_size: int = option("workers of each pipeline", minimum=2)
-    close: Literal["stages", "replicas"] = option(
-        "what shares a node where not everything does: the stages of a pipeline, or the replicas of a stage"
-    )
-
-
-STRATEGIES: dict[str, type[StrategyConfig]] = {
-    "single": SingleConfig,
-    "ddp": DDPConfig,
-    "dp": DPConfig,
-    "hogwild": HogwildConfig,
-    "locked_sgd": LockedSGDConfig,
-    "parameter_server": ParameterServerConfig,
-    "model_parallel": ModelParallelConfig,
-    "pipeline": PipelineConfig,
-    "ddp_pipeline": DDPPipelineConfig,
-}
-"""Every strategy by its word; ``orchestrator.strategies`` has the implementation of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)

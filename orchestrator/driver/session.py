@@ -21,17 +21,16 @@ from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.driver import cluster
 from orchestrator.driver.preflight import prepare
-from orchestrator.driver.preflight.sharing import sharing_errors, sharing_notes
-from orchestrator.driver.preflight.stages import with_stages
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.signals import StopSignals
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
-from orchestrator.policy.elastic import Sizes, at_size
+from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import SupersededError
 from orchestrator.records.run_dir import RunDir, process_started_at, write_json
+from orchestrator.strategies import registry
 from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
@@ -69,7 +68,7 @@ def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
 
 def _check(overrides: Sequence[str], address_error: Callable[[str], str | None], errors: list[str]) -> Candidate | None:
     """Everything that can be checked before Ray starts or is joined, each part even if another has faults."""
-    config, job_spec = compose(overrides, errors)
+    config, job_spec = compose(overrides, errors, registry.config_class)
     job = load_job(job_spec, errors) if job_spec is not None else None
     surroundings = config or _surroundings(overrides)
     if surroundings is not None:
@@ -96,7 +95,7 @@ def _check(overrides: Sequence[str], address_error: Callable[[str], str | None],
 def _surroundings(overrides: Sequence[str]) -> Config | None:
     """The configuration by the words alone that say where results go; None if they have faults too."""
     words = [w for w in overrides if w.startswith(("output_dir=", "tracking=", "tracking."))]
-    config, _ = compose(words, [])
+    config, _ = compose(words, [], registry.config_class)
     return config
 
 
@@ -116,7 +115,7 @@ def _sizes(
     have_room: list[int] = []
     of_smallest: list[str] = []
     for n in range(most, least - 1, -1):
-        fixed = at_size(config, n, largest=next(iter(plans.values()), None))
+        fixed = _at_size(config, n, largest=next(iter(plans.values()), None))
         if fixed is None:
             continue
         of_smallest = []
@@ -134,16 +133,27 @@ def _sizes(
     return Sizes(tuple(reversed(plans.values())), plans[have_room[0]])
 
 
+def _at_size(config: Config, num_workers: int, *, largest: Plan | None) -> Config | None:
+    """``config`` with this number of workers; None if workers of the ``largest`` size could not continue with it."""
+    if largest is None:
+        return replace(config, strategy=replace(config.strategy, num_workers=num_workers))
+    rules = registry.load(config.strategy.name)
+    strategy = rules.resized(config.strategy, num_workers, mesh=largest.mesh, pipeline=largest.pipeline)
+    if strategy is None:
+        return None
+    # The rank of an injected fault may exist in the largest size alone.
+    return replace(config, strategy=strategy, recovery=replace(config.recovery, chaos=()))
+
+
 def _plan(
     config: Config, job: Job | None, nodes: tuple[Node, ...], errors: list[str], *, oversubscribe_cpus: bool
 ) -> Plan | None:
     with gathering(errors):
-        plan = make_plan(config, nodes, oversubscribe_cpus=oversubscribe_cpus)
+        strategy = registry.load(config.strategy.name)
+        plan = make_plan(config, strategy, nodes, oversubscribe_cpus=oversubscribe_cpus)
         if job is None:
             return plan
-        plan = with_stages(config, job, plan, errors)
-        errors += sharing_errors(config, job)
-        return replace(plan, notes=(*plan.notes, *sharing_notes(config, job)))
+        return replace(plan, notes=(*plan.notes, *strategy.check_job(config, job, plan, errors)))
     return None
 
 

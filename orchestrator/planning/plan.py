@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.schema import (
-    Config,
-    DDPPipelineConfig,
-    DPConfig,
-    HogwildConfig,
-    ParameterServerConfig,
-    PipelineConfig,
-    StagedConfig,
-    StrategyConfig,
-)
+from orchestrator.config.schema import Config
 from orchestrator.planning.faults import Fault, planned
+from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
-from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
+from orchestrator.planning.schedules import PipelineLayout
 
 MOST_NODES_LISTED = 8
 
@@ -90,13 +80,13 @@ class Plan:
         return f"rank {global_rank} ({noun} {' and '.join(str(s) for s in stages)})"
 
 
-def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bool) -> Plan:
-    """Lay the run out over ``nodes``.
+def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool) -> Plan:
+    """Lay the run out over ``nodes`` by the ``rules`` of its strategy.
 
     ``oversubscribe_cpus``: CPUs are only shares of this machine (an embedded Ray), never a limit.
 
     Raises:
-        ConfigError: with every fault, each naming the key to change.
+        ConfigError: with every error, each naming the key to change.
     """
     errors: list[str] = []
     notes: list[str] = []
@@ -107,27 +97,21 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         device = "cuda"
 
     num_workers = strategy.num_workers
-    assert not isinstance(num_workers, tuple), "of an elastic run each size has a plan of its own"
+    assert not isinstance(num_workers, tuple), "each size of an elastic run has a plan of its own"
     if num_workers == "auto":
-        num_workers = total_gpus if device == "cuda" and total_gpus else _workers_on_cpus(strategy)
-        if strategy.name == "single":
-            num_workers = 1
-    mesh = _mesh(strategy, num_workers, errors)
-    pipeline = _pipeline(config, mesh, errors)
-
-    devices = num_workers if isinstance(strategy, DPConfig) else 1
+        num_workers = rules.default_num_workers(strategy, num_gpus=total_gpus if device == "cuda" else 0)
+    layout = rules.plan_layout(config, num_workers, errors)
+    mesh, pipeline, devices = layout.mesh, layout.pipeline, layout.devices_per_worker
     gpus_per_worker = devices if device == "cuda" else 0
-    if isinstance(strategy, ParameterServerConfig) and device == "cuda":
-        errors.append(
-            "strategy=parameter_server: its workers compute on CPUs as yet; set cluster.device=cpu, or use strategy=ddp"
-        )
-    if isinstance(strategy, HogwildConfig):
-        errors += _shared_memory_errors(config, nodes, device, num_workers, oversubscribe_cpus)
+    if rules.cpu_only and device == "cuda":
+        errors.append(f"strategy={strategy.name}: {rules.cpu_only}; set cluster.device=cpu, or use strategy=ddp")
+    if layout.one_node:
+        errors += _one_node_errors(config, nodes, num_workers, oversubscribe_cpus)
     elif device == "cuda" and total_gpus == 0 and not cluster.autoscaling:
         errors.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); use cpu or auto")
     elif not cluster.autoscaling:
         errors += _capacity_errors(config, nodes, mesh, devices, gpus_per_worker, oversubscribe_cpus)
-    if not isinstance(strategy, StagedConfig):
+    if mesh.pipeline_parallel_size == 1:
         errors += _batch_errors(config, num_workers)
     cores = sum(n.cpus for n in nodes)
     processes = num_workers + mesh.num_shards
@@ -140,15 +124,7 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         raise ConfigError(errors)
 
     samples = even_shares(train.global_batch_size, mesh.data_parallel_size)
-    if isinstance(strategy, DDPPipelineConfig):
-        notes.append(_placement(strategy))
-    if mesh.num_shards:
-        notes.append(
-            f"placement: gradients on {_ranks(range(mesh.num_workers))}, parameters on {_ranks(mesh.shards)}, "
-            "which are spread over the nodes where there are several"
-        )
-    if isinstance(strategy, DPConfig):
-        notes.append("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster")
+    notes += layout.notes
     if rehearsed:
         notes.append(f"faults to rehearse: {', '.join(map(str, rehearsed))}")
     if len(set(samples)) > 1:
@@ -164,7 +140,7 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
         device=device,
         cpus_per_worker=cluster.cpus_per_worker * devices,
         devices_per_worker=devices,
-        one_node=isinstance(strategy, HogwildConfig),
+        one_node=layout.one_node,
         gpus_per_worker=gpus_per_worker,
         threads_per_worker=max(1, threads),
         spares=config.recovery.spares,
@@ -181,7 +157,7 @@ def make_plan(config: Config, nodes: tuple[Node, ...], *, oversubscribe_cpus: bo
             for rank in range(mesh.world_size)
         ),
         pipeline=pipeline,
-        split=None if not isinstance(strategy, StagedConfig) or strategy.split == "auto" else strategy.split,
+        split=layout.split,
         notes=tuple(notes),
     )
 
@@ -196,135 +172,15 @@ def _faults_to_rehearse(config: Config, world_size: int, errors: list[str]) -> t
     return tuple(rehearsed)
 
 
-def _shared_memory_errors(
-    config: Config, nodes: tuple[Node, ...], device: str, num_workers: int, oversubscribe_cpus: bool
-) -> list[str]:
+def _one_node_errors(config: Config, nodes: tuple[Node, ...], num_workers: int, oversubscribe_cpus: bool) -> list[str]:
     name, cpus = config.strategy.name, config.cluster.cpus_per_worker
-    errors = []
-    if device == "cuda":
-        errors.append(
-            f"strategy={name}: its workers share the memory of a machine, which GPUs cannot; "
-            "set cluster.device=cpu, or use strategy=ddp"
-        )
     room = num_workers if oversubscribe_cpus else max((_how_many(cpus, n.cpus) for n in nodes), default=0)
-    if room < num_workers and not config.cluster.autoscaling:
-        errors.append(
-            f"strategy.num_workers={num_workers}: strategy={name} needs {num_workers} x {cpus:g} CPUs on one node, "
-            f"there is room for {room} ({_inventory(nodes)}); lower it or cluster.cpus_per_worker, or use strategy=ddp"
-        )
-    return errors
-
-
-def _workers_on_cpus(strategy: StrategyConfig) -> int:
-    return 2 * strategy.pipeline_parallel_size if isinstance(strategy, DDPPipelineConfig) else 2
-
-
-def _mesh(strategy: StrategyConfig, num_workers: int, errors: list[str]) -> Mesh:
-    if isinstance(strategy, DPConfig):
-        return Mesh()
-    if isinstance(strategy, ParameterServerConfig):
-        return Mesh(data_parallel_size=num_workers, num_shards=strategy.num_shards)
-    if not isinstance(strategy, StagedConfig):
-        return Mesh(data_parallel_size=num_workers)
-    if not isinstance(strategy, DDPPipelineConfig):
-        if num_workers < 2:
-            errors.append(
-                f"strategy.num_workers={num_workers}: strategy={strategy.name} needs at least 2, one per stage; "
-                "use strategy=single for one"
-            )
-        return Mesh(pipeline_parallel_size=num_workers)
-    p = strategy.pipeline_parallel_size
-    if num_workers % p:
-        near = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
-        errors.append(
-            f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
-            f"set it to {near}"
-        )
-    return Mesh(
-        data_parallel_size=max(1, num_workers // p),
-        pipeline_parallel_size=p,
-        replicas_close=strategy.close == "replicas",
-    )
-
-
-def _pipeline(config: Config, mesh: Mesh, errors: list[str]) -> PipelineLayout | None:
-    """How the strategy's pipeline works; None where the model is not cut, or with ``errors``, to which it appends."""
-    strategy, train, p = config.strategy, config.train, mesh.pipeline_parallel_size
-    if not isinstance(strategy, StagedConfig):
-        return None
-    mesh_fits = not errors
-    asked: int | Literal["auto"] = 1
-    schedule, per_rank = SCHEDULES["GPipe"], 1
-    if isinstance(strategy, PipelineConfig):
-        asked, schedule = strategy.num_microbatches, SCHEDULES[strategy.schedule]
-        per_rank = _stages_per_rank(strategy, schedule, errors)
-    num_stages = p * per_rank
-    if asked != "auto" and (error := schedule.microbatches_error(asked, num_stages, p)):
-        errors.append(f"strategy.num_microbatches={asked}: {error}")
-
-    def microbatches(global_batch_size: int) -> int | None:
-        """Their number for a batch of this size; None: it cannot be cut into micro-batches of one size, which the
-        stages' buffers have."""
-        shares = set(even_shares(global_batch_size, mesh.data_parallel_size))
-        slices = {share // train.grad_accumulation for share in shares}
-        if 0 in slices or any(share % train.grad_accumulation for share in shares):
-            return None
-        if asked == "auto":
-            return schedule.choose_microbatches(slices, num_stages, p)
-        return None if any(n % asked for n in slices) else asked
-
-    chosen = microbatches(train.global_batch_size)
-    if chosen is None and mesh_fits:
-        errors.append(_uneven(config, mesh, microbatches))
-    if errors or chosen is None:
-        return None
-    return PipelineLayout(
-        schedule=schedule.name,
-        num_stages=num_stages,
-        num_microbatches=chosen,
-        stage_ranks=schedule.stage_ranks(num_stages, p),
-    )
-
-
-def _stages_per_rank(strategy: PipelineConfig, schedule: Schedule, errors: list[str]) -> int:
-    asked, needed = strategy.stages_per_rank, schedule.stages_per_rank
-    if asked == "auto":
-        return needed
-    if asked < needed or (asked > needed and not schedule.more_stages):
-        least = "at least" if schedule.more_stages else "exactly"
-        errors.append(f"strategy.stages_per_rank={asked}: {schedule.name} needs {least} {needed}; set it to {needed}")
-    return asked
-
-
-def _uneven(config: Config, mesh: Mesh, microbatches: Callable[[int], int | None]) -> str:
-    """Says into what the batch cannot be cut, and the sizes next to it that can be."""
-    strategy, train = config.strategy, config.train
-    batch = train.global_batch_size
-    pieces, keys = [], []
-    if mesh.data_parallel_size > 1:
-        pieces.append(f"{mesh.data_parallel_size} replicas")
-    if train.grad_accumulation > 1:
-        pieces.append(f"{train.grad_accumulation} slices")
-        keys.append("train.grad_accumulation")
-    if isinstance(strategy, PipelineConfig) and strategy.num_microbatches == "auto":
-        pieces.append(f"micro-batches for {strategy.schedule}")
-        keys.append("strategy.schedule")
-    elif isinstance(strategy, PipelineConfig):
-        pieces.append(f"{strategy.num_microbatches} micro-batches")
-        keys.append("strategy.num_microbatches")
-    below = next((n for n in range(batch - 1, 0, -1) if microbatches(n)), None)
-    above = next(n for n in itertools.count(batch + 1) if microbatches(n))
-    near = f"{below} or {above}" if below else f"{above}"
-    return (
-        f"train.global_batch_size={batch}: cannot be cut evenly into {' x '.join(pieces)}; "
-        f"set it to {near}, or change {' or '.join(keys)}"
-    )
-
-
-def _placement(strategy: DDPPipelineConfig) -> str:
-    if strategy.close == "replicas":
-        return "placement: the replicas of a stage share a node where not everything does: gradients stay inside it"
-    return "placement: the stages of a pipeline share a node where not everything does: activations stay inside it"
+    if room >= num_workers or config.cluster.autoscaling:
+        return []
+    return [
+        f"strategy.num_workers={num_workers}: strategy={name} needs {num_workers} x {cpus:g} CPUs on one node, "
+        f"there is room for {room} ({_inventory(nodes)}); lower it or cluster.cpus_per_worker, or use strategy=ddp"
+    ]
 
 
 def _capacity_errors(
@@ -351,10 +207,6 @@ def _capacity_errors(
             "lower it or cluster.cpus_per_worker, or add nodes"
         ]
     return []
-
-
-def _ranks(ranks: range) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def _how_many(share: float, total: float) -> int:

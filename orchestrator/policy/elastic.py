@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.config.schema import Config, DDPPipelineConfig
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan, newest_state
@@ -26,25 +24,6 @@ class Sizes:
     @property
     def is_elastic(self) -> bool:
         return len(self.plans) > 1
-
-
-def at_size(config: Config, num_workers: int, *, largest: Plan | None) -> Config | None:
-    """``config`` with so many workers, in which a worker can go on that has trained with ``largest``; None: none can.
-
-    What flows between stages has one shape for the whole run: fewer replicas have more micro-batches, not larger ones.
-    """
-    strategy = dataclasses.replace(config.strategy, num_workers=num_workers)
-    if largest is None:
-        return dataclasses.replace(config, strategy=strategy)
-    if isinstance(strategy, DDPPipelineConfig) and largest.pipeline is not None:
-        replicas = max(1, num_workers // strategy.pipeline_parallel_size)
-        microbatches, rest = divmod(largest.pipeline.num_microbatches * largest.mesh.data_parallel_size, replicas)
-        if rest:
-            return None
-        strategy = dataclasses.replace(strategy, num_microbatches=microbatches)
-    # A rank that is to fail may be there in the largest size alone.
-    recovery = dataclasses.replace(config.recovery, chaos=())
-    return dataclasses.replace(config, strategy=strategy, recovery=recovery)
 
 
 @dataclass(frozen=True, kw_only=True)

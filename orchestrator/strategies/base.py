@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.job import Job
+from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
+from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.metrics import Metric
@@ -65,8 +67,8 @@ class EvalSums:
     metrics: Mapping[str, Tensor]
 
 
-class Strategy(abc.ABC):
-    """One rank's part of the model and its update."""
+class Strategy(LayoutRules, abc.ABC):
+    """One rank's part of the model and its update; as a class, the rules of its layout."""
 
     reads_data = True
     """Whether this rank looks at batches; the others are given None."""
@@ -74,6 +76,19 @@ class Strategy(abc.ABC):
     def __init__(self, context: Context, job: Job):
         self.context = context
         self.job = job
+
+    @classmethod
+    def create(cls, context: Context, job: Job) -> Strategy:
+        """Make this rank's part of the strategy."""
+        return cls(context, job)
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        """Check the job's model against ``plan`` on the driver, without memory for its tensors.
+
+        Append to ``errors`` why the job cannot run so; return notes for the plan.
+        """
+        return ()
 
     @abc.abstractmethod
     def setup(self, train_set: Dataset[Any]) -> None:
@@ -83,20 +98,20 @@ class Strategy(abc.ABC):
         """Take another place in the run, before :meth:`attach`; the model stays cut as it is."""
         self.context = context
 
-    def attach(self) -> None:  # noqa: B027 - a strategy may need none
+    def attach(self) -> None:
         """Form what needs the process group, after :meth:`setup` and again in each later generation.
 
         The model and the optimizer are those of this rank's last completed step.
         """
 
-    def sync_initial_state(self) -> None:  # noqa: B027 - ranks that have no parameter in common need nothing
+    def sync_initial_state(self) -> None:
         """Give what several ranks have the same first values, however random the model's constructor is."""
 
     @abc.abstractmethod
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         """One optimizer update from this rank's share of the global batch."""
 
-    def after_step(self, *, step: int, samples_consumed: int) -> None:  # noqa: B027 - most have nothing to do
+    def after_step(self, *, step: int, samples_consumed: int) -> None:
         """Once ``step`` counts as done: the place for copies that a lost rank may need."""
 
     @abc.abstractmethod
@@ -151,7 +166,7 @@ class Strategy(abc.ABC):
         """What to do where the loss became NaN or infinite, if that may be the strategy's doing."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - a strategy that owns nothing of the process group has nothing to give up
+    def close(self) -> None:
         """Give up what must not outlive the process group, whatever happened. The model stays usable, and
         :meth:`attach` may follow in another group."""
 

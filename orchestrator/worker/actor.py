@@ -30,7 +30,7 @@ from orchestrator.protocol.messages import (
     WorkerInfo,
 )
 from orchestrator.records.run_dir import RunDir, log_tail
-from orchestrator.strategies import load_maker, make_strategy
+from orchestrator.strategies import registry
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
@@ -48,6 +48,7 @@ class Worker:
     """
 
     def __init__(self, label: str, *, heartbeat_timeout_s: float):
+        deferred_dynamo.install()  # before a strategy arrives with its orders, and imports what it needs
         self.label = label
         self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None
@@ -113,7 +114,7 @@ class Worker:
         """Have everything loaded that does not depend on the rank, so that a spare takes a place without delay."""
         try:
             self._set_up(environment)
-            load_maker(environment.config.strategy.name)
+            registry.load(environment.config.strategy.name)
         except BaseException:
             traceback.print_exc()  # once it has a place, it is tried again, and then it counts
         return _worker_info()
@@ -160,7 +161,6 @@ class Worker:
     def _set_up(self, environment: WorkerEnvironment) -> None:
         """What holds as long as the process lives, the job at last."""
         config = environment.config
-        deferred_dynamo.install()
         allocator.keep_freed_memory()
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -202,7 +202,7 @@ class Worker:
         return Loop(
             assignment=assignment,
             job=job,
-            strategy=make_strategy(name, context_of(assignment, self.device), job),
+            strategy=registry.load(name).create(context_of(assignment, self.device), job),
             device=self.device,
             gate=self.gate,
             outbox=self.outbox,

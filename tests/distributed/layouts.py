@@ -12,15 +12,20 @@ from torch import Tensor
 from toys import DDP, Case, Steps, losses, train
 
 from orchestrator.config import schema
+from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
+from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
+from orchestrator.strategies.pipelined.layout import StagedConfig
+from orchestrator.strategies.pipelined.model_parallel import ModelParallelConfig
+from orchestrator.strategies.pipelined.pipeline import PipelineConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
 
-MODEL_PARALLEL = schema.ModelParallelConfig(name="model_parallel", num_workers=2, split="auto")
+MODEL_PARALLEL = ModelParallelConfig(name="model_parallel", num_workers=2, split="auto")
 
 
-def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> schema.PipelineConfig:
-    return schema.PipelineConfig(
+def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> PipelineConfig:
+    return PipelineConfig(
         name="pipeline",
         num_workers=2,
         split=split,
@@ -30,11 +35,9 @@ def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> schem
     )
 
 
-def ddp_pipeline(
-    schedule: str, num_microbatches: int, close: str = "stages", split: Any = "auto"
-) -> schema.DDPPipelineConfig:
+def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", split: Any = "auto") -> DDPPipelineConfig:
     """Two replicas of two workers each."""
-    return schema.DDPPipelineConfig(
+    return DDPPipelineConfig(
         name="ddp_pipeline",
         num_workers=4,
         pipeline_parallel_size=2,
@@ -46,7 +49,7 @@ def ddp_pipeline(
     )
 
 
-PARAMETER_SERVER = schema.ParameterServerConfig(
+PARAMETER_SERVER = ParameterServerConfig(
     name="parameter_server",
     num_workers=2,
     num_shards=2,
@@ -89,7 +92,7 @@ LAYOUTS = {
     "ZBVZeroBubble-2x2": layout(ddp_pipeline("ZBVZeroBubble", 2), 4),
     "InterleavedZeroBubble-2x2": layout(ddp_pipeline("InterleavedZeroBubble", 2), 4),
 }
-STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, schema.StagedConfig)]
+STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, StagedConfig)]
 
 
 def whole_model(ranks: list[Steps]) -> dict[str, Tensor]:

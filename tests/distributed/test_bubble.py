@@ -10,8 +10,7 @@ from gang import Gang
 from toys import Case, having, make, steps
 
 from jobs.sleep import Sleep
-from orchestrator.config import schema
-from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
 from orchestrator.timeline.ideal import live_microbatches, order_of, theoretical_bubble
 from orchestrator.timeline.spans import Span, bubble
 
@@ -41,7 +40,7 @@ def observe(rank: int, case: Case) -> Seen:
 def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_accumulation: int = 1) -> list[Seen]:
     """``forward_ms``: how long a worker sleeps for a micro-batch, over all of its stages; ``n`` steps."""
     v = STAGES_PER_WORKER[schedule]
-    options = schema.PipelineConfig(
+    options = PipelineConfig(
         name="pipeline",
         num_workers=P,
         split="auto",

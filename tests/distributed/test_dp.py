@@ -12,10 +12,10 @@ from layouts import SGD
 from toys import Case, Normed, Tokens, Toy, digits, having, losses, make, steps
 from toys import train as train_case
 
-from orchestrator.config import schema
 from orchestrator.job import Job
+from orchestrator.strategies.replicated.dp import DPConfig
 
-DP = schema.DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
+DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 TOY = having(global_batch_size=30)
 
 

@@ -32,10 +32,12 @@ from toys import (
 
 from orchestrator.config import schema
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies import make_strategy
+from orchestrator.strategies import registry
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
+from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
 
-HOGWILD = schema.HogwildConfig(name="hogwild", num_workers=2)
-LOCKED = schema.LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")
+HOGWILD = HogwildConfig(name="hogwild", num_workers=2)
+LOCKED = LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")
 LOCKED_UPDATE = replace(LOCKED, lock="update")
 
 
@@ -161,7 +163,7 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> dict[str, An
     step = at
     if rank == lost:
         made.remove(strategy)
-        strategy, step = make_strategy("hogwild", strategy.context, case.job), 0
+        strategy, step = registry.load("hogwild").create(strategy.context, case.job), 0
         made.append(strategy)
         strategy.setup(case.job.dataset("train"))
         assert strategy.recoverable_steps(0, update_complete=True) == {}

@@ -42,13 +42,13 @@ from toys import (
 )
 
 from jobs.sparse import MatrixCompletion, SparseLogistic
-from orchestrator.config import schema
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies import make_strategy
+from orchestrator.strategies import registry
+from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
 
 
-def server(num_shards: int = 2, **changes: Any) -> schema.ParameterServerConfig:
-    options = schema.ParameterServerConfig(
+def server(num_shards: int = 2, **changes: Any) -> ParameterServerConfig:
+    options = ParameterServerConfig(
         name="parameter_server",
         num_workers=2,
         num_shards=num_shards,
@@ -421,7 +421,7 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> tuple[Steps,
     strategy.close()
     step = at
     if rank == lost:
-        strategy, step = make_strategy("parameter_server", strategy.context, case.job), 0
+        strategy, step = registry.load("parameter_server").create(strategy.context, case.job), 0
         made.append(strategy)
         strategy.setup(case.job.dataset("train"))
     strategy.attach()
@@ -440,7 +440,7 @@ def test_a_shard_that_has_no_state_yet_offers_none(gang: Gang) -> None:
 
 def held_before_and_after(rank: int, case: Case) -> tuple[Any, Any]:
     context = make(case, rank).context
-    strategy = make_strategy("parameter_server", context, case.job)
+    strategy = registry.load("parameter_server").create(context, case.job)
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
     before = strategy.recoverable_steps(0, update_complete=True)

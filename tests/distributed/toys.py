@@ -22,11 +22,12 @@ from orchestrator.job import Job, Split
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.messages import Assignment, WorkerEnvironment
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies import make_strategy
+from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline
-from orchestrator.strategies.replicated.single import Single
+from orchestrator.strategies.replicated.ddp import DDPConfig
+from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.worker.data import train_batches
 from orchestrator.worker.loop import seed_step
 
@@ -43,8 +44,8 @@ TRAIN = schema.TrainConfig(
     on_nonfinite="stop",
     deterministic=False,
 )
-SINGLE = schema.SingleConfig(name="single", num_workers=1)
-DDP = schema.DDPConfig(
+SINGLE = SingleConfig(name="single", num_workers=1)
+DDP = DDPConfig(
     name="ddp",
     num_workers="auto",
     bucket_mb=0.001,  # several buckets even in these models
@@ -138,7 +139,12 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
 
 
 def plan_of(config: schema.Config) -> Plan:
-    return make_plan(config, (Node(node_id="here", name="here", cpus=8, gpus=0),), oversubscribe_cpus=True)
+    return make_plan(
+        config,
+        registry.load(config.strategy.name),
+        (Node(node_id="here", name="here", cpus=8, gpus=0),),
+        oversubscribe_cpus=True,
+    )
 
 
 def make(case: Case, rank: int) -> Strategy:
@@ -156,7 +162,7 @@ def make(case: Case, rank: int) -> Strategy:
         pipeline=plan.pipeline,
         num_devices=plan.devices_per_worker,
     )
-    strategy = make_strategy(config.strategy.name, context, case.job)
+    strategy = registry.load(config.strategy.name).create(context, case.job)
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
     strategy.attach()

@@ -16,24 +16,24 @@ from orchestrator.config.compose import compose, to_dict, to_yaml
 from orchestrator.config.overrides import GROUPS, choices, conf_dir, expand_sweep
 from orchestrator.config.schema import (
     LARGEST_SEED,
-    STRATEGIES,
     CheckpointConfig,
     ClusterConfig,
     Config,
     DataConfig,
-    DDPConfig,
     JobSpec,
-    SingleConfig,
     TrackingConfig,
     TrainConfig,
 )
+from orchestrator.strategies import registry
+from orchestrator.strategies.replicated.ddp import DDPConfig
+from orchestrator.strategies.replicated.single import SingleConfig
 
 SECTIONS = {"train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
 
 
 def composed(*words: str) -> Config:
     errors: list[str] = []
-    config, _ = compose(words, errors)
+    config, _ = compose(words, errors, registry.config_class)
     assert not errors, errors
     assert config is not None
     return config
@@ -41,7 +41,7 @@ def composed(*words: str) -> Config:
 
 def errors_of(*words: str) -> list[str]:
     errors: list[str] = []
-    config, _ = compose(words, errors)
+    config, _ = compose(words, errors, registry.config_class)
     assert (config is None) == bool(errors)
     return list(dict.fromkeys(errors))
 
@@ -74,15 +74,12 @@ def test_the_root_file_has_exactly_the_keys_of_the_schema() -> None:
         assert root[section].keys() == keys(cls), section
 
 
-@pytest.mark.parametrize("word", sorted(STRATEGIES))
-def test_every_strategy_has_a_file_with_exactly_its_keys(word: str) -> None:
+@pytest.mark.parametrize("word", choices("strategy"))
+def test_every_strategy_file_has_a_strategy_with_exactly_its_keys_and_a_summary(word: str) -> None:
     file = read(f"strategy/{word}.yaml")
     assert file["name"] == word
-    assert file.keys() == keys(STRATEGIES[word])
-
-
-def test_every_strategy_file_has_a_strategy() -> None:
-    assert set(choices("strategy")) == set(STRATEGIES)
+    assert file.keys() == keys(registry.config_class(word))
+    assert (conf_dir() / f"strategy/{word}.yaml").read_text().startswith("# ")
 
 
 @pytest.mark.parametrize(("group", "cls"), [("cluster", ClusterConfig), ("tracking", TrackingConfig)])
@@ -106,7 +103,13 @@ def test_every_word_of_every_group_composes(group: str, word: str) -> None:
 
 
 def test_schema_fields_have_no_defaults_so_that_values_stand_in_one_place() -> None:
-    for cls in (Config, *SECTIONS.values(), ClusterConfig, TrackingConfig, *STRATEGIES.values()):
+    for cls in (
+        Config,
+        *SECTIONS.values(),
+        ClusterConfig,
+        TrackingConfig,
+        *map(registry.config_class, choices("strategy")),
+    ):
         for field in dataclasses.fields(cls):
             assert field.default is dataclasses.MISSING, f"{cls.__name__}.{field.name}"
             assert field.default_factory is dataclasses.MISSING, f"{cls.__name__}.{field.name}"
@@ -285,7 +288,7 @@ def test_unknown_words_of_a_group(word: str, said: str) -> None:
 def test_keys_below_an_unknown_word_are_not_judged() -> None:
     assert len(errors_of("strategy=piipeline", "strategy.schedule=1f1b")) == 1
     errors: list[str] = []
-    assert compose(["job=gptt", "job.layers=2"], errors)[1] is None
+    assert compose(["job=gptt", "job.layers=2"], errors, registry.config_class)[1] is None
     assert len(errors) == 1
 
 
@@ -337,7 +340,7 @@ def test_all_errors_come_at_once() -> None:
 
 def test_a_job_is_returned_beside_errors_elsewhere_so_that_it_is_checked_too() -> None:
     errors: list[str] = []
-    config, job = compose(["train.steps=x", "job.hidden=3"], errors)
+    config, job = compose(["train.steps=x", "job.hidden=3"], errors, registry.config_class)
     assert config is None
     assert job == JobSpec(target="jobs.digits.Digits", fields={"hidden": 3})
 

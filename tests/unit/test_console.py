@@ -34,6 +34,7 @@ from orchestrator.protocol.events import (
     Warned,
     WorkerFailed,
 )
+from orchestrator.strategies import registry
 
 START = 1_000_000.0
 STARTED = RunStarted(
@@ -454,9 +455,9 @@ def test_figures() -> None:
 
 def plan_for(*overrides: str, nodes: tuple[Node, ...]) -> Plan:
     errors: list[str] = []
-    config, _ = compose(list(overrides), errors)
+    config, _ = compose(list(overrides), errors, registry.config_class)
     assert config is not None, errors
-    return make_plan(config, nodes, oversubscribe_cpus=False)
+    return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=False)
 
 
 def test_plan_table_says_what_is_asked_what_is_there_and_who_gets_what() -> None:

@@ -28,14 +28,14 @@ RULES = {
     "compat":       ("",                                                                       "torch"),
     "state":        ("",                                                                       "torch"),
     "model":        ("config",                                                                 "torch"),
-    "strategies":   ("job config planning timeline protocol state model",                      "torch"),
+    "strategies":   ("job config planning timeline protocol compat state model",               "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "tracking":     ("config protocol records",                                                "(mlflow)"),
     "display":      ("planning protocol records",                                              ""),
     "worker":       ("job config planning timeline protocol records compat state strategies",  "torch ray"),
-    "driver":       ("job config planning timeline protocol records compat state model policy tracking display worker",
-                                                                                               "torch ray"),
-    "verbs":        ("config records tracking display driver",                                 ""),
+    "driver":       ("job config planning timeline protocol records compat state model strategies policy tracking "
+                     "display worker",                                                         "torch ray"),
+    "verbs":        ("config records strategies tracking display driver",                                 ""),
     "jobs":         ("job",                                                                    "torch"),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
 from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.strategies import registry
 
 LAPTOP = (Node(node_id="local", name="laptop", cpus=2, gpus=0),)
 GPU_BOX = (Node(node_id="a", name="box", cpus=16, gpus=4),)
@@ -24,13 +25,14 @@ UNEVEN = (
 @functools.cache
 def config_of(*words: str) -> Config:
     errors: list[str] = []
-    config, _ = compose(words, errors)
+    config, _ = compose(words, errors, registry.config_class)
     assert config is not None, errors
     return config
 
 
 def plan_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> Plan:
-    return make_plan(config_of(*words), nodes, oversubscribe_cpus=embedded)
+    config = config_of(*words)
+    return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=embedded)
 
 
 def errors_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> tuple[str, ...]:

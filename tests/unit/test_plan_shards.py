@@ -14,10 +14,12 @@ from jobs.resnet50 import ResNet50
 from jobs.sparse import SparseLogistic
 from jobs.toy import Toy
 from orchestrator.config.compose import compose
+from orchestrator.config.schema import Config
 from orchestrator.display.report import plan_table
-from orchestrator.driver.preflight.sharing import sharing_errors, sharing_notes
+from orchestrator.job import Job
 from orchestrator.planning.mesh import Mesh
-from orchestrator.planning.plan import Node
+from orchestrator.planning.plan import Node, make_plan
+from orchestrator.strategies import registry
 
 SERVER = ("strategy=parameter_server", "strategy.num_workers=3", "strategy.num_shards=2")
 
@@ -52,7 +54,7 @@ def test_shards_need_room_too() -> None:
 )
 def test_values_that_make_no_sense(word: str, error: str) -> None:
     errors: list[str] = []
-    compose(["strategy=parameter_server", word], errors)
+    compose(["strategy=parameter_server", word], errors, registry.config_class)
     assert len(errors) == 1
     assert errors[0].startswith(error)
 
@@ -66,14 +68,21 @@ class Tiny(Toy):
         return torch.optim.Adafactor(parameters)
 
 
+def checked(config: Config, job: Job) -> tuple[tuple[str, ...], list[str]]:
+    """The notes on the job's model, and the errors."""
+    strategy, errors = registry.load(config.strategy.name), list[str]()
+    plan = make_plan(config, strategy, LAPTOP, oversubscribe_cpus=True)
+    return strategy.check_job(config, job, plan, errors), errors
+
+
 def test_more_shards_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:
     many, one = (config_of("strategy=parameter_server", f"strategy.num_shards={n}") for n in (4, 1))
-    shards, optimizer = sharing_errors(many, Tiny())
+    shards, optimizer = checked(many, Tiny())[1]
     assert shards == "strategy.num_shards=4: the model can be cut into 3 parts at most; lower it"
     assert optimizer.startswith("strategy=parameter_server: Job.optimizer: Adafactor: ")
-    assert sharing_errors(one, Tiny()) == [optimizer]
-    assert sharing_errors(many, SparseLogistic()) == []
-    assert sharing_errors(config_of("strategy=ddp"), Tiny()) == []
+    assert checked(one, Tiny())[1] == [optimizer]
+    assert checked(many, SparseLogistic())[1] == []
+    assert checked(config_of("strategy=ddp"), Tiny()) == ((), [])
 
 
 @pytest.mark.parametrize(
@@ -87,6 +96,6 @@ def test_more_shards_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:
     ],
 )
 def test_running_statistics_of_workers_that_do_not_wait(words: list[str], warned: bool) -> None:
-    notes = sharing_notes(config_of(*words), ResNet50())
+    notes, _ = checked(config_of(*words), ResNet50())
     assert any(note.startswith("BatchNorm: ") for note in notes) == warned
-    assert sharing_notes(config_of(*words), SparseLogistic()) == []
+    assert checked(config_of(*words), SparseLogistic())[0] == ()

@@ -28,6 +28,7 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
+from orchestrator.strategies import registry
 
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
@@ -37,13 +38,13 @@ NOBODY = {**rundir.this_process(), "created": 0.0}
 
 def config_of(output_dir: Path, *words: str) -> Config:
     errors: list[str] = []
-    config, _ = compose([f"output_dir='{output_dir}'", *words], errors)
+    config, _ = compose([f"output_dir='{output_dir}'", *words], errors, registry.config_class)
     assert config is not None, errors
     return prepare.absolute_paths(config)
 
 
 def plan_of(config: Config) -> Plan:
-    return make_plan(config, NODES, oversubscribe_cpus=True)
+    return make_plan(config, registry.load(config.strategy.name), NODES, oversubscribe_cpus=True)
 
 
 def an_earlier_run(

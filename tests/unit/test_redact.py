@@ -13,6 +13,7 @@ from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import MASK, holds_secret, is_secret, redact, redact_text, secret_values
 from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job
+from orchestrator.strategies import registry
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_short_values_are_not_hunted_in_free_text() -> None:
 )
 def test_messages_about_secrets_do_not_repeat_them(words: list[str]) -> None:
     errors: list[str] = []
-    compose(words, errors)
+    compose(words, errors, registry.config_class)
     assert errors
     assert "hunter2" not in "\n".join(errors)
     assert "password" in "\n".join(errors) or "api_key" in "\n".join(errors)

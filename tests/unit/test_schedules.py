@@ -10,8 +10,8 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from orchestrator.config.schema import PipelineConfig
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
+from orchestrator.strategies.pipelined.pipeline import PipelineConfig
 
 MOST = 13
 """Micro-batches tried."""

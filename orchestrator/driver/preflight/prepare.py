@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from torch import nn
 
 from orchestrator.compat import deferred_dynamo
 from orchestrator.config.build import ConfigError, did_you_mean
@@ -27,6 +25,7 @@ from orchestrator.config.compose import to_dict, to_yaml
 from orchestrator.config.redact import redact, redact_text
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
+from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Plan
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
@@ -199,7 +198,7 @@ def _named_run(output_dir: Path, text: str) -> RunDir:
 def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
     """How the job's model and optimizer differ from the checkpoint's. Needs memory for neither."""
     deferred_dynamo.install()
-    model = outline(job)
+    model = on_meta_device(job.model)
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
     with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
@@ -221,15 +220,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if any(change.startswith("job.") for change in changed):
         changed.append("the optimizer goes on with its settings in the checkpoint, the learning rate among them")
     return changed
-
-
-def outline(job: Job) -> nn.Module:
-    """The job's model, without memory for its numbers unless it computes with them on the way."""
-    try:
-        with torch.device("meta"):
-            return job.model()
-    except (RuntimeError, NotImplementedError):
-        return job.model()
 
 
 def command(overrides: Sequence[str], secrets: tuple[str, ...]) -> str:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,21 +25,48 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import LockedSGDConfig
+from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.job import Job
+from orchestrator.planning.layout import Layout
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
+from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, in_common
 from orchestrator.strategies.asynchronous.staleness import staleness_figures
 from orchestrator.strategies.base import StepResult
-from orchestrator.strategies.replicated.single import Single
+from orchestrator.strategies.registry import register
+from orchestrator.strategies.replicated.whole_model import WholeModel
 
 PROBES = 1024
 """Counters that every update adds one to without a lock, to see how many updates get lost."""
 
 
-class Hogwild(Single):
+@dataclass(frozen=True, kw_only=True)
+class HogwildConfig(StrategyConfig):
+    name: Literal["hogwild"]
+
+
+@register("hogwild")
+class Hogwild(WholeModel):
+    config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
+    cpu_only = "its workers share the memory of a machine, which GPUs cannot"
+
+    @classmethod
+    def is_synchronous(cls, options: StrategyConfig) -> bool:
+        return False
+
+    @classmethod
+    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+        return Layout(mesh=Mesh(data_parallel_size=num_workers), one_node=True)
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        return statistics_notes(job)
+
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
         make_state(self.optimizer)
@@ -168,21 +196,6 @@ class Hogwild(Single):
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
         """As if every worker had this one's share: an update is by one worker's mean."""
         return weight * self.context.mesh.world_size
-
-
-class LockedSGD(Hogwild):
-    @property
-    def _locks_update(self) -> bool:
-        return not self._locks_step
-
-    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return self._lock() if self._locks_step else contextlib.nullcontext()
-
-    @property
-    def _locks_step(self) -> bool:
-        options = self.context.options
-        assert isinstance(options, LockedSGDConfig)
-        return options.lock == "step"
 
 
 def make_state(optimizer: Optimizer) -> None:

@@ -23,7 +23,7 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.timed_stage import Clock, TimedStage
-from orchestrator.strategies.replicated.single import weighted
+from orchestrator.strategies.replicated.whole_model import weighted
 from orchestrator.timeline.spans import Span
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
-from orchestrator.config.schema import StagedConfig
+from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
 from orchestrator.model.cut import Cut, balance, cut_at
@@ -31,7 +32,9 @@ from orchestrator.model.stages import (
     shared_parameters,
     state_of,
 )
+from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import even_shares
+from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import StageSummary
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
@@ -41,13 +44,34 @@ from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.pipelined.chain import Chain
+from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, one_pipeline
+from orchestrator.strategies.pipelined.preflight import check_stages
 from orchestrator.strategies.pipelined.shared_tensors import Sharing
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
-from orchestrator.strategies.replicated.single import entries
+from orchestrator.strategies.registry import register
+from orchestrator.strategies.replicated.whole_model import entries
 from orchestrator.timeline.spans import Span
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(PipelinedConfig):
+    name: Literal["pipeline"]
+
+
+@register("pipeline")
 class Pipeline(OptimizerStep):
+    config_class: ClassVar[type[StrategyConfig]] = PipelineConfig
+    size_key: ClassVar[str] = "strategy.num_workers"
+    """The key that says how many workers a pipeline has."""
+
+    @classmethod
+    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+        return one_pipeline(config, num_workers, errors)
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        return check_stages(config, job, plan, errors, size_key=cls.size_key)
+
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
         self.reassign(context)

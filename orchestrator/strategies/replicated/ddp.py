@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,18 +19,33 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import DDPConfig
+from orchestrator.config.schema import StrategyConfig, option
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state
 from orchestrator.strategies.base import StepResult
+from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average_in
-from orchestrator.strategies.replicated.single import Single
+from orchestrator.strategies.replicated.whole_model import WholeModel
 
 NEVER = 2**30
 """As a sampling rate of DDP's clocks."""
 
 
-class DDP(Single):
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig(StrategyConfig):
+    elastic = True
+
+    name: Literal["ddp"]
+    bucket_mb: float = option("size of the gradient buckets in MiB", above=0)
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("gradient compression")
+    powersgd_rank: int = option("rank of the PowerSGD approximation", minimum=1)
+    find_unused_parameters: bool = option("allow parameters that take no part in a step")
+
+
+@register("ddp")
+class DDP(WholeModel):
+    config_class: ClassVar[type[StrategyConfig]] = DDPConfig
+
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
         options = self.context.options

@@ -9,22 +9,47 @@ interpreter drives all devices, and the first has the most to do: ``ddp`` is nea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import DPConfig
+from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.model.batch import first_rows
+from orchestrator.planning.layout import Layout
+from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import EvalSums, StepResult
+from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas
-from orchestrator.strategies.replicated.single import Single, weighted
+from orchestrator.strategies.replicated.whole_model import WholeModel, weighted
 
 
-class DP(Single):
+@dataclass(frozen=True, kw_only=True)
+class DPConfig(StrategyConfig):
+    name: Literal["dp"]
+    loss_on: Literal["device0", "replicas"] = option(
+        "device0: outputs are gathered there and the loss computed; replicas: each computes its own"
+    )
+    verbose: bool = option("print the sizes inside the replicas and outside into the worker's log")
+
+
+@register("dp")
+class DP(WholeModel):
+    config_class: ClassVar[type[StrategyConfig]] = DPConfig
+
+    @classmethod
+    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+        """One process drives all devices: ``strategy.num_workers`` counts these."""
+        return Layout(
+            mesh=Mesh(),
+            devices_per_worker=num_workers,
+            notes=("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster",),
+        )
+
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
         options, device = self.context.options, self.context.device

@@ -1,121 +1,31 @@
-"""``single``: the whole model on one worker, the baseline of every comparison.
-
-Rank 0 has everything: model, optimizer, loss. Nothing is communicated. Other strategies that keep a
-whole model on each worker build on this one and add how gradients are brought together.
-"""
+"""``single``: the whole model on one worker, the baseline of every comparison. Nothing is communicated."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-
-from orchestrator.model.batch import first_rows, to_device
-from orchestrator.planning.mesh import even_shares
-from orchestrator.state import train_state
-from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import EvalSums
-from orchestrator.strategies.optimizer_step import OptimizerStep
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.strategies.registry import register
+from orchestrator.strategies.replicated.whole_model import WholeModel
 
 
-class Single(OptimizerStep):
-    def setup(self, train_set: Dataset[Any]) -> None:
-        torch.manual_seed(self.context.seed)
-        self.model = self.job.model().to(self.context.device)
-        self.forward_model: nn.Module = self.model
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = self.job.optimizer(self.parameters)
-        self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
+@dataclass(frozen=True, kw_only=True)
+class SingleConfig(StrategyConfig):
+    name: Literal["single"]
 
-    def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        inputs, target = to_device(batch, self.context.device)
-        self.model.eval()
-        with torch.no_grad(), self._precision():
-            output, target = first_rows(self._evaluated(inputs), valid), first_rows(target, valid)
-            weight = self.job.weight(target)
-            weight = valid if weight is None else weight
-            loss = weighted(self.job.loss(output, target), weight)
-            metrics = dict(self.job.metrics(output, target))
-        self.model.train()
-        return EvalSums(loss_sum=loss, weight=torch.as_tensor(float(weight)), metrics=metrics)
-
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        if self.context.global_rank != 0:
-            return None
-        return self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
-
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        assert state is not None
-        assert source == self.context.global_rank
-        train_state.restore(state, self.model, self.optimizer, self.scheduler)
-        return state.meta
-
-    @property
-    def full_model(self) -> nn.Module | None:
-        return self.model if self.context.global_rank == 0 else None
-
-    def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
-        return self._weights([target for _, target in slices])
-
-    def _backward(
-        self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor
-    ) -> Tensor:
-        loss_sum = torch.zeros((), device=self.context.device)
-        last = len(slices) - 1
-        for i, ((inputs, target), weight) in enumerate(zip(slices, weights, strict=True)):
-            with self._gradient_sync(i == last):
-                with self._precision():
-                    loss = self._mean_loss(inputs, target)
-                (loss * (weight / total_weight * self.context.mesh.data_parallel_size)).backward()
-            loss_sum += weighted(loss.detach(), weight)
-        self._after_backward()
-        return loss_sum
-
-    def _weights(self, targets: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
-        """The weight of each micro-batch, and of the global batch."""
-        weights = [self.job.weight(target) for target in targets]
-        if weights[0] is None:
-            train, mesh = self.context.train, self.context.mesh
-            share = even_shares(train.global_batch_size, mesh.data_parallel_size)[self.context.dp_rank]
-            return even_shares(share, train.grad_accumulation), train.global_batch_size
-        counted = [w for w in weights if w is not None]
-        return counted, self._sum_over_ranks(sum(counted))
-
-    def _forward(self, inputs: Any) -> Any:
-        return self.forward_model(inputs)
-
-    def _evaluated(self, inputs: Any) -> Any:
-        return self.model(inputs)
-
-    def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
-        return self.job.loss(self._forward(inputs), target)
-
-    def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
-        return weight
-
-    def _after_backward(self) -> None:
-        """After the backward passes of a step, before its update; a hook for strategies."""
-
-    def _gradient_norm(self) -> Tensor:
-        return nn.utils.get_total_norm([entries(p.grad) for p in self.parameters if p.grad is not None])
-
-    @contextlib.contextmanager
-    def _gradient_sync(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch; a hook for strategies that synchronise."""
-        yield
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers not in (1, "auto"):
+            raise ValueError(
+                f"strategy.num_workers={self.num_workers}: strategy=single has one worker; use strategy=ddp for more"
+            )
 
 
-def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """The summed loss of a batch from its mean. Without any units it is 0, where their mean is NaN."""
-    if isinstance(weight, Tensor):
-        return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
-    return loss * weight if weight else torch.zeros_like(loss)
+@register("single")
+class Single(WholeModel):
+    config_class: ClassVar[type[StrategyConfig]] = SingleConfig
 
-
-def entries(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, each once: a sparse one may have several parts of the same number."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    @classmethod
+    def default_num_workers(cls, options: StrategyConfig, *, num_gpus: int) -> int:
+        return 1

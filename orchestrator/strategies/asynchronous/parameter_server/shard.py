@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import ParameterServerConfig
 from orchestrator.job import Job
 from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_error, touches_rows_alone
 from orchestrator.model.stages import module_of
@@ -32,6 +31,7 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_json, broadcast_state, gather_states, receive_state, send_state
+from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import (
     ANSWER,
     ANSWERED_COUNTS,
@@ -51,7 +51,7 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
 from orchestrator.strategies.asynchronous.staleness import staleness_figures
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.peer_copies import PeerCopies
-from orchestrator.strategies.replicated.single import entries
+from orchestrator.strategies.replicated.whole_model import entries
 
 CPU = torch.device("cpu")
 STEPS_APART = 2

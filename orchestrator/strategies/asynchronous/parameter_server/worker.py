@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import ParameterServerConfig
 from orchestrator.job import Job
 from orchestrator.model.sharding import PER_PARAMETER, Extent, extents_of, offsets, optimizer_error
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, gather_states
-from orchestrator.strategies.asynchronous.parameter_server.shard import Shard, share_meta, with_settings
+from orchestrator.strategies.asynchronous.parameter_server.shard import share_meta, with_settings
+from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import (
     ANSWER,
     ANSWERED_COUNTS,
@@ -47,16 +47,10 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
     receive_rows,
     whole_bytes,
 )
-from orchestrator.strategies.base import Context, StepResult, Strategy
-from orchestrator.strategies.replicated.single import Single
+from orchestrator.strategies.base import Context, StepResult
+from orchestrator.strategies.replicated.whole_model import WholeModel
 
 CPU = torch.device("cpu")
-
-
-def make(context: Context, job: Job) -> Strategy:
-    """What the rank is: a worker, or one of the shards after them."""
-    role = Worker if context.mesh.shard(context.global_rank) is None else Shard
-    return role(context, job)
 
 
 class ShardConnection:
@@ -161,7 +155,7 @@ class ShardConnection:
         return numbers
 
 
-class Worker(Single):
+class Worker(WholeModel):
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
         options, train = context.options, context.train

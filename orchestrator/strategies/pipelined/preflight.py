@@ -4,15 +4,13 @@ driver, with fake tensors, before anything starts."""
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-from orchestrator.compat import deferred_dynamo
-from orchestrator.config.schema import Config, StagedConfig
+from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
@@ -21,17 +19,18 @@ from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
+from orchestrator.strategies.pipelined.layout import StagedConfig
 
 
-def with_stages(config: Config, job: Job, plan: Plan, errors: list[str]) -> Plan:
-    """``plan`` with notes on the model that it cuts; to ``errors`` is added why it cannot be cut so.
+def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, size_key: str) -> tuple[str, ...]:
+    """Cut the job's model as planned, with fake tensors.
 
-    A plan that cuts no model stays as it is.
+    Append to ``errors`` why it cannot be cut so; return notes on the model. ``size_key``: the key that says how many
+    workers a pipeline has.
     """
     strategy, layout = config.strategy, plan.pipeline
-    if layout is None or not isinstance(strategy, StagedConfig):
-        return plan
-    deferred_dynamo.install()
+    assert layout is not None
+    assert isinstance(strategy, StagedConfig)
     share = even_shares(plan.global_batch_size, plan.mesh.data_parallel_size)[0]
     rows = share // plan.grad_accumulation // layout.num_microbatches
     split = () if strategy.split == "auto" else strategy.split
@@ -39,16 +38,16 @@ def with_stages(config: Config, job: Job, plan: Plan, errors: list[str]) -> Plan
     try:
         inputs, _ = collate([job.dataset("train")[0]] * rows)
         sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split)
-        of_layers = _layer_errors(sequence, plan)
+        of_layers = _layer_errors(sequence, plan, size_key)
         if strategy.split != "auto" and not of_layers:
             cut, of_layers = cut_at(sequence.layers, split, layout.num_stages)
             if cut is not None:
                 boundaries_of(sequence, flow(sequence, inputs, precision=contextlib.nullcontext), cut)
         errors += of_layers
-        return replace(plan, notes=(*plan.notes, *notes_of(sequence.outline, plan, rows)))
+        return tuple(notes_of(sequence.outline, plan, rows))
     except ValueError as e:
         errors.append(str(e) if str(e).startswith("strategy.") else f"strategy={strategy.name}: {e}")
-        return plan
+        return ()
 
 
 def notes_of(outline: Outline, plan: Plan, rows: int) -> list[str]:
@@ -68,7 +67,7 @@ def notes_of(outline: Outline, plan: Plan, rows: int) -> list[str]:
     return notes
 
 
-def _layer_errors(sequence: LayerSequence, plan: Plan) -> list[str]:
+def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[str]:
     """What is wrong wherever the cuts are."""
     layers, layout, name = sequence.layers, plan.pipeline, plan.strategy
     assert layout is not None
@@ -84,16 +83,15 @@ def _layer_errors(sequence: LayerSequence, plan: Plan) -> list[str]:
         try:
             balance(layers, [1.0] * len(layers), layout.num_stages)
         except ValueError as e:
-            errors.append(_too_few(plan, str(e)))
+            errors.append(_too_few(plan, str(e), size_key))
     return errors
 
 
-def _too_few(plan: Plan, reason: str) -> str:
+def _too_few(plan: Plan, reason: str, size_key: str) -> str:
     assert plan.pipeline is not None
     size = plan.mesh.pipeline_parallel_size
-    key = "strategy.pipeline_parallel_size" if plan.strategy == "ddp_pipeline" else "strategy.num_workers"
-    lower = f"lower {key}" + (" or strategy.stages_per_rank" if plan.pipeline.num_stages > size else "")
-    return f"{key}={size}: the model has {reason}; {lower}, or give the model more layers"
+    lower = f"lower {size_key}" + (" or strategy.stages_per_rank" if plan.pipeline.num_stages > size else "")
+    return f"{size_key}={size}: the model has {reason}; {lower}, or give the model more layers"
 
 
 def _names_of(model: nn.Module, kind: type[nn.Module]) -> list[str]:

@@ -1,0 +1,37 @@
+"""``locked_sgd``: ``hogwild`` with a lock around each step or each update, the baseline for ``hogwild``."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.strategies.asynchronous.hogwild import Hogwild, HogwildConfig
+from orchestrator.strategies.registry import register
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedSGDConfig(HogwildConfig):
+    name: Literal["locked_sgd"]  # type: ignore[assignment]
+    lock: Literal["step", "update"] = option(
+        "step: one worker at a time reads, computes and updates; update: one at a time updates"
+    )
+
+
+@register("locked_sgd")
+class LockedSGD(Hogwild):
+    config_class: ClassVar[type[StrategyConfig]] = LockedSGDConfig
+
+    @property
+    def _locks_update(self) -> bool:
+        return not self._locks_step
+
+    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
+        return self._lock() if self._locks_step else contextlib.nullcontext()
+
+    @property
+    def _locks_step(self) -> bool:
+        options = self.context.options
+        assert isinstance(options, LockedSGDConfig)
+        return options.lock == "step"

@@ -1,0 +1,70 @@
+"""``parameter_server``: shards own the parameters and the optimizer; workers push gradients and pull parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.job import Job
+from orchestrator.planning.layout import Layout
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Plan
+from orchestrator.strategies.asynchronous.preflight import sharding_errors, statistics_notes
+from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.registry import register
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerConfig(StrategyConfig):
+    name: Literal["parameter_server"]
+    num_shards: int = option("actors beside the workers that the parameters are spread over, by bytes", minimum=1)
+    consistency: Literal["sync", "async", "stale"] = option(
+        "sync: an update by all workers, as ddp; async: one by each, as they come; stale: the same within max_staleness"
+    )
+    max_staleness: int = option("steps that a worker may be ahead of the slowest, with consistency=stale", minimum=0)
+    compression: Literal["none", "bf16"] = option("gradient compression")
+
+
+@register("parameter_server")
+class ParameterServer(Strategy):
+    """What workers and shards have in common: the layout."""
+
+    config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
+    cpu_only = "its workers compute on CPUs as yet"
+
+    @classmethod
+    def is_synchronous(cls, options: StrategyConfig) -> bool:
+        assert isinstance(options, ParameterServerConfig)
+        return options.consistency == "sync"
+
+    @classmethod
+    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+        options = config.strategy
+        assert isinstance(options, ParameterServerConfig)
+        mesh = Mesh(data_parallel_size=num_workers, num_shards=options.num_shards)
+        note = (
+            f"placement: gradients on {_ranks(range(mesh.num_workers))}, parameters on {_ranks(mesh.shards)}, "
+            "which are spread over the nodes where there are several"
+        )
+        return Layout(mesh=mesh, notes=(note,))
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        options = config.strategy
+        assert isinstance(options, ParameterServerConfig)
+        errors += sharding_errors(options.name, job, options.num_shards)
+        return () if cls.is_synchronous(options) else statistics_notes(job)
+
+    @classmethod
+    def create(cls, context: Context, job: Job) -> Strategy:
+        """Make a worker, or one of the shards on the ranks after the workers."""
+        from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
+        from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
+
+        role = Worker if context.mesh.shard(context.global_rank) is None else Shard
+        return role(context, job)
+
+
+def _ranks(ranks: range) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
