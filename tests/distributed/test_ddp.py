@@ -29,7 +29,7 @@ from toys import (
 )
 
 from orchestrator.state import train_state
-from orchestrator.strategies.replicated.single import Single
+from orchestrator.strategies.replicated.whole_model import WholeModel
 from orchestrator.worker.data import SampleOrder
 
 
@@ -196,7 +196,7 @@ def poisoned(*, rank: int, world_size: int) -> Poisoned:
 def around_steps(rank: int, case: Case) -> list[tuple[bool, bool, bool]]:
     """For each step: was it skipped, was the rank's own loss finite, and did nothing change."""
     strategy = make(case, rank)
-    assert isinstance(strategy, Single)
+    assert isinstance(strategy, WholeModel)
 
     def state() -> train_state.TrainState:
         return train_state.capture(

@@ -27,7 +27,8 @@ from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.replicated.ddp import DDPConfig
-from orchestrator.strategies.replicated.single import Single, SingleConfig
+from orchestrator.strategies.replicated.single import SingleConfig
+from orchestrator.strategies.replicated.whole_model import WholeModel
 from orchestrator.worker.data import train_batches
 from orchestrator.worker.loop import seed_step
 
@@ -223,7 +224,7 @@ def model_of(strategy: Strategy) -> nn.Module:
     """This rank's part of the model; a shard has none."""
     if isinstance(strategy, Shard):
         return nn.Module()
-    assert isinstance(strategy, (Single, Pipeline))
+    assert isinstance(strategy, (WholeModel, Pipeline))
     return strategy.model
 
 

@@ -1,0 +1,42 @@
+"""The rule of equal loss for whatever is registered: every synchronous strategy, with its default keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gang import Gang
+from toys import Case, digits, having, losses, plan_of, train
+from toys import config_of as config_for
+
+from orchestrator.config.compose import compose
+from orchestrator.config.overrides import choices
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.strategies import registry
+
+
+def default_options(name: str) -> StrategyConfig:
+    errors: list[str] = []
+    config, _ = compose([f"strategy={name}"], errors, registry.config_class)
+    assert config is not None, errors
+    return config.strategy
+
+
+SYNCHRONOUS = [n for n in choices("strategy") if registry.load(n).is_synchronous(default_options(n))]
+
+
+def test_the_registry_knows_the_synchronous_strategies() -> None:
+    assert {"single", "ddp", "dp", "model_parallel", "pipeline", "ddp_pipeline", "parameter_server"} <= {*SYNCHRONOUS}
+    assert not {"hogwild", "locked_sgd"} & {*SYNCHRONOUS}
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_a_synchronous_strategy_has_the_losses_of_single(gang: Gang, name: str) -> None:
+    options = default_options(name)
+    case = Case(job=digits(depth=3), train=having(global_batch_size=24, steps=10), options=options, alone=options)
+    # "auto" is what a machine without GPUs gets.
+    workers = registry.load(name).default_num_workers(options, num_gpus=0)
+    plan = plan_of(config_for(case, workers + getattr(options, "num_shards", 0)))
+    seen = losses(gang.run(train, case, world_size=plan.world_size))
+    (alone,) = gang.run(train, Case(job=case.job, train=case.train), world_size=1)
+    assert losses([alone])[-1] < losses([alone])[0], "nothing was learned, so nothing is compared"
+    torch.testing.assert_close(seen, losses([alone]), rtol=1e-5, atol=0)
