@@ -1,4 +1,4 @@
-"""The arms of a benchmark: ways to do the same training, each a command line of its own, and what it took."""
+"""The arms of a benchmark: ways to run the same training, each a command line with an empty directory of its own."""
 
 from __future__ import annotations
 
@@ -20,29 +20,33 @@ from typing import Any
 
 import psutil
 
+from orchestrator.records.run_dir import RunDir
+
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PEERS = HERE / "peers"
 WORKERS = 2
 WARM_UP_STEPS = 10
-"""Left out by every arm, or a fifth of a short run; ours leaves out as many."""
+"""Every arm excludes this many steps from its rates, or a fifth of a short run; the orchestrator excludes as many."""
 ARM_TIMEOUT_S = 240
 RAY_START_TIMEOUT_S = 60
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": f"{HERE.parent}:{HERE / 'peers'}",
+    "PYTHONPATH": f"{HERE.parent}:{PEERS}",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would handicap its workers against torchrun's
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
-"""The same for every arm."""
+"""Variables set alike for every arm."""
 
-DROPPED = ("PYTHONDONTWRITEBYTECODE", "RAY_ADDRESS")
-"""Compiled modules may be kept, as on any machine in use."""
+UNSET = ("PYTHONDONTWRITEBYTECODE", "RAY_ADDRESS")
+"""Variables removed for every arm. Arms may cache bytecode, as they would in normal use."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """One training job, the same for every arm. ``fields`` are those of the job's dataclass."""
 
     job: str
@@ -54,9 +58,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """``startup_s``: process start to the end of the first step; ``startup``: its parts, where the arm tells them.
+    """What one run of an arm took.
 
-    The others are of rank 0's steps after warm-up.
+    ``startup_s`` is the time from process start to the end of the first step, and ``startup`` its parts, empty for the
+    peers. The other fields describe rank 0's steps after warm-up.
     """
 
     startup_s: float
@@ -66,115 +71,146 @@ class Timing:
 
 
 Arm = Callable[[Path], Timing]
-"""Runs once, in the empty directory given."""
+"""Runs the training once, in the empty directory given."""
 
 
 def ours(
-    work: Work,
+    workload: Workload,
     *,
     strategy: str = "ddp",
+    workers: int | None = None,
     address: str = "local",
     tracking: Sequence[str] = ("tracking=none",),
-    settings: Sequence[str] = (),
+    overrides: Sequence[str] = (),
 ) -> Arm:
-    """Our command on the Ray at ``address``, or (``local``) on one of its own; ``settings``: more words of it."""
+    """Return the arm that runs ``orchestrator.launch``.
+
+    Args:
+        workload: The training job.
+        strategy: The name of the strategy.
+        workers: The number of workers; None for one with ``strategy="single"`` and ``WORKERS`` otherwise.
+        address: The address of a running Ray, or ``local`` for an embedded one.
+        tracking: Overrides that configure tracking.
+        overrides: Further overrides.
+    """
+    if workers is None:
+        workers = 1 if strategy == "single" else WORKERS
+    all_overrides = [*basic_overrides(address, strategy=strategy, workers=workers), *tracking, *overrides]
 
     def run(folder: Path) -> Timing:
-        workers = 1 if strategy == "single" else WORKERS
-        words = [f"strategy={strategy}", f"strategy.num_workers={workers}", f"cluster.address={address}"]
-        record = launch(work, [*words, *tracking, *settings], folder) / "run.json"
-        summary = json.loads(record.read_text())["summary"]
+        summary = launch(workload, all_overrides, folder).read_record()["summary"]
         return Timing(**{name: summary[name] for name in Timing.__dataclass_fields__})
 
     return run
 
 
-def launch(work: Work, words: Sequence[str], folder: Path, *, checkpoint_every: int = 0) -> Path:
-    """``python -m orchestrator.launch`` with these words for the work; the run directory that it leaves."""
+def basic_overrides(address: str, *, strategy: str = "ddp", workers: int = WORKERS) -> list[str]:
+    """Return the overrides that choose the strategy, its number of workers and the Ray to use."""
+    return [f"strategy={strategy}", f"strategy.num_workers={workers}", f"cluster.address={address}"]
+
+
+def launch(workload: Workload, overrides: Sequence[str], folder: Path, *, checkpoint_every: int = 0) -> RunDir:
+    """Run ``python -m orchestrator.launch`` in ``folder`` and return its run directory."""
     common = [
-        f"job._target_={work.job}",
-        *(f"job.{name}={value}" for name, value in work.fields.items()),
-        f"train.steps={work.steps}",
-        f"train.global_batch_size={work.global_batch_size}",
-        f"train.log_every={work.log_every}",
+        f"job._target_={workload.job}",
+        *(f"job.{name}={value}" for name, value in workload.fields.items()),
+        f"train.steps={workload.steps}",
+        f"train.global_batch_size={workload.global_batch_size}",
+        f"train.log_every={workload.log_every}",
         "train.eval_every=0",
         f"checkpoint.every={checkpoint_every}",
     ]
-    execute(["-m", "orchestrator.launch", *common, *words], folder)
+    execute(["-m", "orchestrator.launch", *common, *overrides], folder)
+    return run_dir_in(folder)
+
+
+def run_dir_in(folder: Path) -> RunDir:
+    """Return the run directory of the only run launched in ``folder``."""
     (record,) = folder.glob("outputs/*/*/run.json")
-    return record.parent
+    return RunDir(record.parent)
 
 
-def torchrun(work: Work) -> Arm:
-    """Plain ``DistributedDataParallel`` under torchrun."""
-    return _peer(_torchrun("torchrun_ddp.py"), work)
+def torchrun(workload: Workload) -> Arm:
+    """Return the arm that runs plain ``DistributedDataParallel`` under torchrun."""
+    return _peer(torchrun_command("torchrun_ddp.py"), workload)
 
 
-def torch_pipeline(work: Work, *, split: str, schedule: str, num_microbatches: int) -> Arm:
-    """Two stages of plain ``torch.distributed.pipelining`` under torchrun; the second begins with layer ``split``."""
+def torch_pipeline(workload: Workload, *, split: str, schedule: str, num_microbatches: int) -> Arm:
+    """Return the arm that runs two stages of plain ``torch.distributed.pipelining`` under torchrun.
+
+    The second stage begins with the layer ``split``.
+    """
     flags = [f"--split={split}", f"--schedule={schedule}", f"--num-microbatches={num_microbatches}"]
-    return _peer([*_torchrun("torch_pipeline.py"), *flags], work)
+    return _peer([*torchrun_command("torch_pipeline.py"), *flags], workload)
 
 
-def ray_train(work: Work, *, address: str = "local", dashboard: bool = True) -> Arm:
-    """Ray Train's ``TorchTrainer`` with gloo; without a dashboard as far as it starts a Ray of its own."""
-    flags = [f"--workers={WORKERS}", f"--address={address}", *([] if dashboard else ["--no-dashboard"])]
-    return _peer([str(HERE / "peers" / "ray_train_ddp.py"), *flags], work)
+def ray_train(workload: Workload, *, address: str = "local", dashboard: bool = True) -> Arm:
+    """Return the arm that runs Ray Train's ``TorchTrainer`` with gloo.
+
+    ``dashboard=False`` turns off the dashboard of the Ray that the arm starts itself, with ``address="local"``.
+    """
+    return _peer(
+        [*ray_train_command("ray_train_ddp.py", address), *([] if dashboard else ["--no-dashboard"])], workload
+    )
 
 
-def python_of_torchrun(*flags: str) -> list[str]:
-    """What to give Python, without the script."""
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}", *flags]
+def torchrun_command(script: str, *flags: str) -> list[str]:
+    """Return the arguments for Python that run a script of ``peers/`` under torchrun; ``flags`` are torchrun's."""
+    torchrun_flags = ["--standalone", f"--nproc-per-node={WORKERS}", *flags]
+    return ["-m", "torch.distributed.run", *torchrun_flags, str(PEERS / script)]
 
 
-def _torchrun(script: str) -> list[str]:
-    return [*python_of_torchrun(), str(HERE / "peers" / script)]
+def ray_train_command(script: str, address: str) -> list[str]:
+    """Return the arguments for Python that run a Ray Train script of ``peers/`` on the Ray at ``address``."""
+    return [str(PEERS / script), f"--workers={WORKERS}", f"--address={address}"]
 
 
-def _peer(command: Sequence[str], work: Work) -> Arm:
+def _peer(command: Sequence[str], workload: Workload) -> Arm:
     def run(folder: Path) -> Timing:
         result = folder / "result.json"
-        created = time.time()
-        execute([*command, *words_of(work, result)], folder)
+        started_at = time.time()
+        execute([*command, *peer_arguments(workload, result)], folder)
         measured = json.loads(result.read_text())
-        step_ms = measured["step_ms"][min(WARM_UP_STEPS, work.steps // 5) :]
+        step_ms = measured["step_ms"][min(WARM_UP_STEPS, workload.steps // 5) :]
         return Timing(
-            startup_s=measured["first_step_at"] - created,
+            startup_s=measured["first_step_at"] - started_at,
             startup={},
-            samples_per_s=work.global_batch_size * len(step_ms) / sum(step_ms) * 1e3,
+            samples_per_s=workload.global_batch_size * len(step_ms) / sum(step_ms) * 1e3,
             step_ms_p50=statistics.median(step_ms),
         )
 
     return run
 
 
-def words_of(work: Work, result: Path) -> list[str]:
-    """What a script of ``peers/`` is told: the work, and where to write what it measured."""
+def peer_arguments(workload: Workload, result: Path) -> list[str]:
+    """Return the arguments of a script of ``peers/``: the workload, and the file for its measurements."""
     return [
-        f"--job={work.job}",
-        f"--fields={json.dumps(dict(work.fields))}",
-        f"--steps={work.steps}",
-        f"--global-batch-size={work.global_batch_size}",
-        f"--log-every={work.log_every}",
+        f"--job={workload.job}",
+        f"--fields={json.dumps(dict(workload.fields))}",
+        f"--steps={workload.steps}",
+        f"--global-batch-size={workload.global_batch_size}",
+        f"--log-every={workload.log_every}",
         f"--result={result}",
     ]
 
 
-class Stuck(RuntimeError):
-    """An arm does not come to its end."""
+class ArmTimeoutError(RuntimeError):
+    """An arm did not finish in time."""
 
 
-def execute(words: Sequence[str], folder: Path, *, timeout_s: float = ARM_TIMEOUT_S) -> None:
-    """Python with these words, to its end.
+def execute(arguments: Sequence[str], folder: Path, *, timeout_s: float = ARM_TIMEOUT_S) -> None:
+    """Run Python with ``arguments`` in ``folder`` until it exits.
 
     Raises:
-        Stuck: it takes longer than ``timeout_s``; its last output is in the text.
-        RuntimeError: it failed; the same.
+        ArmTimeoutError: It ran longer than ``timeout_s`` and was killed.
+        RuntimeError: It failed.
+
+    Both messages contain the last lines of its output.
     """
     output = folder / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *arguments],
             cwd=folder,
             env=environment(),
             stdin=subprocess.DEVNULL,
@@ -184,18 +220,25 @@ def execute(words: Sequence[str], folder: Path, *, timeout_s: float = ARM_TIMEOU
         try:
             code: int | None = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            end_tree(process)
+            kill_tree(process)
             code = None
-    if code != 0:
-        tail = "\n".join(output.read_text().splitlines()[-30:])
-        raise (Stuck if code is None else RuntimeError)(f"{' '.join(words)}\nended with {code}:\n{tail}")
+    if code == 0:
+        return
+    command, tail = " ".join(arguments), "\n".join(output.read_text().splitlines()[-30:])
+    if code is None:
+        raise ArmTimeoutError(f"{command}\ntimed out after {timeout_s:g} s:\n{tail}")
+    raise RuntimeError(f"{command}\nexited with {code}:\n{tail}")
 
 
 @contextmanager
 def running_ray(num_cpus: int | None = None) -> Iterator[str]:
-    """A Ray of ``ray start --head``, beside any other of this machine; yields its address."""
+    """Run a Ray head of its own, separate from any other on this machine; yields its address.
+
+    Raises:
+        RuntimeError: Ray did not start within ``RAY_START_TIMEOUT_S``.
+    """
     port = free_port()
-    # Ray's sockets lie below this directory, and their paths may have 107 bytes.
+    # Ray puts its Unix sockets below this directory, and their paths are limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
         flags = ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
@@ -208,31 +251,33 @@ def running_ray(num_cpus: int | None = None) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        overdue = threading.Timer(RAY_START_TIMEOUT_S, head.kill)
-        overdue.start()
+        watchdog = threading.Timer(RAY_START_TIMEOUT_S, head.kill)
+        watchdog.start()
         try:
             assert head.stdout is not None
             if not any("Ray runtime started" in line for line in head.stdout):
-                raise RuntimeError("`ray start --head` did not come up")
-            overdue.cancel()
+                raise RuntimeError("`ray start --head` failed")
+            watchdog.cancel()
             yield f"127.0.0.1:{port}"
         finally:
-            overdue.cancel()
-            end_tree(head)
+            watchdog.cancel()
+            kill_tree(head)
 
 
 def environment() -> dict[str, str]:
-    return {**{k: v for k, v in os.environ.items() if k not in DROPPED}, **ENVIRONMENT}
+    """Return the environment of every arm."""
+    return {**{k: v for k, v in os.environ.items() if k not in UNSET}, **ENVIRONMENT}
 
 
 def free_port() -> int:
+    """Return a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def end_tree(process: subprocess.Popen[Any]) -> None:
-    """Kill a process and all that it started. Asked nicely, a Ray head drains for half a minute."""
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and its descendants. SIGKILL, because a Ray head takes half a minute to shut down on SIGTERM."""
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
         for member in [parent, *parent.children(recursive=True)]:

@@ -1,4 +1,4 @@
-"""The bubbles of the schedules as measured, beside the papers' formulas: pipelines of 4 and 8 workers that sleep.
+"""The measured bubble of each schedule beside the formula of its paper, in pipelines of 4 and 8 sleeping workers.
 
 python benchmarks/bubble.py
 """
@@ -28,14 +28,15 @@ STAGES_PER_WORKER = {
     "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2,
 }  # fmt: skip
 WITH_FORMULA = ("GPipe", "1F1B", "Interleaved1F1B")
+"""Bubble (p - 1) / (v m + p - 1) with p workers, v stages on each and m micro-batches."""
 FORWARD_MS = 100.0
-"""Of a micro-batch on a worker, all its stages together; backward takes twice as long."""
+"""Forward time of a micro-batch on one worker, over all its stages; backward takes twice as long."""
 STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Of a worker: its spans of each step, and the micro-batches that its first stage held at most."""
+class WorkerTrace:
+    """One worker's spans in each step, and the largest number of micro-batches that its first stage held at once."""
 
     steps: Sequence[Sequence[Span]]
     live: int
@@ -48,40 +49,40 @@ def main() -> None:
     for workers, microbatches in GRIDS:
         measured: dict[str, list[float]] = {}
         for schedule, v in STAGES_PER_WORKER.items():
-            if SCHEDULES[schedule].microbatches_fault(microbatches, v * workers, workers):
+            if SCHEDULES[schedule].microbatches_error(microbatches, v * workers, workers):
                 continue
-            seen = observe(schedule, workers, microbatches, steps=1 if arguments.quick else STEPS)
-            steps = list(zip(*(s.steps for s in seen), strict=True))
+            traces = observe(schedule, workers, microbatches, steps=1 if arguments.quick else STEPS)
+            steps = list(zip(*(trace.steps for trace in traces), strict=True))
             measured[schedule] = [100 * bubble(step) for step in steps]
             formula = 100 * (workers - 1) / (v * microbatches + workers - 1)
             if schedule in WITH_FORMULA:
-                over = [value - formula for value in measured[schedule]]
+                excess = [value - formula for value in measured[schedule]]
                 name = f"{schedule}, {workers} workers: measured - formula, points"
-                claims.append(Claim(name=name, ratios=over, at_most=3.0))
+                claims.append(Claim(name=name, ratios=excess, at_most=3.0))
             rows.append([
                 f"{workers} x {microbatches}", schedule, f"{formula:.1f}" if schedule in WITH_FORMULA else "",
                 f"{100 * theoretical_bubble(steps[0]):.1f}", f"{statistics.median(measured[schedule]):.1f}",
-                str(seen[0].live), str(seen[-1].live),
+                str(traces[0].live), str(traces[-1].live),
             ])  # fmt: skip
             print("  " + ", ".join(rows[-1]), flush=True)
         for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             shares = [a / b for a, b in zip(measured[schedule], measured["1F1B"], strict=True)]
             claims.append(Claim(name=f"{schedule} / 1F1B, {workers} workers", ratios=shares, at_most=1.0))
     notes = (
-        "All stages sleep, so that workers need no cores of their own. Theory: every action as soon as what it needs "
-        "is there, forward 1, backward 2, its halves 1 each. Two things differ as torch carries them out: stage 0, "
-        "with no stage before it, does all of a backward pass in the half for the weights; what a pair of passes of "
-        "DualPipeV gives is sent after both."
+        "All stages sleep, so that workers do not compete for cores. Ideal: every action starts as soon as its inputs "
+        "are available; forward takes 1, backward 2, each half of a backward 1. Torch's implementation differs in two "
+        "points: stage 0, which has no predecessor, runs its whole backward in the half for the weights; DualPipeV "
+        "sends the results of an overlapped pair of passes after both have finished."
     )
-    head = ["workers x micro-batches", "schedule", "formula, %", "its order in theory, %", "measured, %",
-            "micro-batches held by the first worker's first stage", "by the last worker's"]  # fmt: skip
+    head = ["workers x micro-batches", "schedule", "formula, %", "ideal, %", "measured, %",
+            "peak micro-batches, first worker's first stage", "last worker's"]  # fmt: skip
     report("bubble", claims, ceiling=None, rounds={}, notes=f"{table(head, rows)}\n\n{notes}", keep=not arguments.quick)
 
 
-def observe(schedule: str, workers: int, microbatches: int, *, steps: int) -> list[Seen]:
-    """A pipeline, by rank; its first step, which connects the workers, is left out."""
+def observe(schedule: str, workers: int, microbatches: int, *, steps: int) -> list[WorkerTrace]:
+    """Run a pipeline and return the trace of each rank, without the first step, which sets up the connections."""
     layers = workers * STAGES_PER_WORKER[schedule]
-    words = [
+    overrides = [
         "strategy=pipeline",
         f"strategy.num_workers={workers}",
         f"strategy.schedule={schedule}",
@@ -91,17 +92,18 @@ def observe(schedule: str, workers: int, microbatches: int, *, steps: int) -> li
         f"train.steps={1 + steps}",
         f"train.global_batch_size={microbatches}",
     ]
-    return train(words, Sleep(layers=layers, forward_ms=FORWARD_MS / STAGES_PER_WORKER[schedule]), watch)
+    return train(overrides, Sleep(layers=layers, forward_ms=FORWARD_MS / STAGES_PER_WORKER[schedule]), record)
 
 
-def watch(strategy: Strategy, config: Config) -> Seen:
+def record(strategy: Strategy, config: Config) -> WorkerTrace:
+    """Run the steps on one worker and record its spans; a function for :func:`forked.train`."""
     assert isinstance(strategy, Pipeline)
     loader = DataLoader(strategy.job.dataset("train"), config.train.global_batch_size)
     steps = []
     for _, batch in zip(range(config.train.steps), loader, strict=False):
         strategy.train_step([batch], want_grad_norm=False)
         steps.append(strategy.spans())
-    return Seen(steps=steps[1:], live=strategy.timed_stages[0].live)
+    return WorkerTrace(steps=steps[1:], live=strategy.timed_stages[0].live)
 
 
 if __name__ == "__main__":

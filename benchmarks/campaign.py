@@ -1,10 +1,10 @@
-"""Random faults, in every phase, under six of the strategies: each run has to end as if nothing had happened.
+"""Random faults in every phase, under six strategies: each run has to end as if there had been none.
 
 python benchmarks/campaign.py --trials 200
 
-A trial is one run with one to three faults, drawn from a seed. It passes if the run finishes, nothing is left behind
-(process, placement group, shared memory), and losses and weights are those of an undisturbed run, where the strategy
-is deterministic.
+A trial is one run with one to three faults, drawn from a seed. It passes if the run finishes, leaves no process,
+placement group or shared memory behind and, where the strategy is deterministic, has the losses and weights of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import functools
 import io
-import json
 import logging
 import os
 import random
@@ -24,19 +23,21 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
 import torch
-from rounds import HERE, table
+from arms import RESULTS
+from rounds import table
 from safetensors.torch import load_file
 
 import orchestrator
 from orchestrator.policy.recovery import GENERATIONS_WITHOUT_PROGRESS
+from orchestrator.records.journal import read_metrics
+from orchestrator.records.run_dir import RunDir
 
 STEPS = 30
-WORDS = (
+OVERRIDES = (
     f"train.steps={STEPS}",
     "train.log_every=1",
     "train.eval_every=10",
@@ -53,27 +54,30 @@ TRIAL_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """``tolerance``: relative, of losses and weights; None: they differ from run to run anyway."""
+    """A strategy with its settings.
 
-    words: tuple[str, ...]
+    ``tolerance`` is the relative one for losses and weights; None if they vary between undisturbed runs.
+    """
+
+    overrides: tuple[str, ...]
     ranks: int
     tolerance: float | None = 1e-5
 
 
 LAYOUTS = {
-    "single": Layout(words=("strategy=single",), ranks=1),
-    "ddp": Layout(words=("strategy=ddp",), ranks=2),
-    "ddp with a spare": Layout(words=("strategy=ddp", "recovery.spares=1"), ranks=2),
-    "ddp, 1 to 3 workers": Layout(words=("strategy=ddp", "strategy.num_workers=[1,3]"), ranks=3, tolerance=1e-4),
-    "pipeline": Layout(words=("strategy=pipeline",), ranks=2),
-    "pipeline with copies": Layout(words=("strategy=pipeline", "recovery.peer_copy_every=4"), ranks=2),
+    "single": Layout(overrides=("strategy=single",), ranks=1),
+    "ddp": Layout(overrides=("strategy=ddp",), ranks=2),
+    "ddp with a spare": Layout(overrides=("strategy=ddp", "recovery.spares=1"), ranks=2),
+    "ddp, 1 to 3 workers": Layout(overrides=("strategy=ddp", "strategy.num_workers=[1,3]"), ranks=3, tolerance=1e-4),
+    "pipeline": Layout(overrides=("strategy=pipeline",), ranks=2),
+    "pipeline with copies": Layout(overrides=("strategy=pipeline", "recovery.peer_copy_every=4"), ranks=2),
     "ddp_pipeline": Layout(
-        words=("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"), ranks=4
+        overrides=("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"), ranks=4
     ),
-    "hogwild": Layout(words=("strategy=hogwild",), ranks=2, tolerance=None),
-    "parameter_server": Layout(words=("strategy=parameter_server", "strategy.consistency=sync"), ranks=3),
+    "hogwild": Layout(overrides=("strategy=hogwild",), ranks=2, tolerance=None),
+    "parameter_server": Layout(overrides=("strategy=parameter_server", "strategy.consistency=sync"), ranks=3),
     "parameter_server, stale": Layout(
-        words=("strategy=parameter_server", "strategy.consistency=stale"), ranks=3, tolerance=None
+        overrides=("strategy=parameter_server", "strategy.consistency=stale"), ranks=3, tolerance=None
     ),
 }
 KINDS = ("raise", "exit", "kill", "segv", "stop", "sleep")
@@ -81,26 +85,39 @@ PHASES = ("train", "train", "train", "join", "build", "eval", "checkpoint", "end
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run ended with: its final weights by name, and its training loss by step."""
+
+    weights: dict[str, torch.Tensor]
+    losses: dict[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
+    """One run with faults and its verdict; ``problems`` is empty if it passed."""
+
     layout: str
     faults: tuple[str, ...]
-    passed: bool
-    why: str
+    problems: tuple[str, ...]
     seconds: float
     restarts: int
     recovery_s: tuple[float, ...]
     steps_lost: int
 
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layouts", default=";".join(LAYOUTS), help="some of them, with semicolons between")
+    parser.add_argument("--trials", type=int, default=200, help="runs with faults (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: %(default)s)")
+    parser.add_argument("--layouts", default=";".join(LAYOUTS), help="layouts to run, separated by semicolons")
     parser.add_argument("--keep", action="store_true", help="write the table to results/")
     arguments = parser.parse_args()
     ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    chance = random.Random(arguments.seed)
+    rng = random.Random(arguments.seed)
     trials: list[Trial] = []
     names = arguments.layouts.split(";")
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
@@ -108,64 +125,69 @@ def main() -> None:
         references = {name: reference(LAYOUTS[name]) for name in names}
         for number in range(arguments.trials):
             name = names[number % len(names)]
-            trial = run_trial(name, draw(chance, LAYOUTS[name]), references[name])
+            trial = run_trial(name, draw_faults(rng, LAYOUTS[name]), references[name])
             trials.append(trial)
-            verdict = "passed" if trial.passed else f"FAILED: {trial.why}"
+            verdict = "passed" if trial.passed else f"FAILED: {'; '.join(trial.problems)}"
             print(f"{number + 1:4} {name:23} {' '.join(trial.faults):40} {trial.seconds:5.1f} s  {verdict}", flush=True)
     ray.shutdown()
     text = summary(trials)
     print(text)
     if arguments.keep:
-        (HERE / "results" / "campaign.md").write_text(
-            f"# campaign\n\n{date.today()}, seed {arguments.seed}\n\n{text}\n"
-        )
+        (RESULTS / "campaign.md").write_text(f"# campaign\n\n{date.today()}, seed {arguments.seed}\n\n{text}\n")
     sys.exit(0 if all(t.passed for t in trials) else 1)
 
 
-def draw(chance: random.Random, layout: Layout) -> tuple[str, ...]:
-    """One to three faults at different steps; not three before the first one, which would end any run."""
+def draw_faults(rng: random.Random, layout: Layout) -> tuple[str, ...]:
+    """Draw one to three faults at different steps, but never so many before the first step that any run would end."""
     faults = []
-    for step in sorted(chance.sample(range(2, STEPS), chance.choice((1, 1, 1, 2, 2, 3)))):
-        phase, kind, rank = chance.choice(PHASES), chance.choice(KINDS), chance.randrange(layout.ranks)
+    for step in sorted(rng.sample(range(2, STEPS), rng.choice((1, 1, 1, 2, 2, 3)))):
+        phase, kind, rank = rng.choice(PHASES), rng.choice(KINDS), rng.randrange(layout.ranks)
         at = {"join": 0, "build": 0, "eval": 10, "checkpoint": 20, "end": STEPS}.get(phase, step)
         if phase in ("join", "build", "end") and kind in ("stop", "sleep"):
-            kind = "kill"  # what these phases take nobody knows: the timeouts that end them are minutes
+            kind = "kill"  # the timeouts of these phases are minutes long
         if phase in ("join", "build") and kind == "raise":
-            kind = "exit"  # an error before the first step ends a run
+            kind = "exit"  # an exception before the first step ends the run by design
         faults.append(f"{kind}@{at}:{rank}" + ("" if phase == "train" else f":{phase}"))
     before_the_first = [fault for fault in faults if "@0:" in fault]
     return tuple(faults if len(before_the_first) < GENERATIONS_WITHOUT_PROGRESS else faults[:-1])
 
 
-def reference(layout: Layout) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
-    result = orchestrator.run([*layout.words, *WORDS])
+def reference(layout: Layout) -> Outcome:
+    """Run a layout without faults."""
+    result = orchestrator.run([*layout.overrides, *OVERRIDES])
     assert result is not None
     assert result.exit_code == 0, result.reason
-    return weights(result.run_dir), losses(result.run_dir)
+    return outcome(result.run_dir)
 
 
-def run_trial(name: str, faults: tuple[str, ...], expected: tuple[dict[str, torch.Tensor], dict[int, float]]) -> Trial:
-    layout, began, shared_before, why = LAYOUTS[name], time.monotonic(), shared_memory(), []
+def run_trial(name: str, faults: tuple[str, ...], expected: Outcome) -> Trial:
+    """Run a layout with these faults and compare the outcome with ``expected``.
+
+    Raises:
+        KeyboardInterrupt: The run was interrupted.
+    """
+    layout, problems = LAYOUTS[name], list[str]()
+    shared_before = shared_memory()
+    start = time.monotonic()
     with contextlib.redirect_stdout(io.StringIO()):
-        result = orchestrator.run([*layout.words, *WORDS, f"recovery.chaos=[{','.join(faults)}]"])
-    seconds = time.monotonic() - began
+        result = orchestrator.run([*layout.overrides, *OVERRIDES, f"recovery.chaos=[{','.join(faults)}]"])
+    seconds = time.monotonic() - start
     assert result is not None
     if result.status == "KILLED":
         raise KeyboardInterrupt
     summary = result.summary
     if result.exit_code != 0:
-        why.append(f"exit {result.exit_code}: {result.reason}")
+        problems.append(f"exit {result.exit_code}: {result.reason}")
     else:
-        why += differences(result.run_dir, expected, layout.tolerance)
+        problems += differences(outcome(result.run_dir), expected, layout.tolerance)
     if seconds > TRIAL_TIMEOUT_S:
-        why.append(f"it took {seconds:.0f} s")
-    why += left_behind()
-    why += [f"{name} left in shared memory" for name in sorted(shared_memory() - shared_before)]
+        problems.append(f"it took {seconds:.0f} s")
+    problems += leaks()
+    problems += [f"{file} left in shared memory" for file in sorted(shared_memory() - shared_before)]
     return Trial(
         layout=name,
         faults=faults,
-        passed=not why,
-        why="; ".join(why),
+        problems=tuple(problems),
         seconds=seconds,
         restarts=summary.get("restarts", 0),
         recovery_s=tuple(summary.get("recovery_s", ())),
@@ -173,68 +195,71 @@ def run_trial(name: str, faults: tuple[str, ...], expected: tuple[dict[str, torc
     )
 
 
-def differences(
-    run_dir: Path, expected: tuple[dict[str, torch.Tensor], dict[int, float]], tolerance: float | None
-) -> list[str]:
+def differences(found: Outcome, expected: Outcome, tolerance: float | None) -> list[str]:
+    """Describe the first three weights and losses that differ; none if ``tolerance`` is None."""
     if tolerance is None:
         return []
-    final, curve = weights(run_dir), losses(run_dir)
     close = functools.partial(torch.allclose, rtol=tolerance, atol=tolerance / 100)
-    found = [f"{name} differs" for name, tensor in final.items() if not close(tensor, expected[0][name])]
-    found += [
-        f"loss of step {step}: {loss}, not {expected[1][step]}"
-        for step, loss in curve.items()
-        if abs(loss - expected[1][step]) > tolerance * abs(expected[1][step])
+    differing = [
+        f"{name} differs" for name, tensor in found.weights.items() if not close(tensor, expected.weights[name])
     ]
-    return found[:3]
+    differing += [
+        f"loss of step {step}: {loss}, not {expected.losses[step]}"
+        for step, loss in found.losses.items()
+        if abs(loss - expected.losses[step]) > tolerance * abs(expected.losses[step])
+    ]
+    return differing[:3]
 
 
 def shared_memory() -> set[str]:
+    """Return the names of all shared-memory files."""
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def left_behind() -> list[str]:
+def leaks() -> list[str]:
+    """Describe the placement groups and worker processes that a finished run left behind."""
     from ray.util.placement_group import placement_group_table
 
-    held = [g for g in placement_group_table().values() if g["state"] not in ("REMOVED",)]
+    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     workers = [p for p in psutil.Process().children(recursive=True) if is_worker(p)]
     _, alive = psutil.wait_procs(workers, timeout=10)
-    return [f"{len(held)} placement groups left"] * bool(held) + [f"{len(alive)} processes left"] * bool(alive)
+    return [f"{len(groups)} placement groups left"] * bool(groups) + [f"{len(alive)} processes left"] * bool(alive)
 
 
 def is_worker(process: psutil.Process) -> bool:
+    """Return whether a process runs one of our worker actors."""
     with contextlib.suppress(psutil.Error):
         return any("ray::Worker" in word or "/worker-" in word for word in process.cmdline())
     return False
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+def outcome(run_dir: Path) -> Outcome:
+    """Read the outcome of a finished run."""
+    return Outcome(
+        weights=load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"),
+        losses={step: m["train/loss"] for step, _, m in read_metrics(RunDir(run_dir)) if "train/loss" in m},
+    )
 
 
 def summary(trials: list[Trial]) -> str:
+    """Return a table with a row for each layout, and the number of faults of each kind."""
     rows = []
     for name in dict.fromkeys(t.layout for t in trials):
-        of = [t for t in trials if t.layout == name]
-        recoveries = sorted(s for t in of for s in t.recovery_s)
+        group = [t for t in trials if t.layout == name]
+        recoveries = sorted(s for t in group for s in t.recovery_s)
         rows.append(
             [
                 name,
-                str(len(of)),
-                str(sum(t.passed for t in of)),
-                str(sum(t.restarts for t in of)),
+                str(len(group)),
+                str(sum(t.passed for t in group)),
+                str(sum(t.restarts for t in group)),
                 f"{recoveries[len(recoveries) // 2]:.2f} s" if recoveries else "",
                 f"{recoveries[-1]:.2f} s" if recoveries else "",
-                str(sum(t.steps_lost for t in of)),
+                str(sum(t.steps_lost for t in group)),
             ]
         )
     kinds = Counter(fault.partition("@")[0] for t in trials for fault in t.faults)
-    head = ["strategy", "trials", "passed", "recoveries", "median", "longest", "steps lost"]
+    head = ["strategy", "trials", "passed", "recoveries", "median", "longest", "steps repeated"]
     return f"{table(head, rows)}\n\nfaults: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}"
 
 

@@ -1,4 +1,4 @@
-"""C, what two cores give: the rate of two pinned one-thread copies of a training step over that of one copy.
+"""The ceiling C: the rate of two pinned single-threaded copies of a training step over the rate of one copy.
 
 python benchmarks/ceiling.py
 """
@@ -22,7 +22,7 @@ _context = multiprocessing.get_context("fork")
 
 
 def ceiling(*, rounds: int = 3) -> float:
-    """Two copies over one, the median of ``rounds`` pairs; 2.0 on two cores that share nothing."""
+    """Return C, the median of ``rounds`` measurements; 2.0 on two cores that share nothing."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     return statistics.median(sum(_steps_per_s(cores)) / sum(_steps_per_s(cores[:1])) for _ in range(rounds))
 
@@ -51,11 +51,11 @@ def _copy(core: int, ready: Barrier, rates: SimpleQueue[float]) -> None:
     for _ in range(20):
         step()
     ready.wait(timeout=60)
-    began, steps = time.perf_counter(), 0
-    while time.perf_counter() - began < SECONDS:
+    start, steps = time.perf_counter(), 0
+    while time.perf_counter() - start < SECONDS:
         step()
         steps += 1
-    rates.put(steps / (time.perf_counter() - began))
+    rates.put(steps / (time.perf_counter() - start))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Runs whose workers die on the way: the commands of the peers that begin anew, and what to do with a run that never
-comes back."""
+"""What the benchmarks with dying workers share: the commands of the peers that restart, and retries for stuck runs."""
 
 from __future__ import annotations
 
@@ -9,48 +8,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from arms import WORKERS, Stuck, Work, execute, python_of_torchrun, words_of
-from rounds import HERE
+from arms import ArmTimeoutError, Workload, execute, peer_arguments, ray_train_command, torchrun_command
 
 CHECKPOINT_EVERY = 20
-"""Of every arm, in steps."""
+"""Steps between two checkpoints, in every arm."""
 TRIES = 5
 
 T = TypeVar("T")
 
 
 def peers(address: str) -> dict[str, list[str]]:
-    """What begins anew from its last checkpoint, by name: the command. Ray Train uses the Ray at ``address``."""
-    folder = HERE / "peers"
+    """Return the commands, by name, that restart from the last checkpoint. Ray Train uses the Ray at ``address``."""
     return {
-        "torchrun": [*python_of_torchrun("--max-restarts=20"), str(folder / "torchrun_elastic.py")],
-        "Ray Train": [str(folder / "ray_train_elastic.py"), f"--workers={WORKERS}", f"--address={address}"],
+        "torchrun": torchrun_command("torchrun_elastic.py", "--max-restarts=20"),
+        "Ray Train": ray_train_command("ray_train_elastic.py", address),
     }
 
 
 def run_peer(
-    command: list[str], work: Work, folder: Path, *, kill_at: int, kill_every: int = 0, stuck_after_s: float
+    command: list[str], workload: Workload, folder: Path, *, kill_at: int, kill_every: int = 0, timeout_s: float
 ) -> None:
-    """Rank 1 kills itself before step ``kill_at``, and again each ``kill_every`` steps.
+    """Run a peer whose rank 1 kills itself before step ``kill_at``, and again every ``kill_every`` steps.
 
     Raises:
-        Stuck: it takes longer than ``stuck_after_s``.
+        ArmTimeoutError: It ran longer than ``timeout_s``.
     """
     faults = [f"--kill-at={kill_at}", f"--kill-every={kill_every}", f"--checkpoint-every={CHECKPOINT_EVERY}"]
-    execute([*command, *words_of(work, folder / "result.json"), *faults], folder, timeout_s=stuck_after_s)
+    execute([*command, *peer_arguments(workload, folder / "result.json"), *faults], folder, timeout_s=timeout_s)
 
 
-def until_it_comes_back(name: str, arm: Callable[[Path], T], stuck: Counter[str]) -> T:
-    """What the arm says; it is tried again, and counted, when it never comes to its end.
+def retry_if_stuck(name: str, arm: Callable[[Path], T], stuck: Counter[str]) -> T:
+    """Run an arm until one run finishes, and count the runs that time out in ``stuck[name]``.
 
     Raises:
-        Stuck: it never does.
+        ArmTimeoutError: All ``TRIES`` runs timed out.
     """
     for _ in range(TRIES):
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
             try:
                 return arm(Path(folder))
-            except Stuck:
+            except ArmTimeoutError:
                 stuck[name] += 1
-                print(f"  {name}: stuck, once more", flush=True)
-    raise Stuck(f"{name}: {TRIES} times")
+                print(f"  {name}: timed out, trying again", flush=True)
+    raise ArmTimeoutError(f"{name}: timed out {TRIES} times")

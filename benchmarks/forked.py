@@ -1,4 +1,4 @@
-"""Training in plain processes with gloo on this machine, without Ray: for experiments that look into the strategies."""
+"""Training in forked processes with gloo, without Ray, for benchmarks that look inside a strategy."""
 
 from __future__ import annotations
 
@@ -32,39 +32,37 @@ _context = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Of a rank after warm-up: how long its steps took, the losses of its batches, its figures."""
+class StepTimes:
+    """One rank's steps after warm-up: their durations in seconds, their losses, and the rank's metrics."""
 
     seconds: Sequence[float]
     losses: Sequence[float]
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds)
 
 
-def train(words: Sequence[str], job: Job, work: Callable[[Strategy, Config], T]) -> list[T]:
-    """What ``work`` returns on each rank, in order; it gets the strategy that ``words`` ask for, ready to train.
+def train(overrides: Sequence[str], job: Job, function: Callable[[Strategy, Config], T]) -> list[T]:
+    """Call ``function`` on every rank and return the results, in the order of the ranks.
+
+    The function receives the strategy that ``overrides`` choose, ready to train, and the configuration.
 
     Raises:
-        RuntimeError: a process failed or took longer than ``TIMEOUT_S``.
+        RuntimeError: The overrides are wrong, or a process failed or took longer than ``TIMEOUT_S``.
     """
-    faults: list[str] = []
-    config, _ = compose(words, faults, registry.config_class)
-    if config is None or faults:
-        raise RuntimeError("\n".join(faults))
-    plan = make_plan(
-        config,
-        registry.load(config.strategy.name),
-        (Node(node_id="here", name="here", cpus=64, gpus=0),),
-        oversubscribe_cpus=True,
-    )
+    errors: list[str] = []
+    config, _ = compose(overrides, errors, registry.config_class)
+    if config is None or errors:
+        raise RuntimeError("\n".join(errors))
+    node = Node(node_id="here", name="here", cpus=64, gpus=0)
+    plan = make_plan(config, registry.load(config.strategy.name), (node,), oversubscribe_cpus=True)
     results: SimpleQueue[tuple[int, T]] = _context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        store = f"{folder}/store"  # a file, which needs no thread before the forks
+        store = f"{folder}/store"  # a file, because a TCP store would start threads before the fork
         processes = [
-            _context.Process(target=_run, args=(rank, config, plan, job, work, store, results))
+            _context.Process(target=_run, args=(rank, config, plan, job, function, store, results))
             for rank in range(plan.world_size)
         ]
         for process in processes:
@@ -76,12 +74,12 @@ def train(words: Sequence[str], job: Job, work: Callable[[Strategy, Config], T])
     for process in processes:
         process.kill()
     if failed:
-        raise RuntimeError(f"{' '.join(words)}: ranks {failed} failed")
+        raise RuntimeError(f"{' '.join(overrides)}: ranks {failed} failed")
     return [result for _, result in sorted((results.get() for _ in processes), key=lambda pair: pair[0])]
 
 
-def time_steps(strategy: Strategy, config: Config) -> Seen:
-    """Train through all steps; for :func:`train`."""
+def time_steps(strategy: Strategy, config: Config) -> StepTimes:
+    """Run all steps and time those after warm-up; a function for :func:`train`."""
     context, job, settings = strategy.context, strategy.job, config.train
     batches = train_batches(
         job.dataset("train"),
@@ -103,14 +101,14 @@ def time_steps(strategy: Strategy, config: Config) -> Seen:
         if step == WARM_UP_STEPS:
             with strategy.quiesced():
                 dist.barrier()
-            strategy.figures()
-        began = time.perf_counter()
+            strategy.metrics()  # discard the warm-up's
+        start = time.perf_counter()
         result = strategy.train_step(batch, want_grad_norm=False)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
         losses.append(float(result.loss_sum) / max(1.0, float(result.weight)))
-    figures = {name: figure.value for name, figure in strategy.figures().items()}
+    metrics = {name: metric.value for name, metric in strategy.metrics().items()}
     with strategy.quiesced():
-        return Seen(seconds=seconds[WARM_UP_STEPS:], losses=losses[WARM_UP_STEPS:], figures=figures)
+        return StepTimes(seconds=seconds[WARM_UP_STEPS:], losses=losses[WARM_UP_STEPS:], metrics=metrics)
 
 
 def _run(
@@ -118,7 +116,7 @@ def _run(
     config: Config,
     plan: Plan,
     job: Job,
-    work: Callable[[Strategy, Config], Any],
+    function: Callable[[Strategy, Config], Any],
     store: str,
     results: SimpleQueue[Any],
 ) -> None:
@@ -139,6 +137,6 @@ def _run(
     strategy.setup(job.dataset("train"))
     strategy.attach()
     strategy.sync_initial_state()
-    results.put((rank, work(strategy, config)))
+    results.put((rank, function(strategy, config)))
     strategy.close()
     dist.destroy_process_group()

@@ -1,28 +1,29 @@
-"""What being able to heal costs while nothing happens: watching the workers, copies of the stages in their neighbours'
-memory, checkpoints in the background.
+"""The overhead of fault tolerance in a run without faults: heartbeats, copies of pipeline stages in their neighbours'
+memory, and checkpoints in the background.
 
 python benchmarks/healing_cost.py
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from arms import WORKERS, Work, launch, ours, running_ray
+from arms import Workload, basic_overrides, launch, ours, running_ray
 from ceiling import ceiling
 from rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
 
+from orchestrator.records.journal import read_lines
+
 ROUNDS = 3
-DIGITS = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=2000, log_every=20)
-GPT = Work(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=300, log_every=10)
-SAVED = Work(
+DIGITS = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=2000, log_every=20)
+GPT = Workload(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=300, log_every=10)
+SAVED = Workload(
     job="jobs.digits.Digits", fields={"hidden": 2048, "depth": 3}, global_batch_size=64, steps=60, log_every=20
 )
-UNWATCHED = ("cluster.heartbeat_s=30", "cluster.heartbeat_timeout_s=120", "cluster.node_timeout_s=120")
-"""Asked once in half a minute."""
+RARE_HEARTBEATS = ("cluster.heartbeat_s=30", "cluster.heartbeat_timeout_s=120", "cluster.node_timeout_s=120")
 COPIES = ("recovery.peer_copy_every=20",)
 
 
@@ -31,16 +32,16 @@ def main() -> None:
     rounds = 1 if arguments.quick else ROUNDS
     c = ceiling()
     with running_ray() as address:
-        watching = interleave(
+        heartbeats = interleave(
             {
-                "watched": ours(DIGITS, address=address),
-                "hardly watched": ours(DIGITS, address=address, settings=UNWATCHED),
+                "heartbeats every 0.5 s": ours(DIGITS, address=address),
+                "heartbeats every 30 s": ours(DIGITS, address=address, overrides=RARE_HEARTBEATS),
             },
             rounds=rounds,
         )
         copying = interleave(
             {
-                "copies": ours(GPT, strategy="pipeline", address=address, settings=COPIES),
+                "copies": ours(GPT, strategy="pipeline", address=address, overrides=COPIES),
                 "no copies": ours(GPT, strategy="pipeline", address=address),
             },
             rounds=rounds,
@@ -58,37 +59,36 @@ def main() -> None:
         "healing-cost",
         [
             Claim(
-                name="samples/s, watched / hardly watched",
-                ratios=ratios(watching, "watched", "hardly watched", "samples_per_s"),
+                name="samples/s, heartbeats every 0.5 s / every 30 s",
+                ratios=ratios(heartbeats, "heartbeats every 0.5 s", "heartbeats every 30 s", "samples_per_s"),
                 at_least=0.99,
             ),
             Claim(
-                name="samples/s, a copy of each stage every 20 steps / none",
+                name="samples/s, a copy of each stage every 20 steps / no copies",
                 ratios=ratios(copying, "copies", "no copies", "samples_per_s"),
                 at_least=0.95,
             ),
-            Claim(name="a step's wait for a checkpoint / the whole of saving it", ratios=stalls, at_most=0.20),
+            Claim(name="training stalled by a checkpoint / total time to save it", ratios=stalls, at_most=0.20),
         ],
         ceiling=c,
-        rounds={"watching": watching, "copying": copying},
+        rounds={"heartbeats": heartbeats, "copying": copying},
         notes="\n\n".join(
             [
-                rates_table(watching),
+                rates_table(heartbeats),
                 rates_table(copying),
-                table(["checkpoint", "the step waits, ms", "then written in the background, ms"], rows),
+                table(["checkpoint", "training stalled, ms", "then written in the background, ms"], rows),
             ]
         ),
         keep=not arguments.quick,
     )
 
 
-def checkpoints(address: str) -> list[dict[str, float]]:
-    """Those of one run, with what they took."""
-    words = ["strategy=ddp", f"strategy.num_workers={WORKERS}", f"cluster.address={address}", "tracking=none"]
+def checkpoints(address: str) -> list[dict[str, Any]]:
+    """Return the ``checkpoint_saved`` events of one run."""
+    overrides = [*basic_overrides(address), "tracking=none"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        run_dir = launch(SAVED, words, Path(folder), checkpoint_every=10)
-        lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == "checkpoint_saved"]
+        run_dir = launch(SAVED, overrides, Path(folder), checkpoint_every=10)
+        return [event for event, _ in read_lines(run_dir.events_file) if event["event"] == "checkpoint_saved"]
 
 
 if __name__ == "__main__":

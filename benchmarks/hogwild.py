@@ -1,40 +1,50 @@
-"""Hogwild, the same with a lock, and one worker: updates a second, the loss they come to, and delays in the gradient.
+"""Hogwild against locked SGD and one worker: updates per second, final loss, and the effect of delayed gradients.
 
 python benchmarks/hogwild.py
 
-An update is by a batch of one size in every arm; two workers make two in a step, so they take half as many steps. The
-dense control computes the same gradients as dense tensors: every update then writes every parameter.
+The batch of an update has the same size in every arm. Two workers make two updates per step, so they run half as many
+steps. The dense control computes the same gradients as dense tensors, so that every update writes every parameter.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from arms import Arm, Timing, Work, launch, running_ray
+from arms import RESULTS, Arm, Timing, Workload, ours, run_dir_in, running_ray
 from ceiling import ceiling
-from rounds import HERE, Claim, argument_parser, interleave, ratios, report, table
+from rounds import Claim, Rounds, argument_parser, interleave, ratios, report, table
 
 ROUNDS = 3
 BATCH = 32
 UPDATES = 4000
-STRATEGIES = {
-    "serial": ("single", 1),
-    "hogwild": ("hogwild", 2),
-    "locked": ("locked_sgd", 2),
-    "update locked": ("locked_sgd", 2, "strategy.lock=update"),
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A strategy with its number of workers and further overrides."""
+
+    strategy: str
+    workers: int
+    overrides: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    "serial": Variant("single", 1),
+    "hogwild": Variant("hogwild", 2),
+    "locked": Variant("locked_sgd", 2),
+    "update locked": Variant("locked_sgd", 2, ("strategy.lock=update",)),
 }
-LOCKED = {"locked": "around the whole step", "update locked": "around the update alone"}
+LOCKED = {"locked": "around the whole step", "update locked": "around the update only"}
 DELAYS_US = (0, 10, 100, 1000, 10_000)
-PICTURE = HERE / "results" / "hogwild.png"
+PICTURE = RESULTS / "hogwild.png"
 
 
-def work(updates: int, **fields: object) -> Work:
-    """``updates`` of one worker; those of two are half as many steps of twice the batch."""
-    return Work(
+def workload(updates: int, **fields: object) -> Workload:
+    """Return the workload of one worker; two workers run half as many steps with twice the batch."""
+    return Workload(
         job="jobs.sparse.SparseLogistic",
         fields=fields,
         global_batch_size=BATCH,
@@ -43,17 +53,21 @@ def work(updates: int, **fields: object) -> Work:
     )
 
 
-def arm(task: Work, address: str, losses: list[float], strategy: str, workers: int, *words: str) -> Arm:
-    """Its final validation loss goes to ``losses``."""
+def arm(task: Workload, address: str, losses: list[float], variant: Variant) -> Arm:
+    """Return the arm of a variant; every run appends its final validation loss to ``losses``."""
+    workers = variant.workers
+    scaled = replace(
+        task,
+        global_batch_size=BATCH * workers,
+        steps=task.steps // workers,
+        log_every=max(1, task.log_every // workers),
+    )
+    train = ours(scaled, strategy=variant.strategy, workers=workers, address=address, overrides=variant.overrides)
 
     def run(folder: Path) -> Timing:
-        scaled = replace(task, global_batch_size=BATCH * workers, steps=task.steps // workers)
-        scaled = replace(scaled, log_every=max(1, task.log_every // workers))
-        common = [f"strategy={strategy}", f"strategy.num_workers={workers}", f"cluster.address={address}"]
-        record = launch(scaled, [*common, *words, "tracking=none"], folder) / "run.json"
-        summary = json.loads(record.read_text())["summary"]
-        losses.append(summary["val_loss"])
-        return Timing(**{name: summary[name] for name in Timing.__dataclass_fields__})
+        timing = train(folder)
+        losses.append(run_dir_in(folder).read_record()["summary"]["val_loss"])
+        return timing
 
     return run
 
@@ -63,30 +77,35 @@ def main() -> None:
     rounds = 1 if arguments.quick else ROUNDS
     c = ceiling()
     tasks = {
-        "sparse": work(UPDATES),
-        "dense control": work(400, sparse=False),
-        **{f"delay {d:,} us": work(max(200, min(UPDATES, 4_000_000 // (d + 1000))), delay_us=d) for d in DELAYS_US[1:]},
+        "sparse": workload(UPDATES),
+        "dense control": workload(400, sparse=False),
+        **{
+            f"delay {d:,} us": workload(max(200, min(UPDATES, 4_000_000 // (d + 1000))), delay_us=d)
+            for d in DELAYS_US[1:]
+        },
     }
-    results, losses = {}, {}
+    results: dict[str, Rounds] = {}
+    losses: dict[str, dict[str, list[float]]] = {}
     with running_ray() as address:
         for name, task in tasks.items():
             print(name)
-            losses[name] = {s: list[float]() for s in STRATEGIES}
-            arms = {s: arm(task, address, losses[name][s], *of) for s, of in STRATEGIES.items()}
+            losses[name] = {v: [] for v in VARIANTS}
+            arms = {v: arm(task, address, losses[name][v], variant) for v, variant in VARIANTS.items()}
             results[name] = interleave(arms, rounds=rounds)
-    gaps = [h / s for h, s in zip(losses["sparse"]["hogwild"], losses["sparse"]["serial"], strict=True)]
-    share = [r / c for r in ratios(results["sparse"], "hogwild", "serial", "samples_per_s")]
+    loss_ratios = [h / s for h, s in zip(losses["sparse"]["hogwild"], losses["sparse"]["serial"], strict=True)]
+    speedups = [r / c for r in ratios(results["sparse"], "hogwild", "serial", "samples_per_s")]
     sweep = {0: results["sparse"], **{d: results[f"delay {d:,} us"] for d in DELAYS_US[1:]}}
     locked_over_hogwild = {
-        arm: {d: statistics.median(ratios(of, arm, "hogwild", "samples_per_s")) for d, of in sweep.items()}
-        for arm in LOCKED
+        name: {
+            d: statistics.median(ratios(of_delay, name, "hogwild", "samples_per_s")) for d, of_delay in sweep.items()
+        }
+        for name in LOCKED
     }
-    draw(locked_over_hogwild, PICTURE)
     report(
         "hogwild",
         [
-            Claim(name="updates/s, hogwild / serial / C", ratios=share, at_least=0.90),
-            Claim(name="validation loss, hogwild / serial", ratios=gaps, at_most=1.02),
+            Claim(name="updates/s, hogwild / serial / C", ratios=speedups, at_least=0.90),
+            Claim(name="validation loss, hogwild / serial", ratios=loss_ratios, at_most=1.02),
             Claim(
                 name="updates/s, locked / serial",
                 ratios=ratios(results["sparse"], "locked", "serial", "samples_per_s"),
@@ -98,45 +117,47 @@ def main() -> None:
         notes=f"{rates(results, losses)}\n\n{sweep_table(locked_over_hogwild)}",
         keep=not arguments.quick,
     )
+    if not arguments.quick:
+        draw(locked_over_hogwild, PICTURE)
 
 
-def rates(
-    results: Mapping[str, Sequence[Mapping[str, Timing]]], losses: Mapping[str, Mapping[str, Sequence[float]]]
-) -> str:
+def rates(results: Mapping[str, Rounds], losses: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Return a table of the updates per second and the final loss of each variant."""
     rows = [
         [
             name,
-            strategy,
-            f"{statistics.median(r[strategy].samples_per_s for r in rounds) / BATCH:,.0f}",
-            f"{statistics.median(losses[name][strategy]):.4f}",
+            variant,
+            f"{statistics.median(r[variant].samples_per_s for r in rounds) / BATCH:,.0f}",
+            f"{statistics.median(losses[name][variant]):.4f}",
         ]
         for name, rounds in results.items()
-        for strategy in STRATEGIES
+        for variant in VARIANTS
     ]
-    return table(["work", "arm", "updates/s", "validation loss"], rows)
+    return table(["workload", "arm", "updates/s", "validation loss"], rows)
 
 
 def sweep_table(locked_over_hogwild: Mapping[str, Mapping[int, float]]) -> str:
-    rows = [[f"{delay:,} us", *(f"{of[delay]:.2f}" for of in locked_over_hogwild.values())] for delay in DELAYS_US]
-    return table(
-        ["delay in each gradient", *(f"updates/s over hogwild, lock {where}" for where in LOCKED.values())], rows
-    )
+    """Return a table of the updates per second with each lock relative to hogwild, by delay."""
+    columns = locked_over_hogwild.values()
+    rows = [[f"{delay:,} us", *(f"{column[delay]:.2f}" for column in columns)] for delay in DELAYS_US]
+    head = [f"updates/s relative to hogwild, lock {where}" for where in LOCKED.values()]
+    return table(["delay per gradient", *head], rows)
 
 
 def draw(locked_over_hogwild: Mapping[str, Mapping[int, float]], path: Path) -> None:
-    """The delay sweep as a line for each lock, as a PNG."""
-    from matplotlib.figure import Metric
+    """Draw the delay sweep as a PNG, with a line for each lock."""
+    from matplotlib.figure import Figure
 
-    figure = Metric(figsize=(6.5, 3.2), layout="constrained")
+    figure = Figure(figsize=(6.5, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.axhline(1.0, color="#999999", linewidth=0.8)
-    for (arm, of), colour in zip(locked_over_hogwild.items(), ("#0072B2", "#D55E00"), strict=True):
-        axes.plot(range(len(of)), list(of.values()), marker="o", color=colour, label=f"lock {LOCKED[arm]}")
+    for (name, by_delay), colour in zip(locked_over_hogwild.items(), ("#0072B2", "#D55E00"), strict=True):
+        axes.plot(range(len(by_delay)), list(by_delay.values()), marker="o", color=colour, label=f"lock {LOCKED[name]}")
     axes.set_xticks(range(len(DELAYS_US)), [f"{delay:,}" for delay in DELAYS_US])
     axes.set_ylim(0, 1.25)
-    axes.set_xlabel("delay in each gradient, microseconds")
-    axes.set_ylabel("updates/s over lock-free")
-    axes.set_title("The longer a gradient takes, the less a lock around the update costs", loc="left", fontsize=10)
+    axes.set_xlabel("delay per gradient, microseconds")
+    axes.set_ylabel("updates/s relative to lock-free")
+    axes.set_title("A lock around the update costs less the longer a gradient takes", loc="left", fontsize=10)
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(exist_ok=True)

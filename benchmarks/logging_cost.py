@@ -1,4 +1,4 @@
-"""What logging costs: a point at every step against none, without tracking and with MLflow on SQLite.
+"""The overhead of logging metrics at every step, without tracking and with MLflow on SQLite.
 
 python benchmarks/logging_cost.py
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from arms import Work, ours, running_ray
+from arms import Workload, ours, running_ray
 from ceiling import ceiling
 from rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
 ROUNDS = 5
-NEVER = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=100_000)
+NEVER = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=100_000)
 EVERY = replace(NEVER, log_every=1)
 SQLITE = ("tracking.uri=sqlite:///mlflow.db",)
 

@@ -1,8 +1,8 @@
-"""What the workers of a pipeline need in memory: their share of a large model, the activations of some micro-batches.
+"""The memory of a pipeline's workers: their shares of a large model, and the activations of their micro-batches.
 
 python benchmarks/memory.py
 
-Memory is the most that a worker's process has had in RAM, less what it has with next to no model.
+Memory is the peak resident set of a worker's process, minus that of a worker with a tiny model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from orchestrator.strategies.pipelined.pipeline import Pipeline
 
 LAYERS, WIDTH = 12, 512
 SHARES = (2, 4)
-"""Numbers of workers that the layers are divided among."""
+"""Numbers of workers to divide the layers among."""
 MICROBATCHES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Of a worker: its peak memory, and the most micro-batches that it held at once."""
+class WorkerMemory:
+    """One worker's peak memory, and the largest number of micro-batches that it held at once."""
 
     peak_mb: float
     live: int
@@ -35,26 +35,27 @@ class Seen:
 
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
-    large, nothing = GPT(layers=LAYERS, width=WIDTH, context=16), GPT(layers=LAYERS, width=8, context=16)
+    large, tiny = GPT(layers=LAYERS, width=WIDTH, context=16), GPT(layers=LAYERS, width=8, context=16)
     long = GPT(layers=LAYERS, width=256, context=128)
-    floor_mb = observe(nothing, ["strategy=single"], batch=8)[0].peak_mb
+    floor_mb = observe(tiny, ["strategy=single"], batch=8)[0].peak_mb
     whole_mb = observe(large, ["strategy=single"], batch=8)[0].peak_mb - floor_mb
     claims = []
     shares = [["single", f"{whole_mb:,.0f}", "1.00"]]
     held = []
     for p in SHARES:
-        empty = observe(nothing, pipeline(p, "1F1B", 8), batch=8)
+        baseline = observe(tiny, pipeline(p, "1F1B", 8), batch=8)
         own = [
-            a.peak_mb - b.peak_mb for a, b in zip(observe(large, pipeline(p, "1F1B", 8), batch=8), empty, strict=True)
+            a.peak_mb - b.peak_mb
+            for a, b in zip(observe(large, pipeline(p, "1F1B", 8), batch=8), baseline, strict=True)
         ]
         each = [mb / whole_mb for mb in own]
         shares.append([f"pipeline, {p} workers", listed(own, ",.0f"), listed(each, ".2f")])
-        claims.append(Claim(name=f"most of a worker x {p} / single", ratios=[max(each) * p], at_most=1.15))
+        claims.append(Claim(name=f"largest worker x {p} / single", ratios=[max(each) * p], at_most=1.15))
         for schedule, expected in (("1F1B", p), ("GPipe", MICROBATCHES)):
-            seen = observe(long, pipeline(p, schedule, MICROBATCHES), batch=128)
-            live = [s.live for s in seen]
-            held.append([schedule, str(p), listed(live, "d"), listed([s.peak_mb - floor_mb for s in seen], ",.0f")])
-            name = f"micro-batches held by stage 0 of {p}, {schedule}"
+            workers = observe(long, pipeline(p, schedule, MICROBATCHES), batch=128)
+            live = [w.live for w in workers]
+            held.append([schedule, str(p), listed(live, "d"), listed([w.peak_mb - floor_mb for w in workers], ",.0f")])
+            name = f"peak micro-batches on stage 0 of {p}, {schedule}"
             claims.append(Claim(name=name, ratios=[live[0]], at_most=expected))
     parameters = LAYERS * 12 * WIDTH**2
     report(
@@ -64,11 +65,11 @@ def main() -> None:
         rounds={},
         notes="\n\n".join(
             [
-                f"gpt of {parameters / 1e6:.0f} million parameters in float32 ({4 * parameters / 1e6:,.0f} MB; with "
+                f"gpt with {parameters / 1e6:.0f} million parameters in float32 ({4 * parameters / 1e6:,.0f} MB; with "
                 f"gradients and AdamW's state {16 * parameters / 1e6:,.0f} MB):",
-                table(["", "MB of each worker", "over single"], shares),
-                f"gpt with more activations than parameters, {MICROBATCHES} micro-batches:",
-                table(["schedule", "stages", "micro-batches held by each", "MB of each worker"], held),
+                table(["layout", "MB per worker", "relative to single"], shares),
+                f"gpt with larger activations than parameters, {MICROBATCHES} micro-batches:",
+                table(["schedule", "stages", "peak micro-batches per worker", "MB per worker"], held),
             ]
         ),
         keep=not arguments.quick,
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def pipeline(stages: int, schedule: str, num_microbatches: int) -> list[str]:
-    """With as many layers in each stage."""
+    """Return the overrides of a pipeline with an equal number of layers in each stage."""
     split = ",".join(f"block{LAYERS * stage // stages}" for stage in range(1, stages))
     return [
         "strategy=pipeline",
@@ -87,19 +88,23 @@ def pipeline(stages: int, schedule: str, num_microbatches: int) -> list[str]:
     ]
 
 
-def observe(job: GPT, words: Sequence[str], *, batch: int) -> list[Seen]:
-    seen = forked.train([*words, "job=gpt", "train.steps=7", f"train.global_batch_size={batch}"], job, watch)
-    print(f"  {' '.join(words)}: {listed([s.peak_mb for s in seen], ',.0f')} MB", flush=True)
-    return seen
+def observe(job: GPT, overrides: Sequence[str], *, batch: int) -> list[WorkerMemory]:
+    """Train for a few steps and return the memory of each rank."""
+    settings = ["job=gpt", "train.steps=7", f"train.global_batch_size={batch}"]
+    workers = forked.train([*overrides, *settings], job, measure)
+    print(f"  {' '.join(overrides)}: {listed([w.peak_mb for w in workers], ',.0f')} MB", flush=True)
+    return workers
 
 
-def watch(strategy: Strategy, config: Config) -> Seen:
+def measure(strategy: Strategy, config: Config) -> WorkerMemory:
+    """Run the steps on one worker and measure its memory; a function for :func:`forked.train`."""
     forked.time_steps(strategy, config)
     live = strategy.timed_stages[0].live if isinstance(strategy, Pipeline) else 1
-    return Seen(peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, live=live)
+    return WorkerMemory(peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, live=live)
 
 
 def listed(values: Sequence[float], spec: str) -> str:
+    """Format each value and join them with commas."""
     return ", ".join(format(value, spec) for value in values)
 
 

@@ -1,21 +1,21 @@
-"""A transformer cut into two stages: over one worker, over the naive split, over plain torchrun.
+"""A transformer in two stages, compared with one worker, with the naive split and with plain torchrun.
 
 python benchmarks/pipeline.py
 
-Micro-batches are swept. The peer is the same schedule of ``torch.distributed.pipelining`` written by hand, with the
-same cut.
+The number of micro-batches is swept. The peer is a hand-written script that runs the same schedule of
+``torch.distributed.pipelining`` with the same split.
 """
 
 from __future__ import annotations
 
 import statistics
 
-from arms import Timing, Work, ours, running_ray, torch_pipeline
+from arms import Timing, Workload, ours, running_ray, torch_pipeline
 from ceiling import ceiling
 from rounds import Claim, argument_parser, median, rates_table, ratios, report, run_round, table
 
 ROUNDS = 3
-WORK = Work(
+WORKLOAD = Workload(
     job="jobs.gpt.GPT",
     fields={"layers": 6, "width": 256, "context": 128, "sample_bytes": 0},
     global_batch_size=64,
@@ -23,7 +23,7 @@ WORK = Work(
     log_every=3,
 )
 SPLIT = "block3"
-"""Cuts the work in two equal parts."""
+"""Splits the work into two equal halves."""
 MICROBATCHES = (2, 4, 8, 16)
 COMPARED = 8
 """The number of micro-batches at which schedules and launchers are compared."""
@@ -38,14 +38,14 @@ def main() -> None:
     with running_ray() as address:
         cut = f"strategy.split=[{SPLIT}]"
         arms = {
-            "single": ours(WORK, strategy="single", address=address),
-            "naive": ours(WORK, strategy="model_parallel", address=address, settings=[cut]),
+            "single": ours(WORKLOAD, strategy="single", address=address),
+            "naive": ours(WORKLOAD, strategy="model_parallel", address=address, overrides=[cut]),
         }
         pipelines = {name: ("1F1B", m) for m, name in PIPELINE.items()} | {GPIPE: ("GPipe", COMPARED)}
         for name, (schedule, m) in pipelines.items():
-            words = [cut, f"strategy.schedule={schedule}", f"strategy.num_microbatches={m}"]
-            arms[name] = ours(WORK, strategy="pipeline", address=address, settings=words)
-        arms[TORCHRUN] = torch_pipeline(WORK, split=SPLIT, schedule="1F1B", num_microbatches=COMPARED)
+            overrides = [cut, f"strategy.schedule={schedule}", f"strategy.num_microbatches={m}"]
+            arms[name] = ours(WORKLOAD, strategy="pipeline", address=address, overrides=overrides)
+        arms[TORCHRUN] = torch_pipeline(WORKLOAD, split=SPLIT, schedule="1F1B", num_microbatches=COMPARED)
         for number in range(1 if arguments.quick else ROUNDS):
             ceilings.append(ceiling())
             print(f"round {number + 1}: C = {ceilings[-1]:.2f}")
@@ -88,8 +88,8 @@ def main() -> None:
         rounds={"gpt": rounds},
         notes="\n\n".join(
             [
-                "1F1B over the naive split, by the number m of micro-batches; the bound is 2m / (m + 1) x C / 2:",
-                table(["m", "median step, ms", "speed over naive", "bound", "part of the bound"], sweep),
+                "Speed of 1F1B relative to the naive split, with m micro-batches; the bound is 2m / (m + 1) x C / 2:",
+                table(["m", "median step, ms", "speed relative to naive", "bound", "share of the bound"], sweep),
                 "All arms:",
                 rates_table(rounds),
             ]
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _bound(num_microbatches: int, c: float) -> float:
-    """The most that two equal stages can gain on a machine of this ceiling."""
+    """Return the largest possible speedup of two equal stages over the naive split on a machine with ceiling ``c``."""
     return 2 * num_microbatches / (num_microbatches + 1) * c / 2
 
 

@@ -1,10 +1,11 @@
-"""What the death of a worker costs: seconds from SIGKILL to the end of the next step, and steps made again.
+"""The cost of a worker's death: seconds from SIGKILL to the end of the next step, and steps repeated.
 
 python benchmarks/recovery.py
 
-Rank 1 of two kills itself before step 100, or stops itself, which has to be found out. Ours goes on in place, with a
-spare and without, in a pipeline from copies made every 10 steps; torchrun (--max-restarts) and Ray Train
-(FailureConfig) begin anew from a checkpoint that they write every 20 steps. Ours and Ray Train use a Ray that runs.
+Rank 1 of two kills itself before step 100, or stops itself (SIGSTOP), which has to be detected. Ours recovers in place,
+with and without a spare, and in a pipeline from copies made every 10 steps. torchrun (--max-restarts) and Ray Train
+(FailureConfig) restart from a checkpoint, which they write every 20 steps. Ours and Ray Train use a Ray that is already
+running.
 """
 
 from __future__ import annotations
@@ -14,65 +15,68 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arms import WORKERS, Work, launch, running_ray
-from deaths import CHECKPOINT_EVERY, peers, run_peer, until_it_comes_back
-from rounds import Claim, argument_parser, report, table
+from arms import WORKERS, Workload, basic_overrides, launch, running_ray
+from deaths import CHECKPOINT_EVERY, peers, retry_if_stuck, run_peer
+from rounds import Claim, argument_parser, in_turn, report, table
+
+from orchestrator.records.journal import read_lines
 
 ROUNDS = 3
-STUCK_AFTER_S = 60
-"""Of a run of a quarter of that. It is tried again then, and counted."""
+PEER_TIMEOUT_S = 60
+"""About four times as long as a run takes. Runs that time out are counted and repeated."""
 KILL_AT, COPY_EVERY = 100, 10
 GOALS_S = {
-    "ours, a spare": 0.6,
+    "ours, one spare": 0.6,
     "ours": 3.0,
-    "ours, pipeline, a spare": 1.5,
-    "ours, SIGSTOP, a spare": 6.5,
+    "ours, pipeline, one spare": 1.5,
+    "ours, SIGSTOP, one spare": 6.5,
 }
-WORK = Work(
+WORKLOAD = Workload(
     job="jobs.digits.Digits", fields={"hidden": 1024, "depth": 3}, global_batch_size=128, steps=200, log_every=20
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """``run_s``: the whole command."""
+    """Seconds from the fault to the end of the next step, steps repeated, and the time of the whole command."""
 
     seconds: float
     steps_lost: int
     run_s: float
 
 
-def ours(address: str, spares: int, *more: str, fault: str = "kill") -> Callable[[Path], Cost]:
+def ours(
+    address: str, *, strategy: str = "ddp", spares: int, fault: str = "kill", overrides: Sequence[str] = ()
+) -> Callable[[Path], Cost]:
+    """Return the arm that injects a fault into rank 1 of the orchestrator's run."""
+    recovery = [f"recovery.spares={spares}", f"recovery.chaos=[{fault}@{KILL_AT}:1]"]
+    all_overrides = [*basic_overrides(address, strategy=strategy), "tracking=none", *recovery, *overrides]
+
     def run(folder: Path) -> Cost:
-        words = [
-            f"strategy.num_workers={WORKERS}",
-            f"cluster.address={address}",
-            "tracking=none",
-            f"recovery.spares={spares}",
-            f"recovery.chaos=[{fault}@{KILL_AT}:1]",
-            *more,
-        ]
-        began = time.monotonic()
-        run_dir = launch(WORK, words, folder, checkpoint_every=CHECKPOINT_EVERY)
-        run_s = time.monotonic() - began
-        (said,) = re.findall(rf"recovery.chaos: {fault} at ([\d.]+)", (run_dir / "logs" / "rank-1.log").read_text())
-        lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
-        (back_at,) = [e["time"] for e in lines if e["event"] == "first_step_done" and e["generation"] == 2]
-        summary = json.loads((run_dir / "run.json").read_text())["summary"]
-        return Cost(seconds=back_at - float(said), steps_lost=summary["steps_lost"], run_s=run_s)
+        start = time.monotonic()
+        run_dir = launch(WORKLOAD, all_overrides, folder, checkpoint_every=CHECKPOINT_EVERY)
+        run_s = time.monotonic() - start
+        # The worker prints the time of the fault before it dies.
+        (fault_at,) = re.findall(rf"recovery.chaos: {fault} at ([\d.]+)", run_dir.log_file(1).read_text())
+        events = [event for event, _ in read_lines(run_dir.events_file)]
+        (back_at,) = [e["time"] for e in events if e["event"] == "first_step_done" and e["generation"] == 2]
+        steps_lost = run_dir.read_record()["summary"]["steps_lost"]
+        return Cost(seconds=back_at - float(fault_at), steps_lost=steps_lost, run_s=run_s)
 
     return run
 
 
 def peer(command: list[str]) -> Callable[[Path], Cost]:
+    """Return the arm that runs a peer whose rank 1 kills itself."""
+
     def run(folder: Path) -> Cost:
-        began = time.monotonic()
-        run_peer(command, WORK, folder, kill_at=KILL_AT, stuck_after_s=STUCK_AFTER_S)
-        run_s = time.monotonic() - began
+        start = time.monotonic()
+        run_peer(command, WORKLOAD, folder, kill_at=KILL_AT, timeout_s=PEER_TIMEOUT_S)
+        run_s = time.monotonic() - start
         return Cost(**json.loads((folder / "recovery.json").read_text()), run_s=run_s)
 
     return run
@@ -84,10 +88,12 @@ def main() -> None:
     stuck: Counter[str] = Counter()
     with running_ray(num_cpus=WORKERS + 1) as address:
         arms = {
-            "ours, a spare": ours(address, 1, "strategy=ddp"),
-            "ours": ours(address, 0, "strategy=ddp"),
-            "ours, pipeline, a spare": ours(address, 1, "strategy=pipeline", f"recovery.peer_copy_every={COPY_EVERY}"),
-            "ours, SIGSTOP, a spare": ours(address, 1, "strategy=ddp", fault="stop"),
+            "ours, one spare": ours(address, spares=1),
+            "ours": ours(address, spares=0),
+            "ours, pipeline, one spare": ours(
+                address, strategy="pipeline", spares=1, overrides=[f"recovery.peer_copy_every={COPY_EVERY}"]
+            ),
+            "ours, SIGSTOP, one spare": ours(address, spares=1, fault="stop"),
             **{name: peer(command) for name, command in peers(address).items()},
         }
         for number in range(1 if arguments.quick else ROUNDS):
@@ -101,8 +107,8 @@ def main() -> None:
             ),
             *(
                 Claim(
-                    name=f"kill to the next step, ours, a spare / {other}",
-                    ratios=ratios(results, "ours, a spare", other),
+                    name=f"kill to the end of the next step, ours, one spare / {other}",
+                    ratios=ratios(results, "ours, one spare", other),
                     at_most=goal,
                 )
                 for other, goal in (("torchrun", 1.0), ("Ray Train", 0.15))
@@ -116,18 +122,21 @@ def main() -> None:
 
 
 def run_round(arms: Mapping[str, Callable[[Path], Cost]], number: int, stuck: Counter[str]) -> dict[str, Cost]:
+    """Run every arm once."""
     costs = {}
-    for name in arms if number % 2 == 0 else reversed(list(arms)):
-        costs[name] = cost = until_it_comes_back(name, arms[name], stuck)
+    for name in in_turn(arms, number):
+        costs[name] = cost = retry_if_stuck(name, arms[name], stuck)
         print(f"  round {number + 1}, {name}: {cost.seconds:.2f} s, {cost.steps_lost} steps", flush=True)
     return costs
 
 
-def ratios(results: list[dict[str, Cost]], over: str, under: str) -> list[float]:
-    return [r[over].seconds / r[under].seconds for r in results]
+def ratios(results: list[dict[str, Cost]], numerator: str, denominator: str) -> list[float]:
+    """Return the seconds of one arm divided by those of another, for each round."""
+    return [r[numerator].seconds / r[denominator].seconds for r in results]
 
 
 def costs_table(results: list[dict[str, Cost]], stuck: Counter[str]) -> str:
+    """Return a table of the median costs of each arm."""
     rows = [
         [
             name,
@@ -139,7 +148,7 @@ def costs_table(results: list[dict[str, Cost]], stuck: Counter[str]) -> str:
         for name in results[0]
     ]
     return table(
-        ["arm", "kill to the end of the next step", "steps lost", "the whole command", "runs that never came back"],
+        ["arm", "kill to the end of the next step", "steps repeated", "whole command", "runs that timed out"],
         rows,
     )
 

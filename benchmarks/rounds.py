@@ -1,5 +1,8 @@
-"""Rounds of arms, and what they say: arms run in turn and are compared within a round, because what the machine does
-besides hits neighbours alike. A claim is the median of a ratio over the rounds."""
+"""Rounds of arms, and the claims about them.
+
+Arms run in turn and are compared within a round, because disturbances on the machine affect neighbours in time alike.
+A claim is the median of a ratio over the rounds.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +15,48 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
 import psutil
-from arms import HERE, Arm, Timing
+from arms import RESULTS, Arm, Timing
 
 QUIET_PCT = 20.0
 QUIET_TIMEOUT_S = 20.0
-"""Before an arm, the longest wait until the machine does little else: what the arm before left, other people's work."""
+"""Longest wait before an arm for the machine's CPU load to fall below ``QUIET_PCT``, for example after the last arm."""
 
 Rounds = Sequence[Mapping[str, Timing]]
 
 
 def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option that all benchmarks share; ``doc`` is the script's docstring."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round, for a look; the results are not kept")
+    parser.add_argument("--quick", action="store_true", help="run a single round and do not save the results")
     return parser
 
 
 def interleave(arms: Mapping[str, Arm], *, rounds: int) -> Rounds:
+    """Run every arm once in each round."""
     return [run_round(arms, number) for number in range(rounds)]
 
 
+def in_turn(names: Iterable[str], number: int) -> list[str]:
+    """Return the order of the arms in round ``number``: reversed in every other round."""
+    order = list(names)
+    return order if number % 2 == 0 else order[::-1]
+
+
 def run_round(arms: Mapping[str, Arm], number: int) -> dict[str, Timing]:
-    """Every arm once, each in a new directory; in odd rounds in reverse order."""
+    """Run every arm once, each in a new directory."""
     timings: dict[str, Timing] = {}
-    for name in arms if number % 2 == 0 else reversed(list(arms)):
+    for name in in_turn(arms, number):
         _wait_until_quiet()
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
             timings[name] = t = arms[name](Path(folder))
-        said = f"start {t.startup_s:.2f} s, {t.samples_per_s:,.0f} samples/s, median step {t.step_ms_p50:.2f} ms"
-        print(f"  round {number + 1}, {name}: {said}", flush=True)
+        text = f"start {t.startup_s:.2f} s, {t.samples_per_s:,.0f} samples/s, median step {t.step_ms_p50:.2f} ms"
+        print(f"  round {number + 1}, {name}: {text}", flush=True)
     return timings
 
 
@@ -55,18 +66,19 @@ def _wait_until_quiet() -> None:
         pass
 
 
-def ratios(rounds: Rounds, over: str, under: str, figure: str) -> list[float]:
-    """A figure of the arm ``over`` divided by that of the arm ``under``, in each round."""
-    return [getattr(r[over], figure) / getattr(r[under], figure) for r in rounds]
+def ratios(rounds: Rounds, numerator: str, denominator: str, metric: str) -> list[float]:
+    """Return a metric of one arm divided by that of another, for each round."""
+    return [getattr(r[numerator], metric) / getattr(r[denominator], metric) for r in rounds]
 
 
-def median(rounds: Rounds, arm: str, figure: str) -> float:
-    return float(statistics.median(getattr(r[arm], figure) for r in rounds))
+def median(rounds: Rounds, arm: str, metric: str) -> float:
+    """Return the median of an arm's metric over the rounds."""
+    return float(statistics.median(getattr(r[arm], metric) for r in rounds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What the median of some ratios should be: ``at_least`` or ``at_most``, one of the two."""
+    """A goal for the median of some ratios: either ``at_least`` or ``at_most``."""
 
     name: str
     ratios: Sequence[float]
@@ -74,6 +86,7 @@ class Claim:
     at_most: float = math.inf
 
     def row(self) -> list[str]:
+        """Return the claim's row in the table of claims."""
         middle = statistics.median(self.ratios)
         goal = f">= {self.at_least:.2f}" if self.at_least else f"<= {self.at_most:.2f}"
         reached = "yes" if self.at_least <= middle <= self.at_most else "no"
@@ -82,12 +95,12 @@ class Claim:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As Markdown."""
+    """Return a Markdown table."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def rates_table(rounds: Rounds) -> str:
-    """Each arm's throughput and step time."""
+    """Return a table of each arm's throughput and step time."""
     rows = [[arm, f"{median(rounds, arm, 'samples_per_s'):,.0f}", f"{median(rounds, arm, 'step_ms_p50'):.2f}"]
             for arm in rounds[0]]  # fmt: skip
     return table(["arm", "samples/s", "median step, ms"], rows)
@@ -96,21 +109,29 @@ def rates_table(rounds: Rounds) -> str:
 def report(
     name: str, claims: Sequence[Claim], *, ceiling: float | None, rounds: Mapping[str, Rounds], notes: str, keep: bool
 ) -> None:
-    """Print the result; ``keep`` it in ``results/<name>.md``, with every timing of the ``rounds`` in ``.json``."""
+    """Print the result and, with ``keep``, save it.
+
+    Args:
+        name: The base name of the files: ``results/<name>.md``, and ``.json`` if there are ``rounds``.
+        claims: The rows of the table of claims.
+        ceiling: The machine's C; None if the benchmark does not measure it.
+        rounds: Every timing, by the name of the comparison.
+        notes: Markdown that follows the table.
+        keep: Whether to write the files.
+    """
     machine = _machine() if ceiling is None else f"{_machine()}; C = {ceiling:.2f}"
-    where = f"{date.today()}: {machine}. Times are of this machine on this day, ratios travel."
+    where = f"{date.today()}: {machine}. Compare the ratios: absolute times depend on the machine."
     head = ["claim", "median", "goal", "reached", "each round"]
     text = "\n\n".join([f"# {name}", where, table(head, [c.row() for c in claims]), notes]) + "\n"
     print("\n" + text)
     if not keep:
         return
-    results = HERE / "results"
-    results.mkdir(exist_ok=True)
-    (results / f"{name}.md").write_text(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
     if not rounds:
         return
     timings = {key: [{arm: asdict(t) for arm, t in r.items()} for r in rs] for key, rs in rounds.items()}
-    (results / f"{name}.json").write_text(json.dumps({"ceiling": ceiling, "rounds": timings}, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({"ceiling": ceiling, "rounds": timings}, indent=1) + "\n")
 
 
 def _machine() -> str:

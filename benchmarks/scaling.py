@@ -1,4 +1,4 @@
-"""``ddp`` on two workers over ``single`` at the same global batch, as a part of what the machine can give (C).
+"""Speedup of ``ddp`` on two workers over ``single`` at the same global batch, relative to the machine's ceiling C.
 
 python benchmarks/scaling.py
 """
@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import statistics
 
-from arms import Timing, Work, ours, running_ray
+from arms import Timing, Workload, ours, running_ray
 from ceiling import ceiling
 from rounds import Claim, argument_parser, rates_table, ratios, report, run_round
 
 ROUNDS = 3
-WORKS = {
-    "digits": Work(
+WORKLOADS = {
+    "digits": Workload(
         job="jobs.digits.Digits", fields={"hidden": 1024, "depth": 4}, global_batch_size=512, steps=50, log_every=10
     ),
-    "gpt": Work(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=50, log_every=10),
+    "gpt": Workload(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=50, log_every=10),
 }
 
 
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
-    results: dict[str, list[dict[str, Timing]]] = {name: [] for name in WORKS}
+    results: dict[str, list[dict[str, Timing]]] = {name: [] for name in WORKLOADS}
     ceilings: list[float] = []
     with running_ray() as address:
         for number in range(1 if arguments.quick else ROUNDS):
             ceilings.append(ceiling())
             print(f"round {number + 1}: C = {ceilings[-1]:.2f}")
-            for name, work in WORKS.items():
-                arms = {s: ours(work, strategy=s, address=address) for s in ("single", "ddp")}
+            for name, workload in WORKLOADS.items():
+                arms = {s: ours(workload, strategy=s, address=address) for s in ("single", "ddp")}
                 results[name].append(run_round(arms, number))
     speedups = {name: ratios(rounds, "ddp", "single", "samples_per_s") for name, rounds in results.items()}
     report(

@@ -1,4 +1,4 @@
-"""Process start to the end of the first step: ours, torchrun and Ray Train, on a new Ray and on one that runs.
+"""Time from process start to the end of the first step: ours, torchrun and Ray Train, with a new and a running Ray.
 
 python benchmarks/startup.py
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import statistics
 
-from arms import Work, ours, ray_train, running_ray, torchrun
+from arms import Workload, ours, ray_train, running_ray, torchrun
 from ceiling import ceiling
 from rounds import Claim, Rounds, argument_parser, interleave, median, ratios, report, table
 
 ROUNDS = 5
-WORK = Work(job="jobs.digits.Digits", fields={}, steps=20, global_batch_size=64, log_every=1000)
+WORKLOAD = Workload(job="jobs.digits.Digits", fields={}, steps=20, global_batch_size=64, log_every=1000)
 
 
 def main() -> None:
@@ -22,19 +22,19 @@ def main() -> None:
     print("a new Ray")
     new = interleave(
         {
-            "ours": ours(WORK),
-            "torchrun": torchrun(WORK),
-            "Ray Train": ray_train(WORK),
-            "Ray Train, no dashboard": ray_train(WORK, dashboard=False),
+            "ours": ours(WORKLOAD),
+            "torchrun": torchrun(WORKLOAD),
+            "Ray Train": ray_train(WORKLOAD),
+            "Ray Train, no dashboard": ray_train(WORKLOAD, dashboard=False),
         },
         rounds=rounds,
     )
-    print("a Ray that runs")
+    print("a running Ray")
     with running_ray() as address:
         running = interleave(
-            {"ours": ours(WORK, address=address), "Ray Train": ray_train(WORK, address=address)}, rounds=rounds
+            {"ours": ours(WORKLOAD, address=address), "Ray Train": ray_train(WORKLOAD, address=address)}, rounds=rounds
         )
-    results: dict[str, Rounds] = {"a new Ray": new, "a Ray that runs": running}
+    results: dict[str, Rounds] = {"a new Ray": new, "a running Ray": running}
     report(
         "startup",
         [
@@ -49,7 +49,7 @@ def main() -> None:
                 at_most=0.40,
             ),
             Claim(
-                name="ours / Ray Train, a Ray that runs",
+                name="ours / Ray Train, a running Ray",
                 ratios=ratios(running, "ours", "Ray Train", "startup_s"),
                 at_most=0.25,
             ),
@@ -67,7 +67,7 @@ def _medians(results: dict[str, Rounds]) -> str:
         for where, rounds in results.items()
         for arm in rounds[0]
     ]
-    return table(["arm", "on", "start to the end of the first step"], rows)
+    return table(["arm", "with", "start to the end of the first step"], rows)
 
 
 def _parts(results: dict[str, Rounds]) -> str:

@@ -1,9 +1,9 @@
-"""Samples per second of ``strategy=ddp`` over those of plain torchrun DDP, or of Ray Train.
+"""Throughput of ``strategy=ddp`` relative to plain DDP under torchrun, or to Ray Train.
 
 python benchmarks/throughput.py torchrun
 python benchmarks/throughput.py ray-train
 
-Against torchrun ours brings its own Ray, whose cost counts; against Ray Train both use one that runs already.
+Against torchrun, ours starts a Ray of its own, whose overhead counts; against Ray Train, both use a running Ray.
 """
 
 from __future__ import annotations
@@ -11,50 +11,50 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from arms import Work, ours, ray_train, running_ray, torchrun
+from arms import Workload, ours, ray_train, running_ray, torchrun
 from ceiling import ceiling
 from rounds import Claim, Rounds, argument_parser, interleave, rates_table, ratios, report
 
 ROUNDS = 5
 NEVER = 100_000
-WIDE = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=20)
-GPT = Work(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=100, log_every=20)
-LONG = Work(
+WIDE = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=20)
+GPT = Workload(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=100, log_every=20)
+LONG = Workload(
     job="jobs.digits.Digits",
     fields={"hidden": 1024, "depth": 4},
     global_batch_size=256,
     steps=100,
     log_every=NEVER,
 )
-SHORT = Work(job="jobs.digits.Digits", fields={"hidden": 512}, global_batch_size=64, steps=1000, log_every=NEVER)
+SHORT = Workload(job="jobs.digits.Digits", fields={"hidden": 512}, global_batch_size=64, steps=1000, log_every=NEVER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A size of work, and the least ratio to reach with it."""
+    """A size of the training job, and the goal for our throughput relative to the peer's."""
 
     name: str
-    work: Work
+    workload: Workload
     goal: float
 
 
 SIZES = {
     "torchrun": [
-        Size(name="digits, hidden=1024", work=WIDE, goal=1.0),
-        Size(name="gpt", work=GPT, goal=1.0),
+        Size(name="digits, hidden=1024", workload=WIDE, goal=1.0),
+        Size(name="gpt", workload=GPT, goal=1.0),
     ],
     "ray-train": [
-        Size(name="steps of ~40 ms, nothing recorded", work=LONG, goal=1.0),
-        Size(name="steps of ~5 ms, nothing recorded", work=SHORT, goal=1.2),
-        Size(name="steps of ~5 ms, metrics every 20 steps", work=replace(SHORT, steps=400, log_every=20), goal=1.2),
-        Size(name="steps of ~5 ms, metrics at every step", work=replace(SHORT, steps=15, log_every=1), goal=3.0),
+        Size(name="steps of ~40 ms, nothing logged", workload=LONG, goal=1.0),
+        Size(name="steps of ~5 ms, nothing logged", workload=SHORT, goal=1.2),
+        Size(name="steps of ~5 ms, metrics every 20 steps", workload=replace(SHORT, steps=400, log_every=20), goal=1.2),
+        Size(name="steps of ~5 ms, metrics at every step", workload=replace(SHORT, steps=15, log_every=1), goal=3.0),
     ],
 }
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("peer", choices=SIZES)
+    parser.add_argument("peer", choices=SIZES, help="what to compare with")
     arguments = parser.parse_args()
     peer: str = arguments.peer
     c = ceiling()
@@ -62,8 +62,8 @@ def main() -> None:
     with nullcontext("local") if peer == "torchrun" else running_ray() as address:
         for size in SIZES[peer]:
             print(size.name)
-            theirs = torchrun(size.work) if peer == "torchrun" else ray_train(size.work, address=address)
-            arms = {"ours": ours(size.work, address=address), peer: theirs}
+            theirs = torchrun(size.workload) if peer == "torchrun" else ray_train(size.workload, address=address)
+            arms = {"ours": ours(size.workload, address=address), peer: theirs}
             results[size.name] = interleave(arms, rounds=1 if arguments.quick else ROUNDS)
     report(
         f"throughput-{peer}",

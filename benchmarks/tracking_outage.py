@@ -1,4 +1,4 @@
-"""Training speed while the MLflow server is well, down, dies at a quarter of the run, or never answers.
+"""Training speed while the MLflow server is healthy, is down, dies after a quarter of the run, or never answers.
 
 python benchmarks/tracking_outage.py
 """
@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from arms import Arm, Timing, Work, end_tree, environment, free_port, ours, running_ray
+from arms import Arm, Timing, Workload, environment, free_port, kill_tree, ours, running_ray
 from ceiling import ceiling
 from rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
 ROUNDS = 3
-WORK = Work(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=1)
+WORKLOAD = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=1)
 SERVER_START_TIMEOUT_S = 90
 Server = tuple[subprocess.Popen[bytes], str]
 
@@ -32,10 +32,10 @@ def main() -> None:
     c = ceiling()
     with running_ray() as address, silent_server() as silent:
         arms = {
-            "no tracking": ours(WORK, address=address),
-            "well": with_server(address, dies_at=None),
+            "no tracking": ours(WORKLOAD, address=address),
+            "healthy": with_server(address, dies_at=None),
             "down": tracked(address, f"http://127.0.0.1:{free_port()}"),
-            "dies": with_server(address, dies_at=WORK.steps // 4),
+            "dies": with_server(address, dies_at=WORKLOAD.steps // 4),
             "never answers": tracked(address, silent),
         }
         results = interleave(arms, rounds=1 if arguments.quick else ROUNDS)
@@ -43,8 +43,8 @@ def main() -> None:
         "tracking-outage",
         [
             Claim(
-                name=f"samples/s, server {how} / well",
-                ratios=ratios(results, how, "well", "samples_per_s"),
+                name=f"samples/s, server {how} / healthy",
+                ratios=ratios(results, how, "healthy", "samples_per_s"),
                 at_least=0.98,
             )
             for how in ("down", "dies", "never answers")
@@ -57,11 +57,12 @@ def main() -> None:
 
 
 def tracked(address: str, uri: str) -> Arm:
-    return ours(WORK, address=address, tracking=(f"tracking.uri={uri}", "tracking.flush_timeout_s=2"))
+    """Return the arm that logs to the server at ``uri``."""
+    return ours(WORKLOAD, address=address, tracking=(f"tracking.uri={uri}", "tracking.flush_timeout_s=2"))
 
 
 def with_server(address: str, *, dies_at: int | None) -> Arm:
-    """Training beside a new server, which is killed once the run has logged step ``dies_at``."""
+    """Return the arm that starts a server of its own, and kills it once the run has logged step ``dies_at``."""
 
     def run(folder: Path) -> Timing:
         with mlflow_server() as (server, uri):
@@ -76,13 +77,13 @@ def _kill_at(server: subprocess.Popen[bytes], folder: Path, step: int) -> None:
     while server.poll() is None:
         files = list(folder.glob("outputs/*/*/metrics.jsonl"))
         if files and len(files[0].read_bytes().splitlines()) >= step:
-            end_tree(server)
+            kill_tree(server)
         time.sleep(0.1)
 
 
 @contextmanager
 def mlflow_server() -> Iterator[Server]:
-    """An MLflow server on SQLite, and its address."""
+    """Run an MLflow server on SQLite; yields its process and its address."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="bench-mlflow-", ignore_cleanup_errors=True) as folder:
@@ -96,32 +97,32 @@ def mlflow_server() -> Iterator[Server]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            _wait_until_well(address)
+            _wait_until_healthy(address)
             yield server, address
         finally:
-            end_tree(server)
+            kill_tree(server)
 
 
-def _wait_until_well(address: str) -> None:
+def _wait_until_healthy(address: str) -> None:
     deadline = time.monotonic() + SERVER_START_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2) as answer:
             if answer.status == 200:
                 return
         time.sleep(0.5)
-    raise RuntimeError(f"no MLflow server came up at {address}")
+    raise RuntimeError(f"the MLflow server at {address} was not healthy within {SERVER_START_TIMEOUT_S} s")
 
 
 @contextmanager
 def silent_server() -> Iterator[str]:
-    """Accepts every connection and never says a word; yields its address."""
+    """Run a server that accepts every connection and never answers; yields its address."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        held: list[Any] = []
+        connections: list[Any] = []  # kept open
 
         def accept() -> None:
             with suppress(OSError):
                 while True:
-                    held.append(listener.accept())
+                    connections.append(listener.accept())
 
         threading.Thread(target=accept, daemon=True).start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

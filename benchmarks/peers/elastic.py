@@ -1,5 +1,4 @@
-"""What the peers of ``recovery.py`` share: a worker that kills itself once, a checkpoint every so many steps, and
-what the kill has cost, written down by whoever gets beyond it."""
+"""What the restarting peers share: a worker that kills itself, checkpoints, and the measured cost of the kill."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ KILLED = "killed.json"
 
 
 def die_once(folder: Path, step: int) -> None:
-    """SIGKILL this process before it begins ``step``, unless that has happened before."""
+    """Kill this process (SIGKILL) before ``step``, unless an earlier process was killed there."""
     marker = folder / f"killed-{step}.json"
     if marker.exists():
         return
@@ -27,7 +26,7 @@ def die_once(folder: Path, step: int) -> None:
 
 
 def note_time(folder: Path, step: int, steps: int) -> None:
-    """When the first step ended, the first time that it did, and the last one."""
+    """Record when the first step ended for the first time, and when the last step ended."""
     if step in (1, steps):
         path = folder / "times.json"
         times = json.loads(path.read_text()) if path.exists() else {"first": time.time()}
@@ -35,7 +34,10 @@ def note_time(folder: Path, step: int, steps: int) -> None:
 
 
 def note_recovery(folder: Path, resumed_at: int) -> None:
-    """A step is done; written down is the first one after the kill, by a process that began from a checkpoint."""
+    """Record, after the first step of a process that resumed at ``resumed_at``, what the first kill has cost.
+
+    Later calls, and calls in a process that did not resume from a checkpoint (``resumed_at=0``), do nothing.
+    """
     result = folder / "recovery.json"
     if not resumed_at or result.exists() or not (folder / KILLED).exists():
         return
@@ -45,13 +47,14 @@ def note_recovery(folder: Path, resumed_at: int) -> None:
 
 
 def save(folder: Path, model: Any, optimizer: Any, step: int) -> None:
+    """Write a checkpoint and rename it into place."""
     temporary = folder / f".checkpoint.{os.getpid()}"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
     temporary.replace(folder / "checkpoint.pt")
 
 
 def load(folder: Path, model: Any, optimizer: Any) -> int:
-    """The step of the checkpoint, 0 without one."""
+    """Load the checkpoint and return its step, or 0 if there is none."""
     path = folder / "checkpoint.pt"
     if not path.exists():
         return 0

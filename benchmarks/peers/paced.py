@@ -1,4 +1,4 @@
-"""A job whose steps take as long as they are told to."""
+"""A job whose steps take a given time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from jobs.digits import Digits
 
 @dataclass(frozen=True, kw_only=True)
 class Paced(Digits):
+    """The digits job with a sleep of ``step_ms`` in every training step."""
+
     step_ms: float = 100.0
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

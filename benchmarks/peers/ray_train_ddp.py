@@ -1,4 +1,4 @@
-"""The same training under Ray Train's ``TorchTrainer``, as its documentation shows it."""
+"""DDP under Ray Train's ``TorchTrainer``, written as its documentation shows."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from settings import Settings, parse, write_result
 
 
 def train_function(config: dict[str, Any]) -> None:
+    """Train on one worker; Ray Train calls it on all of them."""
     settings = Settings(**config)
     torch.set_num_threads(1)
     context = ray.train.get_context()
@@ -37,7 +38,7 @@ def train_function(config: dict[str, Any]) -> None:
     first_step_at = 0.0
     epoch = step = 0
     while step < settings.steps:
-        loader.sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         for inputs, target in loader:
             loss = job.loss(model(inputs), target)
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""DDP under Ray Train with ``FailureConfig``: the whole group begins anew from the checkpoint when a worker dies."""
+"""DDP under Ray Train with ``FailureConfig``: all workers restart from the checkpoint when one dies."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from settings import Settings, parse
 
 
 def train_function(config: dict[str, Any]) -> None:
+    """Train on one worker; Ray Train calls it on all of them."""
     settings = Settings(**config)
     folder = Path(settings.result).parent
     torch.set_num_threads(1)

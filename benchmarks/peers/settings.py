@@ -1,4 +1,4 @@
-"""The command line and the result file that the hand-written peers share."""
+"""The command line and the result file of the peers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from orchestrator.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """The parsed command line; :func:`parse` says what the fields mean."""
+
     job: str
     fields: dict[str, Any]
     steps: int
@@ -33,12 +35,13 @@ class Settings:
     checkpoint_every: int
 
     def kills(self, step: int) -> bool:
-        """Whether rank 1 dies in this step."""
+        """Return whether rank 1 dies before this step."""
         if self.kill_every and step > self.kill_at:
             return (step - self.kill_at) % self.kill_every == 0
         return step == self.kill_at
 
     def make_job(self) -> Job:
+        """Import the job's class and create the job."""
         module, _, name = self.job.rpartition(".")
         job = getattr(importlib.import_module(module), name)(**self.fields)
         assert isinstance(job, Job)
@@ -46,26 +49,33 @@ class Settings:
 
 
 def parse() -> Settings:
+    """Parse the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--fields", type=json.loads, required=True)
+    parser.add_argument("--job", required=True, help="import path of the job's class")
+    parser.add_argument("--fields", type=json.loads, required=True, help="the job's fields as JSON")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--global-batch-size", type=int, required=True)
     parser.add_argument("--log-every", type=int, required=True)
-    parser.add_argument("--result", required=True)
-    parser.add_argument("--workers", type=int, default=0, help="Ray Train's; torchrun has its own")
-    parser.add_argument("--address", default="local", help="of the Ray to use; local: a new one")
+    parser.add_argument("--result", required=True, help="file for the measurements")
+    parser.add_argument("--workers", type=int, default=0, help="number of Ray Train's workers; torchrun sets its own")
+    parser.add_argument("--address", default="local", help="address of the Ray to use; local: start one")
     parser.add_argument("--no-dashboard", dest="dashboard", action="store_false")
-    parser.add_argument("--split", default="", help="the layer that a pipeline's second stage begins with")
+    parser.add_argument("--split", default="", help="the first layer of a pipeline's second stage")
     parser.add_argument("--schedule", default="1F1B")
     parser.add_argument("--num-microbatches", type=int, default=1)
-    parser.add_argument("--kill-at", type=int, default=0, help="the step in which rank 1 dies; 0: it does not")
-    parser.add_argument("--kill-every", type=int, default=0, help="steps between that and the next one; 0: no more")
+    parser.add_argument("--kill-at", type=int, default=0, help="the step before which rank 1 dies; 0: never")
+    parser.add_argument("--kill-every", type=int, default=0, help="steps between two kills; 0: only one")
     parser.add_argument("--checkpoint-every", type=int, default=20)
     return Settings(**vars(parser.parse_args()))
 
 
 def write_result(path: str, *, first_step_at: float, marks: Sequence[float]) -> None:
-    """``marks``: the end of each step in seconds; ``first_step_at`` the first one on the wall clock."""
+    """Write the step times.
+
+    Args:
+        path: The file.
+        first_step_at: Wall-clock time at the end of the first step, in seconds since the epoch.
+        marks: The end of each step on a monotonic clock, in seconds.
+    """
     step_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
     Path(path).write_text(json.dumps({"first_step_at": first_step_at, "step_ms": step_ms}))

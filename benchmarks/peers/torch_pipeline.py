@@ -1,4 +1,4 @@
-"""Two stages of ``torch.distributed.pipelining`` as one writes them by hand: ``torchrun --nproc-per-node=2 ...``."""
+"""A hand-written pipeline of two ``torch.distributed.pipelining`` stages, for ``torchrun --nproc-per-node=2``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
     with torch.no_grad():
         between = front(example)
         output = back(between)
-    between.requires_grad_()  # or no gradient flows back
+    between.requires_grad_()  # otherwise the stages exchange no gradients
     stage = PipelineStage(
         front if first else back,
         stage_index=0 if first else 1,

@@ -1,4 +1,4 @@
-"""Plain ``DistributedDataParallel`` as one writes it by hand: ``torchrun --nproc-per-node=2 torchrun_ddp.py ...``."""
+"""A hand-written ``DistributedDataParallel`` script for ``torchrun --nproc-per-node=2``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP under ``torchrun --max-restarts``: every worker begins anew from the checkpoint when one dies."""
+"""DDP under ``torchrun --max-restarts``: all workers restart from the checkpoint when one dies."""
 
 from __future__ import annotations
 
