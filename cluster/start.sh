@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Start Ray on this machine: as the head, or as a worker of one.
-#   cluster/start.sh                 the head node
-#   cluster/start.sh HOST[:PORT]     a further node of the cluster whose head is HOST
+# Start Ray on this node.
+#   cluster/start.sh                 start the head node
+#   cluster/start.sh HOST[:PORT]     join the cluster whose head is HOST (default port 6379)
 set -euo pipefail
 head=${1:-}
 if [ -z "$head" ]; then

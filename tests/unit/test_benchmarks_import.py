@@ -1,0 +1,51 @@
+"""Every benchmark script imports, and every name that it imports exists, also inside its functions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Ray Train is imported by two peers only and takes seconds; their other imports are checked without running them.
+RESOLVE_IMPORTS = """
+import ast, importlib, sys
+from pathlib import Path
+
+def exists(module, name):
+    try:
+        if name is not None and hasattr(importlib.import_module(module), name):
+            return True
+        importlib.import_module(module if name is None else f"{module}.{name}")
+    except ImportError:
+        return False
+    return True
+
+root = Path(sys.argv[1])
+folders = [root / "benchmarks", root / "benchmarks" / "peers"]
+sys.path[:0] = map(str, [root, *folders])
+for script in (script for folder in folders for script in sorted(folder.glob("*.py"))):
+    imports = []
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Import):
+            imports += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imports += [(node.module, alias.name) for alias in node.names]
+    checked = [entry for entry in imports if not entry[0].startswith("ray.train")]
+    missing = [f"{script.name}: {module} {name or ''}" for module, name in checked if not exists(module, name)]
+    print(*missing, sep="\\n", end="\\n" if missing else "")
+    if not missing and checked == imports:
+        importlib.import_module(script.stem)
+"""
+
+
+def test_every_benchmark_imports() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE_IMPORTS, str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
