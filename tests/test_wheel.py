@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("orchestrator", "jobs", "conf", "pyproject.toml", "README.md")
+SOURCES = ("orchestrator", "jobs", "conf", "pyproject.toml", "README.md", "LICENSE")
 LEAST_SETUPTOOLS = 77  # pyproject.toml asks for it; older ones cannot build without an isolated environment
 
 
@@ -63,6 +63,7 @@ def test_the_wheel_has_the_code_the_configuration_and_the_types(wheel: Path) -> 
     expected = {f"orchestrator/{p.relative_to(ROOT)}" for p in (ROOT / "conf").rglob("*.yaml")}
     for package in ("orchestrator", "jobs"):
         expected |= {str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("*.py")}
+    expected.add("orchestrator/py.typed")
     assert expected <= inside, sorted(expected - inside)
     strange = [n for n in inside if n.split("/")[0] not in ("orchestrator", "jobs") and ".dist-info/" not in n]
     assert not strange

@@ -19,6 +19,7 @@ LIBRARIES = {"torch", "ray", "hydra", "omegaconf", "mlflow"}
 # inside functions and for type checking only. Everything else is refused, also inside functions.
 RULES = {
     # package       ours                                                                       libraries
+    "version":      ("",                                                                       ""),
     "job":          ("",                                                                       "(torch)"),
     "config":       ("job",                                                                    "hydra omegaconf"),
     "planning":     ("config",                                                                 "(torch)"),
