@@ -1,7 +1,7 @@
 """MkDocs hooks. They publish the plots of ``benchmarks/results`` without a second copy of them in ``docs/``.
 
-A page refers to a plot by its place in the repository, ``../benchmarks/results/<name>.png``, so that the link also works
-where the page is read as a file.
+A page refers to a plot by its place in the repository, ``../benchmarks/results/<name>.png``, so that the link
+also works where the page is read as a file.
 """
 
 from __future__ import annotations
