@@ -1,1 +1,1 @@
-"""Training state: snapshots, checkpoints, transport between ranks."""
+"""Training state: snapshots, checkpoints on disk, and transport between ranks."""

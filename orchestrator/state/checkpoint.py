@@ -1,8 +1,7 @@
-"""Checkpoints on disk: safetensors and a JSON manifest with hashes; nothing is ever unpickled.
+"""Checkpoints on disk: safetensors files and a JSON manifest with their hashes. Nothing is ever unpickled.
 
-``<root>/step-00000040/`` holds ``model.safetensors``, which plain safetensors can load,
-``optimizer.safetensors`` and ``manifest.json``. It is written as a hidden directory beside and
-renamed when complete.
+``<root>/step-00000040/`` holds ``model.safetensors``, which the safetensors library can load, ``optimizer.safetensors``
+and ``manifest.json``. A checkpoint is written to a hidden directory beside it, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from typing import Any, TypeVar
 import psutil
 
 from orchestrator.state import tensor_file
+from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.train_state import TrainState
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _FILES = ("model.safetensors", "optimizer.safetensors")
-_HASH = "sha256"  # with the CPU's SHA instructions twice as fast as blake2b
+_HASH = "sha256"  # twice as fast as blake2b on CPUs with SHA instructions
 _FOREIGN_STALE_S = 3600.0
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)")
@@ -39,12 +39,8 @@ _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)")
 T = TypeVar("T")
 
 
-class SupersededError(RuntimeError):
-    """Something newer saves in the place of this process."""
-
-
 class CheckpointError(ValueError):
-    """The checkpoint at ``path`` cannot be used; ``reason`` names the file and what is wrong."""
+    """The checkpoint at ``path`` cannot be used. ``reason`` names the file and the problem."""
 
     def __init__(self, path: Path, reason: str):
         super().__init__(path, reason)
@@ -55,17 +51,21 @@ class CheckpointError(ValueError):
         return f"checkpoint {self.path}: {self.reason}"
 
 
-def save(root: Path, state: TrainState, *, run_uid: str, may_save: Callable[[], bool] = lambda: True) -> Path:
-    """Write ``state`` below ``root`` and return its directory; one of the same step is replaced.
+def save(root: Path, state: TrainState, *, run_uid: str, fence: Fence | None = None) -> Path:
+    """Write ``state`` below ``root`` and return the checkpoint's directory.
 
-    ``may_save()`` is asked when all is written and not yet in its place.
+    Replaces a checkpoint of the same step. Returns when the data is on the disk. Readers see either the complete
+    checkpoint or none, even after a crash at any moment.
 
-    Returns when the data is on the disk. A reader, and a crash at any moment, sees either the
-    whole checkpoint or none.
+    Args:
+        root: the directory that holds the checkpoints; created if missing.
+        state: the snapshot to write.
+        run_uid: the identity of the run, recorded in the manifest.
+        fence: consulted after the files are written, just before the rename. None if this process may always save.
 
     Raises:
-        OSError: it could not be written; what was written of it has been removed.
-        SupersededError: it may not be saved; the same.
+        OSError: the checkpoint could not be written. The incomplete files have been removed.
+        FencedError: this process may no longer save. The files have been removed.
     """
     final = root / f"step-{state.step:08d}"
     temporary = root / f".{final.name}.{socket.gethostname()}.{os.getpid()}"
@@ -90,9 +90,9 @@ def save(root: Path, state: TrainState, *, run_uid: str, may_save: Callable[[], 
             f.flush()
             os.fsync(f.fileno())
         _sync_directory(temporary)
-        if not may_save():
-            raise SupersededError("another generation of the run has taken over, and saves in its place")
-        _put_in_place(temporary, final)
+        if fence is not None and not fence.may_save():
+            raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
+        _rename_into_place(temporary, final)
         _sync_directory(root)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -103,10 +103,10 @@ def load(path: Path) -> TrainState:
     """Read and verify the checkpoint in directory ``path``.
 
     Raises:
-        CheckpointError: it is damaged or no checkpoint.
+        CheckpointError: the directory is damaged or not a checkpoint.
     """
     manifest = read_manifest(path)
-    with ThreadPoolExecutor(len(_FILES)) as pool:  # reading and hashing release the interpreter
+    with ThreadPoolExecutor(len(_FILES)) as pool:  # reading and hashing release the GIL
         read = functools.partial(_checked, tensor_file.read, path, manifest)
         model, optimizer = pool.map(read, _FILES)
     position = {"step": manifest["step"], "samples_consumed": manifest["samples_consumed"]}
@@ -114,10 +114,10 @@ def load(path: Path) -> TrainState:
 
 
 def verify(path: Path) -> None:
-    """Read the whole checkpoint in directory ``path``.
+    """Read the checkpoint in directory ``path`` and compare its hashes, without keeping its tensors.
 
     Raises:
-        CheckpointError: it is damaged or no checkpoint.
+        CheckpointError: the directory is damaged or not a checkpoint.
     """
     manifest = read_manifest(path)
     for name in _FILES:
@@ -125,10 +125,10 @@ def verify(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in directory ``path``, unharmed.
+    """Read and verify the manifest of the checkpoint in directory ``path``.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a format that this version cannot read.
+        CheckpointError: the manifest is missing, damaged, or of a format that this version cannot read.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -138,7 +138,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
     if not isinstance(manifest, dict) or "format" not in manifest:
-        raise CheckpointError(path, f"{MANIFEST} is unreadable: it is no manifest")
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: it is not a manifest")
     if manifest["format"] != FORMAT:
         raise CheckpointError(path, f"its format is {manifest['format']!r}, this version reads {FORMAT}")
     if manifest.pop(_HASH, None) != _digest(manifest):
@@ -147,14 +147,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The checkpoint directories in ``root``, the oldest first, damaged ones among them."""
+    """Return the checkpoint directories in ``root``, oldest first, including damaged ones."""
     if not root.is_dir():
         return []
     return sorted((p for p in root.iterdir() if _STEP.fullmatch(p.name)), key=_step_of)
 
 
 def find_newest(root: Path, on_damaged: Callable[[CheckpointError], None]) -> Path | None:
-    """The newest checkpoint in ``root`` that is whole; newer ones that are not are reported."""
+    """Return the newest intact checkpoint in ``root``, or None.
+
+    Calls ``on_damaged`` for each newer checkpoint that is damaged.
+    """
     for path in reversed(list_checkpoints(root)):
         try:
             verify(path)
@@ -165,29 +168,11 @@ def find_newest(root: Path, on_damaged: Callable[[CheckpointError], None]) -> Pa
     return None
 
 
-def resolve(path: Path, on_damaged: Callable[[CheckpointError], None]) -> Path:
-    """The checkpoint a person means by ``path``: one checkpoint, or the newest of a run.
-
-    ``path`` is a checkpoint's directory, the directory that holds checkpoints, or the run's.
-
-    Raises:
-        CheckpointError: there is none, or the one named is damaged.
-    """
-    if (path / MANIFEST).exists() or _STEP.fullmatch(path.name):
-        verify(path)
-        return path
-    inside = path / "checkpoints"
-    newest = find_newest(inside if inside.is_dir() else path, on_damaged)
-    if newest is None:
-        raise CheckpointError(path, "no complete checkpoint here")
-    return newest
-
-
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints, and what dead writers left behind."""
+    """Remove all but the newest ``keep`` checkpoints, and the temporary directories of dead writers."""
     assert keep >= 1
     for path in list_checkpoints(root)[:-keep]:
-        # Hidden before it is taken apart, so that nobody finds half of it.
+        # Hide the directory first, so that no reader finds half of it.
         hidden = root / f".{path.name}.{socket.gethostname()}.{os.getpid()}"
         with contextlib.suppress(OSError):
             path.rename(hidden)
@@ -198,7 +183,7 @@ def prune(root: Path, keep: int) -> None:
 
 
 def _checked(read: Callable[[Path, str, int], T], path: Path, manifest: Mapping[str, Any], name: str) -> T:
-    """Call ``read(file, digest, size)`` with what the manifest says of the file ``name``."""
+    """Call ``read(file, digest, size)`` with the manifest's entry for the file ``name``."""
     entry = manifest["files"].get(name)
     if entry is None:
         raise CheckpointError(path, f"{MANIFEST} does not list {name}")
@@ -217,9 +202,9 @@ def _step_of(path: Path) -> int:
 
 
 def _is_stale(temporary: Path) -> bool:
-    """Whether the writer of this temporary directory is dead.
+    """Return whether the writer of this temporary directory is dead.
 
-    A writer on another host cannot be asked; it counts as dead after an hour without a change.
+    A process on another host cannot be inspected; it counts as dead after an hour without a change.
     """
     match = _TEMPORARY.fullmatch(temporary.name)
     if match is None:
@@ -228,7 +213,7 @@ def _is_stale(temporary: Path) -> bool:
         changed = max(p.stat().st_mtime for p in (temporary, *temporary.iterdir()))
         if match["host"] != socket.gethostname():
             return time.time() - changed > _FOREIGN_STALE_S
-        # A process younger than the directory only has its writer's number.
+        # A process that is younger than the directory has reused the writer's pid.
         return psutil.Process(int(match["pid"])).create_time() > changed + 1
     except psutil.NoSuchProcess:
         return True
@@ -236,8 +221,8 @@ def _is_stale(temporary: Path) -> bool:
         return False
 
 
-def _put_in_place(temporary: Path, final: Path) -> None:
-    """Rename; an existing ``final`` ends up at ``temporary``."""
+def _rename_into_place(temporary: Path, final: Path) -> None:
+    """Rename ``temporary`` to ``final``; an existing ``final`` ends up at ``temporary``."""
     if not final.exists():
         temporary.rename(final)
         return
@@ -246,7 +231,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOSYS):
             raise
-        # This file system cannot exchange names: for a moment there is none.
+        # This file system cannot exchange names, so for a moment no checkpoint has this name.
         old = final.with_name(f".{final.name}.replaced.{os.getpid()}")
         final.rename(old)
         try:
@@ -258,7 +243,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two names in one step (Linux's ``renameat2``)."""
+    """Swap two names atomically with Linux's ``renameat2``."""
     at_cwd, rename_exchange = -100, 2
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) != 0:

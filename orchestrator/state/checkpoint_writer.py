@@ -1,21 +1,26 @@
-"""Checkpoints written in the background: training waits for the copy to host memory alone."""
+"""A background thread that writes checkpoints, so that training waits only for the copy to host memory."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.state.checkpoint import prune, save
+from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.train_state import TrainState
+
+_IDLE_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
+    """A checkpoint that is complete on disk at ``path``. ``seconds`` is the duration of the write."""
+
     step: int
     path: Path
     seconds: float
@@ -24,24 +29,33 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteFailed:
+    """A checkpoint that could not be written, and why."""
+
     step: int
     reason: str
 
 
 class CheckpointWriter:
-    """Saves snapshots below ``root`` on one thread and keeps the newest ``keep``; none unless it ``may_save``.
+    """Writes snapshots below ``root`` on one thread and keeps the newest ``keep`` checkpoints.
 
-    With ``capture(..., into=writer.buffers())`` before each :meth:`submit` there are at most two
-    snapshots in memory: one being written, one being filled. All methods are for one thread.
+    At most two snapshots are in memory, one being written and one being filled, if each :meth:`submit` follows a
+    ``capture(..., into=writer.buffers())``. All methods must be called from the same thread.
     """
 
-    def __init__(self, root: Path, *, keep: int, run_uid: str, may_save: Callable[[], bool] = lambda: True):
+    def __init__(self, root: Path, *, keep: int, run_uid: str, fence: Fence | None = None):
+        """
+        Args:
+            root: the directory of the run's checkpoints; created if missing.
+            keep: the number of checkpoints to keep, at least 1.
+            run_uid: the identity of the run, recorded in each manifest.
+            fence: consulted before each checkpoint becomes visible. None if this process may always save.
+        """
         self._root = root
-        self._may_save = may_save
+        self._fence = fence
         self._keep = keep
         self._run_uid = run_uid
         self._changed = threading.Condition()
-        self._pending: TrainState | None = None  # from submit() until it is written
+        self._pending: TrainState | None = None  # from submit() until the write has ended
         self._free: list[TrainState] = []
         self._results: list[Written | WriteFailed] = []
         self._closing = False
@@ -49,9 +63,10 @@ class CheckpointWriter:
         self._thread.start()
 
     def submit(self, state: TrainState, *, timeout_s: float = 60.0) -> None:
-        """Have ``state`` written; it belongs to the writer from here on.
+        """Queue ``state`` for writing. The writer owns it from here on.
 
-        Waits for the write before it, at most ``timeout_s``, and gives this one up after that.
+        Waits up to ``timeout_s`` for the previous write. If that has not ended by then, ``state`` is skipped and
+        reported as a :class:`WriteFailed`.
         """
         with self._changed:
             assert not self._closing, "submit() after close()"
@@ -65,23 +80,23 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def buffers(self) -> TrainState | None:
-        """A snapshot that is written, to be overwritten by the next ``capture``."""
+        """Return a snapshot whose memory the next ``capture`` may overwrite, or None."""
         with self._changed:
             return self._free.pop() if self._free else None
 
     def results(self) -> list[Written | WriteFailed]:
-        """What has ended since the last call, in order."""
+        """Return the results since the previous call, in order."""
         with self._changed:
-            ended, self._results = self._results, []
-            return ended
+            results, self._results = self._results, []
+            return results
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything submitted has ended; False if it has not by then."""
+        """Wait until the submitted snapshot is written; return False if that takes longer than ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending is None, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Drain and end the thread; False if a write is still going on after ``timeout_s``."""
+        """Finish the pending write and end the thread; return False if that takes longer than ``timeout_s``."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -89,30 +104,37 @@ class CheckpointWriter:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                # No timeout: idle until the next submit() or close().
-                self._changed.wait_for(lambda: self._pending is not None or self._closing)
-                state = self._pending
-            if state is None:
-                return
-            result = self._write(state)
-            with self._changed:
-                self._results.append(result)
-                self._free = [state]
-                self._pending = None
-                self._changed.notify_all()
+        while (state := self._next()) is not None:
+            result: Written | WriteFailed = WriteFailed(step=state.step, reason="the writing thread ended")
+            try:
+                result = self._write(state)
+            finally:
+                with self._changed:
+                    self._results.append(result)
+                    self._free = [state]
+                    self._pending = None
+                    self._changed.notify_all()
+
+    def _next(self) -> TrainState | None:
+        """Wait for a snapshot; None after :meth:`close` if none is pending."""
+        with self._changed:
+            while self._pending is None and not self._closing:
+                self._changed.wait(_IDLE_WAIT_S)
+            return self._pending
 
     def _write(self, state: TrainState) -> Written | WriteFailed:
         start = time.perf_counter()
         try:
-            path = save(self._root, state, run_uid=self._run_uid, may_save=self._may_save)
+            path = save(self._root, state, run_uid=self._run_uid, fence=self._fence)
+        except FencedError as e:
+            return WriteFailed(step=state.step, reason=str(e))
         except OSError as e:
             return WriteFailed(step=state.step, reason=self._explain(e, state))
-        except Exception as e:  # a bug must not end the thread, which submit() would wait for
+        except Exception as e:  # a bug must not end the thread, because training would wait for it
             return WriteFailed(step=state.step, reason=f"{type(e).__name__}: {e}")
         seconds = time.perf_counter() - start
-        prune(self._root, self._keep)
+        with contextlib.suppress(OSError):  # the next checkpoint tries again
+            prune(self._root, self._keep)
         return Written(step=state.step, path=path, seconds=seconds, size_bytes=state.size_bytes)
 
     def _explain(self, error: OSError, state: TrainState) -> str:

@@ -1,8 +1,7 @@
-"""One safetensors file, written and read in a single pass with its hash.
+"""Safetensors files that are written, read and hashed in a single pass.
 
-The format: the header's length (8 bytes, little endian), a JSON header, the data. Reading and
-writing large tensors leaves the interpreter to other threads, which the library's own writer does
-not, and makes no copy.
+The format is the header's length (8 bytes, little endian), a JSON header, and the data. Unlike the safetensors
+library's own writer, this one releases the GIL while it writes large tensors, and copies none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 8 << 20  # large, so that a writing thread seldom needs the interpreter
+_CHUNK_BYTES = 8 << 20  # large, so that a writing thread seldom needs the GIL
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,10 +39,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
-    """Write contiguous host tensors through to the disk; returns sha256 and size in bytes.
+    """Write contiguous host tensors through to the disk.
+
+    Returns:
+        The file's SHA-256 in hex and its size in bytes.
 
     Raises:
-        OSError: e.g. the disk is full.
+        OSError: the file cannot be written; the disk may be full.
     """
     # Wide types first, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -69,11 +71,16 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
 
 
 def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
-    """The tensors of a file of ``size`` bytes: views of one buffer.
+    """Read and verify the tensors of a file; they are views of one buffer.
+
+    Args:
+        path: the file.
+        digest: its expected SHA-256 in hex.
+        size: its expected size in bytes.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged; the text continues "<file> ...".
+        ValueError: the file is damaged; the text is a predicate whose subject is the file's name.
     """
     buffer = torch.empty(size, dtype=torch.uint8)
     view = _bytes_of(buffer)
@@ -88,23 +95,26 @@ def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
             start, stop = entry["data_offsets"]
             tensors[name] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        raise ValueError(f"is no safetensors file: {e}") from e
+        raise ValueError(f"is not a safetensors file: {e}") from e
     return tensors
 
 
 def verify(path: Path, digest: str, size: int) -> None:
-    """Read a file of ``size`` bytes and check its hash; raises as :func:`read` does."""
+    """Read a file and check its size and hash without keeping its data.
+
+    Takes the arguments of :func:`read` and raises the same errors.
+    """
     scratch = memoryview(bytearray(min(size, _CHUNK_BYTES)))
     _read_verified(path, digest, size, lambda start, stop: scratch[: stop - start])
 
 
-def _read_verified(path: Path, digest: str, size: int, place: Callable[[int, int], memoryview]) -> None:
-    """Read the file once, bytes ``start`` to ``stop`` into ``place(start, stop)``."""
+def _read_verified(path: Path, digest: str, size: int, buffer_for: Callable[[int, int], memoryview]) -> None:
+    """Read the file once, bytes ``start`` to ``stop`` into ``buffer_for(start, stop)``."""
     hasher, position = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as f:
         found = os.fstat(f.fileno()).st_size
         while found == size and position < size:
-            chunk = place(position, min(position + _CHUNK_BYTES, size))
+            chunk = buffer_for(position, min(position + _CHUNK_BYTES, size))
             count = f.readinto(chunk)
             if not count:
                 found = position
@@ -127,6 +137,6 @@ def _chunks(head: Sequence[bytes], tensors: Sequence[Tensor]) -> Iterator[memory
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own memory."""
+    """Return the tensor's memory, without a copy."""
     data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return data

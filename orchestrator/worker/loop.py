@@ -16,9 +16,10 @@ from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved, FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Phase
-from orchestrator.records.run_dir import RunDir, read_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed
+from orchestrator.state.fence import Fence
 from orchestrator.state.train_state import TrainState, nonfinite_parameter
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.worker import fault_injection as faults
@@ -61,21 +62,23 @@ class Loop:
         self.gate = gate
         self.outbox = outbox
         self.position = Position()
+        self._run_dir = RunDir(Path(assignment.run_dir))
+        self._fence = Fence(self._run_dir.fence_file)
         self.place(assignment)
         self._data: tuple[Dataset[Any], Dataset[Any]] | None = None
         self._has_state = False
         self._stall_ms = 0.0
-        self._run_dir = RunDir(Path(assignment.run_dir))
         self._writer = CheckpointWriter(
             self._run_dir.checkpoints,
             keep=self.config.checkpoint.keep,
             run_uid=assignment.run_uid,
-            may_save=self._may_save,
+            fence=self._fence,
         )
 
     def place(self, assignment: Assignment) -> None:
         """Take a place in a generation, that of before or another one."""
         self.assignment = assignment
+        self._fence.token = assignment.fence
         self.rank = assignment.global_rank
         self.mesh = assignment.plan.mesh
         self.strategy.reassign(context_of(assignment, self.device))
@@ -327,11 +330,6 @@ class Loop:
             self._stall_ms = (time.perf_counter() - began) * 1e3
         self._at("train")
         return state
-
-    def _may_save(self) -> bool:
-        """Not once a later generation has begun, though this rank, cut off from it, may not know."""
-        fence = read_json(self._run_dir.fence_file)
-        return not fence or fence["generation"] == self.assignment.fence
 
     def _report_written(self) -> None:
         for result in self._writer.results():

@@ -24,11 +24,11 @@ from orchestrator.state.checkpoint import (
     load,
     prune,
     read_manifest,
-    resolve,
     save,
     verify,
 )
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed, Written
+from orchestrator.state.fence import Fence
 from orchestrator.state.train_state import TrainState, capture
 
 DTYPES = (
@@ -179,23 +179,11 @@ def test_damage_is_named_and_the_checkpoint_before_it_taken(
     reported: list[CheckpointError] = []
     assert find_newest(tmp_path, reported.append) == older
     assert [e.path for e in reported] == ([newer] if newer.exists() else [])
-    if newer.exists():
-        with pytest.raises(CheckpointError, match=message):
-            resolve(newer, never)
 
 
-def test_what_is_meant_by_a_path(tmp_path: Path) -> None:
-    assert find_newest(tmp_path / "checkpoints", never) is None
-    for nothing in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match="no complete checkpoint here"):
-            resolve(nothing, never)
-    older, newer = save_all(tmp_path / "checkpoints", 9, 10)
-    assert resolve(older, never) == older
-    assert resolve(tmp_path / "checkpoints", never) == newer
-    assert resolve(tmp_path, never) == newer
-    moved = tmp_path / "best"
-    newer.rename(moved)
-    assert resolve(moved, never) == moved
+def test_a_directory_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
+    assert find_newest(tmp_path, never) is None
+    assert find_newest(tmp_path / "absent", never) is None
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -344,7 +332,7 @@ for module in (pickle, _pickle):
     for name in ("load", "loads", "Unpickler"):
         setattr(module, name, refuse)
 pickle._Unpickler = torch.load = refuse
-path = checkpoint.resolve(Path(sys.argv[1]), print)
+path = checkpoint.find_newest(Path(sys.argv[1]), print)
 state.restore(checkpoint.load(path), model, optimizer, scheduler)
 print(model.weight.sum().item(), optimizer.state[model.weight]["step"].item())
 """
@@ -416,11 +404,29 @@ def test_the_writer_goes_on_after_an_error(tmp_path: Path) -> None:
     assert isinstance(written, Written)
 
 
-def test_who_may_not_save_any_more_leaves_nothing(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, keep=2, run_uid="run", may_save=lambda: False)
+def test_a_fenced_worker_saves_nothing(tmp_path: Path) -> None:
+    file, root = tmp_path / "fence", tmp_path / "checkpoints"
+    fence = Fence(file, token="first")
+    writer = CheckpointWriter(root, keep=2, run_uid="run", fence=fence)
     writer.submit(make_state(3))
-    assert writer.close(timeout_s=10)
-    (result,) = writer.results()
-    assert isinstance(result, WriteFailed)
-    assert "another generation of the run has taken over" in result.reason
-    assert list(tmp_path.iterdir()) == []
+    assert writer.drain(30)
+    file.write_text('{"generation": "second"}')
+    writer.submit(make_state(4))
+    assert writer.drain(30)
+    fence.token = "second"
+    writer.submit(make_state(5))
+    assert writer.close(timeout_s=30)
+    first, fenced, rejoined = writer.results()
+    assert isinstance(first, Written), "without a fence file every worker may save"
+    assert isinstance(fenced, WriteFailed)
+    assert fenced.reason == "a later generation of the run has replaced this worker and saves instead of it"
+    assert isinstance(rejoined, Written)
+    assert sorted(p.name for p in root.iterdir()) == ["step-00000003", "step-00000005"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}"])
+def test_a_damaged_fence_is_named_and_lets_nobody_save(tmp_path: Path, text: str) -> None:
+    fence = Fence(tmp_path / "fence")
+    (tmp_path / "fence").write_text(text)
+    with pytest.raises(ValueError, match=r"fence is damaged"):
+        fence.may_save()
