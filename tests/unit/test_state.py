@@ -12,7 +12,9 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lr
 
 from orchestrator.state.checkpoint import load, save
-from orchestrator.state.train_state import TrainState, capture, merge, mismatches, nonfinite_parameter, restore
+from orchestrator.state.merge import merge
+from orchestrator.state.mismatch import mismatches
+from orchestrator.state.train_state import TrainState, capture, nonfinite_parameter, restore
 
 STEPS = 4
 
@@ -349,19 +351,18 @@ def test_tied_parameters_are_saved_under_both_names_and_load_under_either() -> N
 
 
 def test_mismatches_name_the_parameters_and_the_nearest() -> None:
-    state = TrainState(
-        model={"fc_1.weight": torch.zeros(4, 2), "fc2.weight": torch.zeros(3, 4)}
-        | {"ids": torch.zeros(2, dtype=torch.int64)}
-        | {f"old.{i}": torch.zeros(1) for i in range(16)},
-        optimizer={},
-        meta={},
-    )
+    saved = {
+        "fc_1.weight": torch.zeros(4, 2),
+        "fc2.weight": torch.zeros(3, 4),
+        "ids": torch.zeros(2, dtype=torch.int64),
+        **{f"old.{i}": torch.zeros(1) for i in range(16)},
+    }
     shapes = {
         "fc1.weight": ((4, 2), torch.float32),
         "fc2.weight": ((3, 8), torch.bfloat16),
         "ids": ((2,), torch.float32),
     }
-    lines = mismatches(shapes, state)
+    lines = mismatches(shapes, saved)
     assert lines == [
         "fc1.weight: not in the checkpoint (nearest: fc_1.weight)",
         "fc_1.weight: not in the model (nearest: fc1.weight)",
@@ -372,14 +373,14 @@ def test_mismatches_name_the_parameters_and_the_nearest() -> None:
         "fc2.weight: [3, 4] in the checkpoint, [3, 8] in the model",
         "ids: torch.int64 in the checkpoint, torch.float32 in the model",
     ]
-    assert mismatches(shapes, state, partial=True) == [lines[0], *lines[-2:]]
-    assert mismatches({n: (tuple(t.shape), t.dtype) for n, t in state.model.items()}, state) == []
+    assert mismatches(shapes, saved, partial=True) == [lines[0], *lines[-2:]]
+    assert mismatches({n: (tuple(t.shape), t.dtype) for n, t in saved.items()}, saved) == []
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda net: (optim.AdamW(net.parameters()), None), "of SGD, the job has AdamW"),
+        (lambda net: (optim.AdamW(net.parameters()), None), "the checkpoint has SGD, the job has AdamW"),
         (lambda net: (optim.SGD(groups_of(net)), None), "1 parameter groups in the checkpoint, 2"),
         (
             lambda net: (optim.SGD([net.fc1.weight]), None),
@@ -387,7 +388,7 @@ def test_mismatches_name_the_parameters_and_the_nearest() -> None:
         ),
         (
             lambda net: (o := optim.SGD(net.parameters()), lr.ExponentialLR(o, 0.9)),
-            "scheduler: the checkpoint is of None, the job has ExponentialLR",
+            "scheduler: the checkpoint has None, the job has ExponentialLR",
         ),
     ],
 )
@@ -421,7 +422,7 @@ def test_what_cannot_be_saved_names_its_owner() -> None:
     second_order.step(closure)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="LBFGS: its state"):
         snapshot(net, second_order)
-    with pytest.raises(ValueError, match="no parameter of the model"):
+    with pytest.raises(ValueError, match="not a parameter of the model"):
         snapshot(net, optim.SGD(Net(1).parameters()))
 
 

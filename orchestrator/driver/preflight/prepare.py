@@ -30,7 +30,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
-from orchestrator.state.train_state import TrainState, mismatches
+from orchestrator.state.mismatch import mismatches
 from orchestrator.tracking.uri import absolute_uri, validate_uri
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
@@ -202,8 +202,7 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
     with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    without_optimizer = TrainState(model=saved, optimizer={}, meta={})
-    errors = [f"of another model: {line}" for line in mismatches(shapes, without_optimizer)]
+    errors = [f"of another model: {line}" for line in mismatches(shapes, saved)]
     optimizer = type(job.optimizer(model.parameters())).__name__
     if optimizer != meta["optimizer"]:
         errors.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")

@@ -37,6 +37,7 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import StageSummary
 from orchestrator.state import train_state
+from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context, EvalSums
@@ -173,13 +174,13 @@ class Pipeline(OptimizerStep):
             return None
         state = self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
         states = gather_states(
-            train_state.without_shared(state, self._sharing.first_names, saved=self._sharing.saved_elsewhere),
+            without_shared(state, self._sharing.first_names, saved=self._sharing.saved_elsewhere),
             ranks=context.mesh.pipeline(0),
             rank=context.global_rank,
             device=context.device,
             into=into,
         )
-        return None if states is None else train_state.merge(states, order=self._names)
+        return None if states is None else merge(states, order=self._names)
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context

@@ -1,0 +1,79 @@
+"""The states of pipeline stages, joined to the state of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from orchestrator.state.train_state import TrainState
+
+
+def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
+    """Join the states that the stages of a pipeline captured at the same step.
+
+    Parameter groups are joined by position. All other entries of ``meta`` are the first stage's.
+
+    Args:
+        states: one state per stage. No two may hold the same parameter; see :func:`without_shared`.
+        order: the names of all parameters and buffers, in the order of the whole model.
+
+    Raises:
+        ValueError: the stages give a parameter group different hyperparameters.
+    """
+    model: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    groups: list[dict[str, Any]] = []
+    for part in states:
+        assert part.step == states[0].step, "stages captured at different steps"
+        assert model.keys().isdisjoint(part.model), "two stages hold the same parameter"
+        model |= part.model
+        optimizer |= part.optimizer
+        scalars |= part.meta["optimizer_scalars"]
+        tied |= part.meta["tied"]
+        for i, group in enumerate(part.meta["param_groups"]):
+            if i == len(groups):
+                groups.append({**group, "params": []})
+            for key in sorted((groups[i].keys() | group.keys()) - {"params"}):
+                if groups[i].get(key) != group.get(key):
+                    raise ValueError(
+                        f"parameter group {i}: {key} differs between stages "
+                        f"({groups[i].get(key)} and {group.get(key)}); Job.optimizer must make "
+                        "the same groups for every part of the model"
+                    )
+            groups[i]["params"] = [*groups[i]["params"], *group["params"]]
+    position = {name: i for i, name in enumerate(order)}
+    for group in groups:
+        group["params"].sort(key=position.__getitem__)
+    model = {name: model[name] for name in sorted(model, key=position.__getitem__)}
+    joined = {"param_groups": groups, "optimizer_scalars": scalars, "tied": tied}
+    return TrainState(model=model, optimizer=optimizer, meta={**states[0].meta, **joined})
+
+
+def without_shared(state: TrainState, first_names: Mapping[str, str], *, saved: Collection[str]) -> TrainState:
+    """Return the ``state`` of a stage without the shared tensors that another stage saves.
+
+    Args:
+        state: the state of one stage.
+        first_names: for each name of a shared parameter in this stage, its first name in the stage that saves it.
+        saved: the names of the parameters and buffers that the other stage saves.
+    """
+    groups = [
+        {**group, "params": [name for name in group["params"] if name not in first_names]}
+        for group in state.meta["param_groups"]
+    ]
+    scalars = {n: v for n, v in state.meta["optimizer_scalars"].items() if n not in first_names}
+    tied = {name: first for name, first in first_names.items() if name not in saved}
+    return TrainState(
+        model={n: t for n, t in state.model.items() if n not in saved},
+        optimizer={p: t for p, t in state.optimizer.items() if p.rpartition("/")[0] not in first_names},
+        meta={
+            **state.meta,
+            "param_groups": groups,
+            "optimizer_scalars": scalars,
+            "tied": {**state.meta["tied"], **tied},
+        },
+    )
