@@ -1,4 +1,4 @@
-"""Training state between ranks, through the process group and without pickle."""
+"""Transport of training state between ranks through the process group, without pickle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from orchestrator.state.train_state import TrainState
 
 MESSAGE_BYTES = 4 * 2**20
-"""Smaller tensors are sent together, up to this."""
+"""Small tensors are packed into messages of up to this size."""
 
 
 def broadcast_state(
@@ -24,9 +24,15 @@ def broadcast_state(
     device: torch.device,
     keep: Callable[[str], bool] = lambda name: True,
 ) -> TrainState:
-    """Every rank returns what ``source`` passes; the others pass None. Uses the default group.
+    """Broadcast a state through the default group. A collective operation.
 
-    ``keep``: whether this rank wants what belongs to a parameter or buffer; the rest is dropped tensor by tensor.
+    Args:
+        state: the state to send on ``source``; None on the other ranks.
+        source: the sending rank.
+        rank: this rank.
+        device: where the received tensors are placed.
+        keep: whether this rank keeps the tensors of a parameter or buffer, by its name. The others are dropped one by
+            one as they arrive.
     """
     header: dict[str, Any] = {}
     if rank == source:
@@ -35,9 +41,9 @@ def broadcast_state(
     header = broadcast_json(header, source=source, rank=rank, device=device)
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     for part, tensors in parts.items():
-        mine = getattr(state, part) if rank == source else {}
+        own = getattr(state, part) if rank == source else {}
         for path, shape, dtype in header[part]:
-            tensor = mine[path] if rank == source else _empty(shape, dtype)
+            tensor = own[path] if rank == source else _empty(shape, dtype)
             moved = tensor.to(device)
             dist.broadcast(_as_bytes(moved), src=source)
             if keep(path if part == "model" else path.rpartition("/")[0]):
@@ -48,9 +54,17 @@ def broadcast_state(
 def gather_states(
     state: TrainState, *, ranks: Sequence[int], rank: int, device: torch.device, into: TrainState | None
 ) -> list[TrainState] | None:
-    """The states of all ``ranks``, in host memory of the first of them; the others return None.
+    """Collect the states of several ranks in host memory of the first one, point to point through the default group.
 
-    Point to point through the default group. ``into`` is an old state whose memory may be used.
+    Args:
+        state: this rank's state.
+        ranks: the ranks that take part; the first one receives.
+        rank: this rank.
+        device: the device that the backend sends from.
+        into: an old state whose memory may be reused.
+
+    Returns:
+        The states in the order of ``ranks`` on the first of them, None on the others.
     """
     if rank != ranks[0]:
         send_state(state, to=ranks[0], device=device)
@@ -59,7 +73,14 @@ def gather_states(
 
 
 def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """To a rank that calls :func:`receive_state`; ``group`` None: the default one."""
+    """Send a state to a rank that calls :func:`receive_state`.
+
+    Args:
+        state: the state.
+        to: the receiving rank.
+        device: the device that the backend sends from.
+        group: None for the default group.
+    """
     _send_json(_header(state), to=to, device=device, group=group)
     tensors = [_as_bytes(t) for t in (*state.model.values(), *state.optimizer.values())]
     for message in messages_of([t.nbytes for t in tensors]):
@@ -71,7 +92,14 @@ def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.
 def receive_state(
     sender: int, *, device: torch.device, into: TrainState | None = None, group: dist.ProcessGroup | None = None
 ) -> TrainState:
-    """The state that ``sender`` passes, in host memory, that of the old state ``into`` as far as it fits."""
+    """Receive, in host memory, the state that ``sender`` passes to :func:`send_state`.
+
+    Args:
+        sender: the sending rank.
+        device: the device that the backend receives on.
+        into: an old state whose memory is reused where shapes and dtypes fit.
+        group: None for the default group.
+    """
     header = _receive_json(sender, device=device, group=group)
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     for part, tensors in parts.items():
@@ -92,15 +120,18 @@ def receive_state(
 
 
 def messages_of(sizes: Sequence[int]) -> Iterator[slice]:
-    """Which tensors of these bytes travel together: each message costs a thread of the training process a turn."""
-    begin, size = 0, 0
-    for index, more in enumerate(sizes):
-        if size and size + more > MESSAGE_BYTES:
-            yield slice(begin, index)
-            begin, size = index, 0
-        size += more
-    if begin < len(sizes):
-        yield slice(begin, len(sizes))
+    """Group consecutive tensors of these sizes in bytes into messages of up to ``MESSAGE_BYTES``.
+
+    Fewer messages are better because each one takes the GIL from the training thread.
+    """
+    start, message_bytes = 0, 0
+    for index, size in enumerate(sizes):
+        if message_bytes and message_bytes + size > MESSAGE_BYTES:
+            yield slice(start, index)
+            start, message_bytes = index, 0
+        message_bytes += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
 
 
 def _header(state: TrainState) -> dict[str, Any]:
@@ -125,7 +156,7 @@ def _buffer(old: Tensor | None, shape: list[int], dtype: str) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Not every backend knows every dtype."""
+    """Return the tensor's bytes, because not every backend supports every dtype."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -144,7 +175,7 @@ def _receive_json(sender: int, *, device: torch.device, group: dist.ProcessGroup
 
 
 def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:
-    """Every rank returns what ``source`` passes, which is plain JSON. Uses the default group."""
+    """Broadcast the JSON ``value`` of ``source`` through the default group. A collective operation."""
     text = json.dumps(value).encode() if rank == source else b""
     size = torch.tensor([len(text)], device=device)
     dist.broadcast(size, src=source)
