@@ -1,4 +1,4 @@
-"""Batches of nested tensors: moved to a device, cut to their first samples."""
+"""Batches of nested tensors: move them to a device, take their first samples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; nested tuples, lists and dicts keep their shape.
+    """Move the tensors in nested tuples, named tuples, lists and dicts to ``device``.
 
-    Copies from pinned memory do not wait; on the CPU the batch itself is returned.
+    Copies from pinned memory are asynchronous. On the CPU, returns ``batch`` itself.
     """
     if device.type == "cpu":
         return batch
@@ -28,7 +28,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def first_rows(value: Any, rows: int) -> Any:
-    """The first ``rows`` samples of nested tensors; a scalar is of no sample."""
+    """Cut each tensor in nested tuples, lists and dicts to its first ``rows`` samples; scalars stay as they are."""
     if isinstance(value, Tensor):
         return value[:rows] if value.dim() else value
     if isinstance(value, dict):

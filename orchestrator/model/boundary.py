@@ -1,4 +1,4 @@
-"""What flows from one stage of a model to the next."""
+"""The tensors that flow from one stage of a model to the next."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A tensor that flows."""
+class TensorSpec:
+    """The kind of one tensor at a boundary."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -22,70 +22,83 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Tensors in nested tuples, lists and dicts, which the layer ``after`` returns. None may stand among them."""
+    """The values between two stages: tensors and None in nested tuples, lists and dicts.
+
+    Attributes:
+        after: the name of the layer that returns the values.
+        specs: the kind of each tensor, in order. All micro-batches have the same.
+        structure: how the tensors and Nones are nested.
+        present: for each leaf of the structure, whether it is a tensor and not None.
+    """
 
     after: str
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorSpec, ...]
     structure: pytree.TreeSpec
     present: tuple[bool, ...]
 
     @classmethod
     def of(cls, value: Any, *, after: str) -> Boundary:
-        """That at which ``value`` flows.
+        """Describe the boundary after the layer ``after``, which returns ``value``.
 
         Raises:
-            ValueError: there is something else than tensors in it.
+            ValueError: ``value`` holds something other than tensors and None, or no tensor at all.
         """
         leaves, structure = pytree.tree_flatten(value)
-        strange = {type(leaf).__name__ for leaf in leaves if leaf is not None and not isinstance(leaf, Tensor)}
+        other = {type(leaf).__name__ for leaf in leaves if leaf is not None and not isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if strange or not tensors:
+        if other or not tensors:
             raise ValueError(
-                f"layer {after} returns {' and '.join(sorted(strange)) or 'no tensor'}; between stages only tensors "
-                "can flow, in tuples, lists and dicts; cut elsewhere with strategy.split"
+                f"layer {after} returns {' and '.join(sorted(other)) or 'no tensor'}; only tensors in tuples, lists "
+                "and dicts can pass from one stage to the next; cut elsewhere with strategy.split"
             )
         return cls(
             after=after,
-            specs=tuple(Spec(shape=tuple(t.shape), dtype=t.dtype, requires_grad=t.requires_grad) for t in tensors),
+            specs=tuple(
+                TensorSpec(shape=tuple(t.shape), dtype=t.dtype, requires_grad=t.requires_grad) for t in tensors
+            ),
             structure=structure,
             present=tuple(leaf is not None for leaf in leaves),
         )
 
     def examples(self, device: torch.device) -> tuple[Tensor, ...]:
-        """A tensor of each kind, without defined values."""
+        """Return one uninitialised tensor of each kind on ``device``."""
         return tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad)
             for spec in self.specs
         )
 
     def pack(self, value: Any) -> tuple[Tensor, ...]:
-        """The tensors of ``value``, ready to be sent.
+        """Return the tensors of ``value``, ready to be sent.
 
         Raises:
-            ValueError: they are not those that were planned for.
+            ValueError: their shapes or dtypes are not those of :attr:`specs`.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        found, planned = [_shown(t) for t in tensors], [_shown(spec) for spec in self.specs]
+        found, planned = [_format(t) for t in tensors], [_format(spec) for spec in self.specs]
         if found != planned:
             raise ValueError(
-                f"layer {self.after} returns {', '.join(found)}, where {', '.join(planned)} was planned with the first "
-                "sample: all micro-batches must have one shape; pad the samples to one length in job.collate"
+                f"layer {self.after} returns {', '.join(found)}, but returned {', '.join(planned)} for the first "
+                "sample: all micro-batches must have the same shape; pad the samples to one length in job.collate"
             )
         return tuple(_sendable(t) for t in tensors)
 
     def unpack(self, tensors: Sequence[Tensor]) -> Any:
-        """The value that :meth:`pack` was given, of ``tensors``."""
+        """Nest ``tensors`` as the value that :meth:`pack` received."""
         remaining = iter(tensors)
         return pytree.tree_unflatten([next(remaining) if p else None for p in self.present], self.structure)
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Backends send what is contiguous; schedules that halve the backward pass detach it, which has to be possible."""
-    passed_on = tensor.is_leaf and tensor.requires_grad
-    if passed_on or tensor._is_view() or not tensor.is_contiguous():
+    """Return the tensor, or a copy if a backend cannot send it or a schedule cannot detach it.
+
+    Backends need contiguous memory. Schedules that split the backward pass detach the tensor in place, which torch
+    refuses for views and which must not happen to an input that the stage passes on unchanged.
+    """
+    is_stage_input = tensor.is_leaf and tensor.requires_grad
+    if is_stage_input or tensor._is_view() or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 
 
-def _shown(tensor: Tensor | Spec) -> str:
+def _format(tensor: Tensor | TensorSpec) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

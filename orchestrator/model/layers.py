@@ -1,4 +1,4 @@
-"""The layers of a model at work: what flows between them, what each costs."""
+"""Forward passes through the layers of a model: what flows between them, and what each one costs."""
 
 from __future__ import annotations
 
@@ -12,78 +12,92 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from orchestrator.model.partial_init import places
 from orchestrator.model.sequence import LayerSequence
+from orchestrator.model.tensor_slots import tensor_slots
 
 MEASURED_RUNS = 3
 MEASURED_S = 1.0
-"""A layer is run ``MEASURED_RUNS`` times, or until it has taken this long."""
+"""A layer is timed ``MEASURED_RUNS`` times, or until this many seconds have passed."""
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Opens the context in which a forward pass runs, such as autocast."""
 
 
 def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[Any]:
-    """What goes into each layer, and at the end what comes out of the last: fake tensors.
+    """Run a forward pass with fake tensors and return the input of each layer, then the output of the last one.
 
-    ``inputs``: a batch as the model takes it, of real tensors on the outline's device.
+    Args:
+        sequence: the layers, of fake tensors.
+        inputs: a batch for the model, of real tensors on the device of the fake model.
+        precision: opens the context of the forward pass.
     """
-    values = [pytree.tree_map_only(Tensor, sequence.outline.like, inputs)]
-    with sequence.outline.fake, precision():
+    values = [pytree.tree_map_only(Tensor, sequence.whole.fake_like, inputs)]
+    with sequence.whole.mode, precision():
         for layer in sequence.modules:
             values.append(layer(values[-1]))
     return values
 
 
 def changing_buffers(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> set[str]:
-    """The names of persistent buffers that a forward pass in training changes, running statistics say."""
+    """Return the names of the persistent buffers that a forward pass in training changes, such as running statistics.
 
-    def marks() -> dict[str, tuple[int, int]]:
-        every = [sequence.tensors_of(i, module) for i, module in enumerate(sequence.modules)]
-        return {name: (id(tensor), tensor._version) for tensors in every for name, tensor in tensors.items()}
+    Takes the arguments of :func:`flow`.
+    """
 
-    before = marks()
+    def versions() -> dict[str, tuple[int, int]]:
+        layers = [sequence.tensors_of(i, module) for i, module in enumerate(sequence.modules)]
+        return {name: (id(tensor), tensor._version) for tensors in layers for name, tensor in tensors.items()}
+
+    before = versions()
     flow(sequence, inputs, precision=precision)
-    return {name for name, mark in marks().items() if before[name] != mark}
+    return {name for name, version in versions().items() if before[name] != version}
 
 
 def costs(
     sequence: LayerSequence, values: Sequence[Any], inputs: Any, *, precision: Precision, loss: Callable[[Any], Tensor]
 ) -> list[float]:
-    """Milliseconds of forward and backward of each layer; the last one with the loss.
+    """Measure the forward and backward time of each layer in milliseconds; the last one includes the loss.
 
-    ``values`` are those of :func:`flow`. One layer at a time has memory, filled with small random numbers, and
-    layers alike in all but their numbers are measured once. The sequence is used up.
+    One layer at a time gets memory, filled with small random numbers. Layers that differ only in the values of their
+    parameters are measured once. Leaves the modules of ``sequence`` on the meta device.
+
+    Args:
+        sequence: the layers, of fake tensors.
+        values: the result of :func:`flow`.
+        inputs: a batch for the model, of real tensors.
+        precision: opens the context of the forward pass.
+        loss: the loss of the model's output.
     """
     known: dict[Any, float] = {}
-    found = []
-    for number, layer in enumerate(sequence.modules):
-        last = number == len(sequence.modules) - 1
-        tensors = (*pytree.tree_leaves(values[number]), *layer.parameters())
-        kind = (repr(layer), last, *((t.shape, t.dtype) for t in tensors if isinstance(t, Tensor)))
+    measured = []
+    for index, layer in enumerate(sequence.modules):
+        is_last = index == len(sequence.modules) - 1
+        tensors = (*pytree.tree_leaves(values[index]), *layer.parameters())
+        kind = (repr(layer), is_last, *((t.shape, t.dtype) for t in tensors if isinstance(t, Tensor)))
         if kind not in known:
-            value = inputs if number == 0 else pytree.tree_map_only(FakeTensor, _filled, values[number])
-            own = list(places(layer))
-            memory = {id(place.tensor): _filled(place.tensor) for place in own}
-            for place in own:
-                place.fill(memory)
-            known[kind] = _cost(layer, value, precision, loss if last else _sum)
+            value = inputs if index == 0 else pytree.tree_map_only(FakeTensor, _random_like, values[index])
+            slots = list(tensor_slots(layer))
+            memory = {id(slot.tensor): _random_like(slot.tensor) for slot in slots}
+            for slot in slots:
+                slot.fill(memory)
+            known[kind] = _cost(layer, value, precision, loss if is_last else _sum)
             layer.to("meta")
-        found.append(known[kind])
-    return found
+        measured.append(known[kind])
+    return measured
 
 
 def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[Any], Tensor]) -> float:
-    """The shortest of some runs, after one that warms up."""
+    """Return the shortest of several runs in milliseconds, after a warm-up run."""
     times: list[float] = []
     began = time.perf_counter()
     while len(times) <= MEASURED_RUNS and (len(times) < 2 or time.perf_counter() - began < MEASURED_S):
-        _wait(value)
+        _synchronize(value)
         start = time.perf_counter()
         with precision():
             out = loss(layer(value))
         if out.requires_grad:
             out.backward()
-        _wait(value)
+        _synchronize(value)
         times.append((time.perf_counter() - start) * 1e3)
     return min(times[1:])
 
@@ -92,13 +106,13 @@ def _sum(value: Any) -> Tensor:
     return torch.stack([t.float().sum() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]).sum()
 
 
-def _wait(value: Any) -> None:
+def _synchronize(value: Any) -> None:
     for tensor in pytree.tree_leaves(value):
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
 
 
-def _filled(fake: Tensor) -> Tensor:
+def _random_like(fake: Tensor) -> Tensor:
     real = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
     if real.is_floating_point():
         real.uniform_(0.01, 0.1)

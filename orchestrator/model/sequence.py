@@ -1,4 +1,4 @@
-"""A model as layers that are called one after another: where it can be cut, what each layer is made of."""
+"""A model as a sequence of layers: where it can be cut, and how a worker builds some of its layers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import Tensor, nn
 
 from orchestrator.model.cut import Layer
-from orchestrator.model.partial_init import Outline, build_part
+from orchestrator.model.partial_init import FakeModel, build_part
 
 
 class LayerSequence(abc.ABC):
-    """Layers of fake tensors, as :func:`~orchestrator.model.partial_init.outline` makes them.
+    """The layers of a model, of fake tensors. Each is called with the result of the one before.
 
-    ``outline``: the model as the job builds it. ``modules``: each is called with what the one before returned.
+    Attributes:
+        whole: the model as the job builds it, of fake tensors.
+        names: the name of each layer.
+        modules: each layer.
     """
 
-    def __init__(self, outline: Outline, names: Sequence[str], modules: Sequence[nn.Module]):
-        self.outline = outline
+    def __init__(self, whole: FakeModel, names: Sequence[str], modules: Sequence[nn.Module]):
+        self.whole = whole
         self.names = tuple(names)
         self.modules = tuple(modules)
 
     @property
     def layers(self) -> list[Layer]:
+        """The name and the number of parameters of each layer."""
         return [
             Layer(
                 name=name,
@@ -34,26 +38,44 @@ class LayerSequence(abc.ABC):
         ]
 
     @abc.abstractmethod
-    def tensors_of(self, number: int, module: nn.Module) -> Mapping[str, Tensor]:
-        """Parameters and persistent buffers of a layer by the model's own names; ``module`` is it or its like."""
+    def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
+        """Return the parameters and persistent buffers of a layer by the model's own names.
+
+        Args:
+            index: the index of the layer.
+            module: the layer, either of fake tensors or as :meth:`build_layers` returns it.
+        """
 
     @abc.abstractmethod
-    def realise(self, build: Callable[[], nn.Module], numbers: Collection[int], *, seed: int) -> dict[int, nn.Module]:
-        """These layers with the numbers that the whole model has after ``torch.manual_seed(seed)``."""
+    def build_layers(
+        self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
+    ) -> dict[int, nn.Module]:
+        """Build some of the layers, with the values that they have in the whole model.
+
+        Args:
+            build: the model's constructor.
+            indices: the indices of the layers.
+            seed: the seed before the constructor runs.
+
+        Returns:
+            The layers by index.
+        """
 
 
-class Children(LayerSequence):
+class SequentialLayers(LayerSequence):
     """The children of an ``nn.Sequential``."""
 
-    def __init__(self, outline: Outline):
-        children = {name: child for name, child in outline.model._modules.items() if child is not None}
-        super().__init__(outline, list(children), list(children.values()))
+    def __init__(self, whole: FakeModel):
+        children = {name: child for name, child in whole.model._modules.items() if child is not None}
+        super().__init__(whole, list(children), list(children.values()))
 
-    def tensors_of(self, number: int, module: nn.Module) -> Mapping[str, Tensor]:
-        state: dict[str, Tensor] = module.state_dict(prefix=f"{self.names[number]}.", keep_vars=True)
+    def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
+        state: dict[str, Tensor] = module.state_dict(prefix=f"{self.names[index]}.", keep_vars=True)
         return state
 
-    def realise(self, build: Callable[[], nn.Module], numbers: Collection[int], *, seed: int) -> dict[int, nn.Module]:
-        own = {self.names[number] for number in numbers}
+    def build_layers(
+        self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
+    ) -> dict[int, nn.Module]:
+        own = {self.names[index] for index in indices}
         model = build_part(build, lambda name: name.partition(".")[0] in own, seed=seed)
-        return {number: model.get_submodule(self.names[number]) for number in numbers}
+        return {index: model.get_submodule(self.names[index]) for index in indices}

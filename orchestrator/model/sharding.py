@@ -1,4 +1,4 @@
-"""The parameters of a model cut into shards of nearly the same number of bytes, each with its part of the optimizer."""
+"""A model's parameters divided into shards of nearly equal size, each updated by an optimizer of its own."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
     {SGD, Adagrad, Adam, AdamW, Adadelta, Adamax, NAdam, RAdam, RMSprop}
 )
-"""Optimizers that treat each number of a parameter by itself, so that parts of it are updated as the whole would be."""
+"""Optimizers that update each element of a parameter independently, so that a piece is updated as in the whole."""
 
 PER_PARAMETER = frozenset({"step", "mu_product"})
-"""State of which their parameters have one number each, whatever their size."""
+"""Keys of optimizer state that is one number per parameter, whatever the parameter's size."""
 
 ALIGNMENT_BYTES = 16
+"""The alignment of each parameter in the memory that :func:`offsets` describes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """A parameter as it can be cut: ``units`` of ``unit_bytes`` each.
+    """A parameter and the units between which it can be cut.
 
-    They are its numbers, or with ``by_rows`` its rows, for gradients that touch few of them.
+    Attributes:
+        name: the parameter.
+        units: the number of its units.
+        unit_bytes: the size of a unit.
+        by_rows: whether a unit is a row and not an element. Parameters with sparse gradients are cut by rows.
     """
 
     name: str
@@ -41,7 +46,7 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The units ``start`` to ``stop`` of a parameter."""
+    """The units from ``start`` up to but excluding ``stop`` of a parameter."""
 
     name: str
     start: int
@@ -49,9 +54,15 @@ class Piece:
 
 
 def cut(extents: Sequence[Extent], num_shards: int) -> tuple[tuple[Piece, ...], ...]:
-    """The pieces of each shard, which follow each other as the parameters do.
+    """Divide parameters into shards whose sizes differ by at most about one unit.
 
-    Shards differ by a unit, and each has at least one; a parameter has at most one piece in a shard.
+    Args:
+        extents: the parameters in the model's order.
+        num_shards: the number of shards.
+
+    Returns:
+        The pieces of each shard, in the order of the parameters. A shard has at least one unit and at most one piece
+        of each parameter.
 
     Raises:
         ValueError: there are fewer units than shards.
@@ -60,7 +71,7 @@ def cut(extents: Sequence[Extent], num_shards: int) -> tuple[tuple[Piece, ...], 
     first_byte = list(itertools.accumulate((e.size_bytes for e in extents), initial=0))
     units, size_bytes = first_unit[-1], first_byte[-1]
     if num_shards > units:
-        raise ValueError(f"{num_shards} shards of {units} parts")
+        raise ValueError(f"{num_shards} shards need at least as many units; the parameters have {units}")
     bounds = [0]
     for shard in range(1, num_shards):
         byte = size_bytes * shard // num_shards
@@ -80,18 +91,18 @@ def cut(extents: Sequence[Extent], num_shards: int) -> tuple[tuple[Piece, ...], 
 
 
 def offsets(extents: Sequence[Extent]) -> dict[str, int]:
-    """Where each parameter that is cut anywhere begins in one memory of all of them, in bytes."""
-    found: dict[str, int] = {}
+    """Return the byte offset of each parameter in one buffer that holds all parameters but those cut by rows."""
+    starts: dict[str, int] = {}
     end = 0
     for extent in extents:
         if not extent.by_rows:
-            found[extent.name] = end
+            starts[extent.name] = end
             end += -(-extent.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return found
+    return starts
 
 
 def extents_of(model: nn.Module) -> tuple[Extent, ...]:
-    """The parameters that are trained; tables whose gradients are sparse are cut between rows."""
+    """Return the extents of the trained parameters. Embeddings with sparse gradients are cut by rows."""
     tables = {
         module.weight
         for module in model.modules()
@@ -110,22 +121,22 @@ def extents_of(model: nn.Module) -> tuple[Extent, ...]:
 
 
 def optimizer_error(optimizer: Optimizer) -> str | None:
-    """Why shards could not own their parts of it; None: they can."""
+    """Return why shards cannot update their pieces independently with ``optimizer``; None if they can."""
     if type(optimizer) in ELEMENT_WISE:
         return None
     return (
-        f"{type(optimizer).__name__}: shards update their pieces of a parameter by themselves, and this optimizer may "
-        "look at the whole of it; use SGD, Adagrad, Adam or AdamW, or strategy=ddp"
+        f"{type(optimizer).__name__}: shards update their pieces of a parameter independently, and this optimizer may "
+        "need the whole parameter; use SGD, Adagrad, Adam or AdamW, or strategy=ddp"
     )
 
 
 def touches_rows_alone(optimizer: Optimizer, group: dict[str, object]) -> bool:
-    """Whether a row without a gradient stays as it is."""
+    """Return whether the optimizer leaves rows without a gradient unchanged; ``group`` is the parameter group."""
     if isinstance(optimizer, SGD):
         return not group["momentum"] and not group["weight_decay"]
     return isinstance(optimizer, Adagrad) and not group["weight_decay"]
 
 
 def wire_dtype(dtype: torch.dtype, compression: str) -> torch.dtype:
-    """In what a gradient of this type travels."""
+    """Return the dtype in which to send a gradient of ``dtype``; ``compression`` is ``"bf16"`` or ``"none"``."""
     return torch.bfloat16 if compression == "bf16" and dtype in (torch.float32, torch.float64) else dtype

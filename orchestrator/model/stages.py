@@ -1,8 +1,7 @@
-"""The stages of a model on one worker: built alone, equal in their numbers to those of the whole model."""
+"""The pipeline stages of one worker, built alone with the values that they have in the whole model."""
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,51 +12,73 @@ from torch import Tensor, nn
 
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
-from orchestrator.model.partial_init import outline
-from orchestrator.model.sequence import Children, LayerSequence
+from orchestrator.model.partial_init import build_fake
+from orchestrator.model.sequence import LayerSequence, SequentialLayers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A stage on this worker.
 
-    ``tensors``: its parameters and persistent buffers by the model's own names, as they are when it is called.
-    ``inputs``: None for the first stage, which takes the model's own input; ``outputs``: None for the last one.
+    Attributes:
+        index: its position in the pipeline.
+        module: the module that runs its layers.
+        sequence: all layers of the model.
+        layers: the layers of this stage, by their indices in ``sequence``.
+        inputs: the boundary to the previous stage; None for the first stage, which takes the model's own input.
+        outputs: the boundary to the next stage; None for the last stage.
     """
 
     index: int
     module: nn.Module
-    tensors: Callable[[], Mapping[str, Tensor]]
+    sequence: LayerSequence
+    layers: Mapping[int, nn.Module]
     inputs: Boundary | None
     outputs: Boundary | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the current parameters and persistent buffers by the model's own names."""
+        return {
+            name: tensor
+            for index, layer in self.layers.items()
+            for name, tensor in self.sequence.tensors_of(index, layer).items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A parameter or buffer that several stages have. ``stages``, in order, each with the names it has there."""
+    """A parameter or buffer that several stages hold. ``stages`` maps each of them, in order, to its names there."""
 
     stages: Mapping[int, tuple[str, ...]]
 
     def names_on(self, stage_ranks: Sequence[int], rank: int) -> list[str]:
-        """The names it has in the stages of a rank."""
+        """Return its names in the stages of ``rank``; ``stage_ranks`` holds the rank of each stage."""
         return [name for stage, names in self.stages.items() if stage_ranks[stage] == rank for name in names]
 
 
 def sequence_of(
     build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str]
 ) -> LayerSequence:
-    """The layers of the model that ``build`` returns; ``inputs`` is a real micro-batch, ``split`` asks for cuts.
+    """Divide a model into layers, with fake tensors.
+
+    An ``nn.Sequential`` is divided into its children, any other model by the tracer.
+
+    Args:
+        build: the model's constructor.
+        inputs: a real micro-batch on ``device``.
+        device: the device on which the model will run.
+        split: the names of layers at which stages are to begin.
 
     Raises:
-        ValueError: it cannot be cut; the text says why and what else to do.
+        ValueError: the model cannot be cut; the text says why and what else to do.
     """
-    whole = outline(build, device)
-    inside_a_child = any("." in name for name in split)
-    if isinstance(whole.model, nn.Sequential) and not inside_a_child:
-        return Children(whole)
-    from orchestrator.model.tracing import Traced  # here, because the tracer takes seconds to import
+    whole = build_fake(build, device)
+    splits_a_child = any("." in name for name in split)
+    if isinstance(whole.model, nn.Sequential) and not splits_a_child:
+        return SequentialLayers(whole)
+    from orchestrator.model.tracing import TracedLayers  # not at the top: importing the tracer takes seconds
 
-    return Traced(build, inputs, device, split=split)
+    return TracedLayers(build, inputs, device, split=split)
 
 
 def build_stages(
@@ -70,45 +91,51 @@ def build_stages(
     device: torch.device,
     seed: int,
 ) -> list[Stage]:
-    """The stages ``own`` of the model that ``build`` returns. ``values`` are those of ``layers.flow``.
+    """Build the stages of one worker.
+
+    Args:
+        build: the model's constructor.
+        sequence: the layers of the model.
+        values: the result of :func:`~orchestrator.model.layers.flow`.
+        cut: the division of the layers into stages.
+        own: the indices of the stages to build.
+        device: the device for the stages.
+        seed: the seed before the constructor runs.
 
     Raises:
-        ValueError: something else than tensors flows between two stages.
+        ValueError: something other than tensors flows between two stages.
     """
-    n = len(sequence.names)
+    num_layers = len(sequence.names)
     boundaries = [None, *boundaries_of(sequence, values, cut), None]
-    numbers = {stage: cut.layers_of(stage, n) for stage in sorted(own)}
-    layers = sequence.realise(build, [i for of_stage in numbers.values() for i in of_stage], seed=seed)
-
-    def tensors(of_stage: range) -> dict[str, Tensor]:
-        return {name: t for i in of_stage for name, t in sequence.tensors_of(i, layers[i]).items()}
-
+    indices = {stage: cut.layers_of(stage, num_layers) for stage in sorted(own)}
+    layers = sequence.build_layers(build, [i for of_stage in indices.values() for i in of_stage], seed=seed)
     return [
         Stage(
             index=stage,
             module=nn.Sequential(*(layers[i] for i in of_stage)).to(device),
-            tensors=functools.partial(tensors, of_stage),
+            sequence=sequence,
+            layers={i: layers[i] for i in of_stage},
             inputs=boundaries[stage],
             outputs=boundaries[stage + 1],
         )
-        for stage, of_stage in numbers.items()
+        for stage, of_stage in indices.items()
     ]
 
 
 def boundaries_of(sequence: LayerSequence, values: Sequence[Any], cut: Cut) -> list[Boundary]:
-    """What flows into each stage after the first. ``values`` are those of ``layers.flow``.
+    """Return the boundary before each stage but the first; ``values`` is the result of ``layers.flow``.
 
     Raises:
-        ValueError: something else than tensors.
+        ValueError: something other than tensors flows there.
     """
     return [Boundary.of(values[start], after=sequence.names[start - 1]) for start in cut.starts[1:]]
 
 
 def state_of(stages: Sequence[Stage]) -> nn.Module:
-    """A bare module with all tensors of these stages under the model's own names.
+    """Return a bare module with all tensors of these stages under the model's own names.
 
     Raises:
-        ValueError: a module keeps something else than tensors in its ``state_dict()``.
+        ValueError: a module keeps something other than tensors in its ``state_dict()``.
     """
     tensors: dict[str, Tensor] = {}
     for stage in stages:
@@ -122,14 +149,14 @@ def state_of(stages: Sequence[Stage]) -> nn.Module:
 
 
 def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A bare module that has these tensors under their names."""
+    """Return a bare module with these tensors as its parameters and buffers, by dotted names."""
     root = nn.Module()
     for name, tensor in tensors.items():
         owner = root
         *path, attribute = name.split(".")
         for part in path:
             owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-        # Not through the methods, which refuse names that a module has of its own, such as "half".
+        # The register methods refuse the names of a module's own methods, such as "half".
         if isinstance(tensor, nn.Parameter):
             owner._parameters[attribute] = tensor
         else:
@@ -138,13 +165,13 @@ def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def shared_parameters(sequence: LayerSequence, cut: Cut) -> list[Shared]:
-    """The parameters that more than one stage has."""
-    return _shared(sequence.outline.model.named_parameters(remove_duplicate=False), sequence, cut)
+    """Return the parameters that several stages hold."""
+    return _shared(sequence.whole.model.named_parameters(remove_duplicate=False), sequence, cut)
 
 
 def shared_buffers(sequence: LayerSequence, cut: Cut) -> list[Shared]:
-    """The persistent buffers that more than one stage has."""
-    return _shared(sequence.outline.model.named_buffers(remove_duplicate=False), sequence, cut)
+    """Return the persistent buffers that several stages hold."""
+    return _shared(sequence.whole.model.named_buffers(remove_duplicate=False), sequence, cut)
 
 
 def _shared(named: Iterable[tuple[str, Tensor]], sequence: LayerSequence, cut: Cut) -> list[Shared]:

@@ -1,7 +1,9 @@
-"""A model that is no ``nn.Sequential`` as a sequence of layers, by the tracer of ``torch.distributed.pipelining``.
+"""Any model as a sequence of layers, by the tracer of ``torch.distributed.pipelining``.
 
-The graph is cut before each of the model's own modules that can begin a stage. What a later layer needs of an
-earlier one passes through those between, so that skip connections are no obstacle.
+The model is traced to a graph, which is cut before each module that can begin a stage. A piece of the graph may need
+values from several earlier pieces, as skip connections do. Each piece therefore also carries the values that only
+later pieces need, so that the pieces form a plain sequence in which each one is called with the result of the one
+before.
 """
 
 from __future__ import annotations
@@ -20,172 +22,202 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
 from torch.utils import _pytree as pytree
 
 from orchestrator.config.build import did_you_mean
-from orchestrator.model.partial_init import Outline, build_part, outline, places
+from orchestrator.model.partial_init import FakeModel, build_fake, build_part
 from orchestrator.model.sequence import LayerSequence
+from orchestrator.model.tensor_slots import tensor_slots
 
-Key = tuple[int, int]
-"""A value that flows: the number of the piece it comes from, -1 for the model's input, and which of its tensors."""
+ValueKey = tuple[int, int]
+"""A tensor that flows: the index of the piece that returns it (-1 for the model's input) and its position there."""
 
 _ADVICE = "make job.model() an nn.Sequential of named layers, or use strategy=ddp"
 
 
-class Traced(LayerSequence):
-    """Pieces of the traced graph, for training and for evaluation: dropout and the like are part of a graph."""
+class TracedLayers(LayerSequence):
+    """The pieces of a traced model.
+
+    The model is traced twice, for training and for evaluation, because dropout and the like become part of the graph.
+    """
 
     def __init__(
         self, build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str]
     ) -> None:
-        """``inputs``: a real micro-batch. ``split``: names of layers where a cut is asked for.
+        """
+        Args:
+            build: the model's constructor.
+            inputs: a real micro-batch on ``device``.
+            device: the device on which the model will run.
+            split: the names of layers at which stages are to begin.
 
         Raises:
-            ValueError: the model cannot be traced, or not cut there; the text says why and what else to do.
+            ValueError: the model cannot be traced, or not cut at these layers; the text says why and what else to do.
         """
-        if strange := {type(leaf).__name__ for leaf in pytree.tree_leaves(inputs) if not isinstance(leaf, Tensor)}:
-            raise ValueError(f"the model takes {' and '.join(sorted(strange))}; the tracer follows tensors; {_ADVICE}")
-        whole = outline(build, device)
-        names, output = _beginnings(whole, inputs, split)
-        graphs = {training: _trace(build, inputs, device, names[1:], training) for training in (True, False)}
-        flows = {training: _flow_of(graph.pipe) for training, graph in graphs.items()}
-        if flows[True] != flows[False]:
-            raise ValueError(f"other values flow in training than in evaluation; {_ADVICE}")
-        *needs, outputs = flows[True]
-        if len(outputs) != output.num_leaves:
-            raise ValueError(f"the model returns something else than tensors; {_ADVICE}")
-        carried = _carried(flows[True])
-        pieces = [
-            Piece(
-                number,
-                {training: _flat(graph.pipe.get_stage_module(number)) for training, graph in graphs.items()},
-                takes=carried[number],
-                needs=of_piece,
-                gives=carried[number + 1] if number + 1 < len(needs) else outputs,
-                output=None if number + 1 < len(needs) else output,
+        if other := {type(leaf).__name__ for leaf in pytree.tree_leaves(inputs) if not isinstance(leaf, Tensor)}:
+            raise ValueError(
+                f"the model takes {' and '.join(sorted(other))}; the tracer follows only tensors; {_ADVICE}"
             )
-            for number, of_piece in enumerate(needs)
+        whole = build_fake(build, device)
+        names, output = _first_modules(whole, inputs, split)
+        graphs = {training: _trace(build, inputs, device, names[1:], training) for training in (True, False)}
+        dataflows = {training: _dataflow(graph.pipe) for training, graph in graphs.items()}
+        if dataflows[True] != dataflows[False]:
+            raise ValueError(f"the model passes other values between its layers in training than in eval(); {_ADVICE}")
+        *needs, outputs = dataflows[True]
+        if len(outputs) != output.num_leaves:
+            raise ValueError(f"the model returns something other than tensors; {_ADVICE}")
+        carried = _carried(dataflows[True])
+        pieces = [
+            GraphPiece(
+                index,
+                {training: _with_flat_inputs(graph.pipe.get_stage_module(index)) for training, graph in graphs.items()},
+                takes=carried[index],
+                needs=piece_needs,
+                gives=carried[index + 1] if index + 1 < len(needs) else outputs,
+                output=None if index + 1 < len(needs) else output,
+            )
+            for index, piece_needs in enumerate(needs)
         ]
-        super().__init__(Outline(whole.model, graphs[True].fake, whole.undivided), names, pieces)
+        super().__init__(FakeModel(whole.model, graphs[True].mode, whole.full_build_reason), names, pieces)
         self._persistent = set(whole.model.state_dict())
 
-    def tensors_of(self, number: int, module: nn.Module) -> Mapping[str, Tensor]:
+    def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
         state = module.state_dict(keep_vars=True)
-        named = {name.removeprefix(f"{Piece.GRAPH}."): tensor for name, tensor in state.items()}
+        named = {name.removeprefix(f"{GraphPiece.GRAPH}."): tensor for name, tensor in state.items()}
         return {name: tensor for name, tensor in named.items() if name in self._persistent}
 
-    def realise(self, build: Callable[[], nn.Module], numbers: Collection[int], *, seed: int) -> dict[int, nn.Module]:
-        own = {number: self.modules[number] for number in numbers}
-        every = [place for piece in own.values() for place in places(piece)]
-        named = [(place, place.name.removeprefix(f"{Piece.GRAPH}.")) for place in every]
+    def build_layers(
+        self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
+    ) -> dict[int, nn.Module]:
+        pieces = {index: self.modules[index] for index in indices}
+        slots = [slot for piece in pieces.values() for slot in tensor_slots(piece)]
+        named = [(slot, slot.name.removeprefix(f"{GraphPiece.GRAPH}.")) for slot in slots]
         wanted = {name for _, name in named}
-        part = {place.name: place.tensor for place in places(build_part(build, wanted.__contains__, seed=seed))}
-        for place, name in named:
-            place.fill({id(place.tensor): part[name]})
-        for piece in own.values():
-            assert isinstance(piece, Piece)
-            piece.share()
-        return dict(own)
+        part = {slot.name: slot.tensor for slot in tensor_slots(build_part(build, wanted.__contains__, seed=seed))}
+        for slot, name in named:
+            slot.fill({id(slot.tensor): part[name]})
+        for piece in pieces.values():
+            assert isinstance(piece, GraphPiece)
+            piece.share_tensors()
+        return dict(pieces)
 
 
-class Piece(nn.Module):
-    """A part of the graph. Takes and gives the values at its ends: one tensor, or a tuple of several; the first piece
-    takes the model's input, the last one gives its output, whose structure is ``output``."""
+class GraphPiece(nn.Module):
+    """A part of the traced graph, which also passes on the values that only later pieces need.
+
+    It takes and returns one tensor or a tuple of tensors. The first piece takes the model's input, and the last one
+    returns the model's output.
+    """
 
     GRAPH = "graph"
 
     def __init__(
         self,
-        number: int,
+        index: int,
         graphs: Mapping[bool, nn.Module],
         *,
-        takes: tuple[Key, ...],
-        needs: tuple[Key, ...],
-        gives: tuple[Key, ...],
+        takes: tuple[ValueKey, ...],
+        needs: tuple[ValueKey, ...],
+        gives: tuple[ValueKey, ...],
         output: pytree.TreeSpec | None,
     ):
+        """
+        Args:
+            index: the index of this piece.
+            graphs: its graphs for training (True) and for evaluation (False).
+            takes: the values that it is called with.
+            needs: the values that its graph is called with.
+            gives: the values that it returns.
+            output: the structure of the model's output for the last piece, None for the others.
+        """
         super().__init__()
         self.add_module(self.GRAPH, graphs[True])
-        self._graphs = dict(graphs)  # the one for evaluation is no submodule: its tensors are the other's
-        self._number = number
+        self._graphs = dict(graphs)  # the one for evaluation is not a submodule, because it shares the tensors
+        self._index = index
         self._takes, self._needs, self._gives = takes, needs, gives
         self._output = output
 
     def forward(self, value: Any) -> Any:
         tensors = pytree.tree_leaves(value)
-        keys = self._takes if self._number else [(-1, index) for index in range(len(tensors))]
+        keys = self._takes if self._index else [(-1, position) for position in range(len(tensors))]
         known = dict(zip(keys, tensors, strict=True))
         out = self._graphs[self.training](*(known[key] for key in self._needs))
-        for index, tensor in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
-            known[self._number, index] = tensor
+        for position, tensor in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
+            known[self._index, position] = tensor
         if self._output is not None:
             return pytree.tree_unflatten([known[key] for key in self._gives], self._output)
-        # What only passes through becomes a tensor of its own, which a stage's result has to be.
+        # A stage must return tensors of its own, so values that pass through are cloned.
         given = tuple(known[key].clone() if key in self._takes else known[key] for key in self._gives)
         return given[0] if len(given) == 1 else given
 
-    def train(self, mode: bool = True) -> Piece:
+    def train(self, mode: bool = True) -> GraphPiece:
         self.training = mode
         return self
 
-    def share(self) -> None:
-        """Let the graph for evaluation have the tensors of the one for training."""
-        real = {place.name: place.tensor for place in places(self._graphs[True])}
-        for place in list(places(self._graphs[False])):
-            place.fill({id(place.tensor): real[place.name]})
+    def share_tensors(self) -> None:
+        """Give the tensors of the graph for training to the graph for evaluation."""
+        real = {slot.name: slot.tensor for slot in tensor_slots(self._graphs[True])}
+        for slot in list(tensor_slots(self._graphs[False])):
+            slot.fill({id(slot.tensor): real[slot.name]})
 
 
 @dataclass(frozen=True)
 class _Graph:
+    """A traced model and the fake mode of its tensors."""
+
     pipe: Pipe
-    fake: FakeTensorMode
+    mode: FakeTensorMode
 
 
-def _beginnings(whole: Outline, inputs: Any, split: Sequence[str]) -> tuple[list[str], pytree.TreeSpec]:
-    """The modules that begin a piece, in the order of their calls: the outermost ones, and those of ``split``; and the
-    structure of the model's output.
+def _first_modules(whole: FakeModel, inputs: Any, split: Sequence[str]) -> tuple[list[str], pytree.TreeSpec]:
+    """Find the modules that begin a piece, in the order of their calls, and the structure of the model's output.
 
-    Only a module that is called once in a forward pass can begin one.
+    These are the outermost modules and those that ``split`` names. Only a module that a forward pass calls exactly once
+    can begin a piece.
     """
     calls: list[str] = []
     hooks = [
         module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
         for name, module in whole.model.named_modules()
-        if name and not isinstance(module, nn.Identity)  # which leaves no trace
+        if name and not isinstance(module, nn.Identity)  # which the graph does not show
     ]
-    with whole.fake:
-        out = whole.model(pytree.tree_map_only(Tensor, whole.like, inputs))
+    with whole.mode:
+        out = whole.model(pytree.tree_map_only(Tensor, whole.fake_like, inputs))
     for hook in hooks:
         hook.remove()
-    times = Counter(calls)
-    once = [name for name in calls if times[name] == 1]
+    num_calls = Counter(calls)
+    once = [name for name in calls if num_calls[name] == 1]
+    setting = f"strategy.split=[{','.join(split)}]"
     for name in split:
-        if name in times and name not in once:
+        if num_calls[name] > 1:
             raise ValueError(
-                f"strategy.split=[{','.join(split)}]: {name}: is called {times[name]} times in a forward pass; only a "
-                "layer that is called once can begin a stage"
+                f"{setting}: {name} is called {num_calls[name]} times in a forward pass; only a layer that is called "
+                "once can begin a stage"
             )
-        if name not in times:
-            raise ValueError(f"strategy.split=[{','.join(split)}]: {name}: no such layer; {did_you_mean(name, once)}")
+        if name not in num_calls:
+            raise ValueError(f"{setting}: {name}: no such layer; {did_you_mean(name, once)}")
     called = set(calls)
 
-    def outermost(name: str) -> bool:
+    def is_outermost(name: str) -> bool:
         parts = name.split(".")
         return not any(".".join(parts[:depth]) in called for depth in range(1, len(parts)))
 
-    # Where a layer asked for is the first one of another, both would begin at one point.
-    chosen = [name for name in once if outermost(name) or name in split]
-    after = dict(itertools.pairwise(calls))
-    first = [name for name in chosen if not (after.get(name, "").startswith(f"{name}.") and after[name] in split)]
+    chosen = [name for name in once if is_outermost(name) or name in split]
+    # A module and its first child begin at the same point. If split names the child, leave out the module.
+    next_call = dict(itertools.pairwise(calls))
+    first = [
+        name for name in chosen if not (next_call.get(name, "").startswith(f"{name}.") and next_call[name] in split)
+    ]
     return first, pytree.tree_structure(out)
 
 
 def _trace(
     build: Callable[[], nn.Module], inputs: Any, device: torch.device, split: Sequence[str], training: bool
 ) -> _Graph:
-    fresh = outline(build, device)  # tracing leaves marks on a model
+    fresh = build_fake(build, device)  # a new one each time, because tracing modifies the model
     fresh.model.train(training)
     try:
-        with fresh.fake, warnings.catch_warnings():
+        with fresh.mode, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            example = pytree.tree_map_only(Tensor, fresh.like, inputs)
+            example = pytree.tree_map_only(Tensor, fresh.fake_like, inputs)
             pipe = pipeline(fresh.model, (example,), split_spec={name: SplitPoint.BEGINNING for name in split})
     except Exception as e:
         reason = " ".join(str(e.__cause__ or e).split())[:300]
@@ -195,37 +227,37 @@ def _trace(
             f"the model {type(fresh.model).__name__} cannot be cut: {len(split)} cuts gave {pipe.num_stages} pieces; "
             f"{_ADVICE}"
         )
-    return _Graph(pipe, fresh.fake)
+    return _Graph(pipe, fresh.mode)
 
 
-def _flat(piece: nn.Module) -> nn.Module:
-    """The piece, called with the tensors that it needs: the tracer's own first piece takes the model's input."""
+def _with_flat_inputs(piece: nn.Module) -> nn.Module:
+    """Let a piece take the tensors that it needs; the tracer's own first piece takes the model's nested input."""
     assert isinstance(piece, fx.GraphModule)
     piece.graph.set_codegen(fx.graph.CodeGen())
     piece.recompile()
     return piece
 
 
-def _flow_of(pipe: Pipe) -> list[tuple[Key, ...]]:
-    """The values that each piece is called with, and at the end those that the model returns."""
-    keys: dict[fx.Node, Key] = {}
-    needs: list[tuple[Key, ...]] = []
+def _dataflow(pipe: Pipe) -> list[tuple[ValueKey, ...]]:
+    """Return the values that each piece is called with, then those that the model returns."""
+    keys: dict[fx.Node, ValueKey] = {}
+    needs: list[tuple[ValueKey, ...]] = []
     for node in pipe.split_gm.graph.nodes:
         if node.op == "placeholder":
             keys[node] = (-1, len(keys))
         elif node.op == "call_module":
             keys[node] = (len(needs), 0)
             needs.append(tuple(keys[argument] for argument in node.args))
-        elif node.op == "call_function":  # one of several results
+        elif node.op == "call_function":  # selects one of several results
             keys[node] = (keys[node.args[0]][0], node.args[1])
         elif node.op == "output":
             needs.append(tuple(keys[leaf] for leaf in pytree.tree_leaves(node.args[0]) if leaf in keys))
     return needs
 
 
-def _carried(needs: Sequence[tuple[Key, ...]]) -> list[tuple[Key, ...]]:
-    """What flows into each piece: all that it or a later one needs of those before it."""
+def _carried(needs: Sequence[tuple[ValueKey, ...]]) -> list[tuple[ValueKey, ...]]:
+    """Return the values that flow into each piece: all that it or a later one needs from earlier ones."""
     return [
-        tuple(sorted({key for later in needs[number:] for key in later if key[0] < number}))
-        for number in range(len(needs))
+        tuple(sorted({key for later in needs[index:] for key in later if key[0] < index}))
+        for index in range(len(needs))
     ]

@@ -55,7 +55,7 @@ def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
             Chain(build=of.text_between),
             "model_parallel-2",
             ("layer1",),
-            "layer layer0 returns str; between stages",
+            "layer layer0 returns str; only tensors in ",
         ),
         (Lengths(build=of.tied_ends), "model_parallel-2", ("second",), "pad the samples to one length in job.collate"),
     ],

@@ -97,16 +97,21 @@ def test_stages_begin_where_they_are_asked_to() -> None:
             [
                 "layr1: no such layer",
                 "layr2: no such layer",
-                "3 stages need 2 names, where each after the first begins",
+                "3 stages need 2 names, the first layer of each later stage",
             ],
         ),
         ("xxx", ["layer1"], 3, ["strategy.split=[layer1]: 3 stages need 2 names"]),
         ("xxx", [], 2, ["strategy.split=[]: 2 stages need 1 names"]),
-        ("xxxx", ["layer2", "layer1"], 3, ["in the model's order: layer0, layer1, layer2, layer3"]),
-        ("xxxx", ["layer1", "layer1"], 3, ["give each once"]),
-        ("xxxx", ["layer0"], 2, ["after the first layer"]),
-        ("x..x", ["layer1", "layer3"], 3, ["stage 1 (layer1, layer2) has no parameters; move a cut"]),
-        ("..x", ["layer2"], 2, ["stage 0 (layer0, layer1) has no parameters; move"]),
+        (
+            "xxxx",
+            ["layer2", "layer1"],
+            3,
+            ["in the model's order and not the first layer: layer0, layer1, layer2, layer3"],
+        ),
+        ("xxxx", ["layer1", "layer1"], 3, ["give each name once"]),
+        ("xxxx", ["layer0"], 2, ["not the first layer"]),
+        ("x..x", ["layer1", "layer3"], 3, ["stage 1 (layer1, layer2) has no parameters; name other layers"]),
+        ("..x", ["layer2"], 2, ["stage 0 (layer0, layer1) has no parameters; name"]),
     ],
 )
 def test_what_cannot_be_cut_is_said(trainable: str, names: list[str], num_stages: int, said: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Part of a model: the numbers of the whole one, whatever its constructor does."""
+"""Part of a model has the values of the whole one, whatever its constructor does."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.utils import parametrizations
 
-from orchestrator.model.partial_init import build_part, outline, places
+from orchestrator.model.partial_init import build_fake, build_part
+from orchestrator.model.tensor_slots import tensor_slots
 
 CPU = torch.device("cpu")
 
 
 class Built(nn.Module):
-    """A module that ``fill`` gives its tensors."""
+    """A module whose tensors ``fill`` sets."""
 
     def __init__(self, fill: Callable[[Built], None]):
         super().__init__()
@@ -33,7 +34,7 @@ def between_linears(*middle: nn.Module) -> nn.Sequential:
 
 
 def weights(fill: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
-    """Linear layers whose weights are initialised so; one that is not wanted draws as well."""
+    """Linear layers whose weights ``fill`` initialises."""
 
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6), nn.Linear(6, 5))
@@ -110,7 +111,7 @@ def plain_attributes(module: Built) -> None:
 
 
 def through_numpy(module: Built) -> None:
-    """Fake tensors cannot do it."""
+    """Do what fake tensors do not support."""
     module.weight = nn.Parameter(torch.as_tensor(np.sin(torch.randn(5).numpy())))
 
 
@@ -160,18 +161,18 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
-def test_each_part_has_the_numbers_of_the_whole_and_leaves_the_generator_where_it_would(
+def test_each_part_has_the_values_of_the_whole_and_leaves_the_generator_as_it_would(
     build: Callable[[], nn.Module],
 ) -> None:
     torch.manual_seed(5)
     whole = build()
     drawn_next = torch.randn(3)
-    expected = {place.name: place.tensor for place in places(whole)}
+    expected = {slot.name: slot.tensor for slot in tensor_slots(whole)}
     assert expected
     for layer in whole._modules:
         part = build_part(build, of(layer), seed=5)
-        assert torch.equal(torch.randn(3), drawn_next), "the generator stands elsewhere"
-        found = {place.name: place.tensor for place in places(part)}
+        assert torch.equal(torch.randn(3), drawn_next), "the generator is in another state"
+        found = {slot.name: slot.tensor for slot in tensor_slots(part)}
         assert list(found) == list(expected)
         for name, tensor in found.items():
             other = expected[name]
@@ -189,27 +190,27 @@ def of(layer: str) -> Callable[[str], bool]:
 
 
 def shared(model: nn.Module) -> list[list[str]]:
-    """The names of each tensor."""
+    """The names of each tensor, grouped."""
     names: dict[int, list[str]] = {}
-    for place in places(model):
-        names.setdefault(id(place.tensor), []).append(place.name)
+    for slot in tensor_slots(model):
+        names.setdefault(id(slot.tensor), []).append(slot.name)
     return list(names.values())
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
-def test_an_outline_has_every_shape_and_no_numbers(build: Callable[[], nn.Module]) -> None:
+def test_a_fake_model_has_every_shape_and_no_values(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    found = outline(build, CPU)
+    found = build_fake(build, CPU)
     assert torch.equal(torch.get_rng_state(), before), "the generator was used"
     assert [(n, t.shape) for n, t in found.model.state_dict().items()] == [
         (n, t.shape) for n, t in build().state_dict().items()
     ]
     if build is BUILDS["through-numpy"]:
-        assert found.undivided == "RuntimeError: .numpy() is not supported for tensor subclasses."
+        assert found.full_build_reason == "RuntimeError: .numpy() is not supported for tensor subclasses."
         assert all(isinstance(t, FakeTensor) for t in found.model.state_dict().values())
     else:
-        assert found.undivided is None
+        assert found.full_build_reason is None
 
 
 WHOLE = torch.arange(10.0)
@@ -235,8 +236,8 @@ def of_constants() -> nn.Module:
     ],
     ids=["torch", "torch-mmap", "safetensors", "safetensors-bytes", "parts-of-constants"],
 )
-def test_a_part_of_numbers_that_were_there_before(tmp_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> None:
-    """They come from a file, say, and the constructor runs once all the same: nothing but the part is built."""
+def test_a_part_of_values_that_existed_before(tmp_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> None:
+    """They come from a file, say. The constructor still runs only once, so only the part is built."""
     expected = of_constants().state_dict()
     torch.save(expected, tmp_path / "weights.pt")
     safetensors.torch.save_file(expected, tmp_path / "weights.safetensors")
@@ -248,7 +249,7 @@ def test_a_part_of_numbers_that_were_there_before(tmp_path: Path, read: Callable
         model.load_state_dict(read(tmp_path))
         return model
 
-    assert outline(build, CPU).undivided is None
+    assert build_fake(build, CPU).full_build_reason is None
     for layer in ("0", "1"):
         calls.clear()
         part = build_part(build, of(layer), seed=5).state_dict()
@@ -267,7 +268,7 @@ def test_a_part_can_be_called_and_trained() -> None:
     assert part[1].linear1.weight.grad is not None
 
 
-def test_marks_and_hooks_on_parameters_are_kept() -> None:
+def test_attributes_and_hooks_of_parameters_are_kept() -> None:
     def build() -> nn.Module:
         layer = nn.Linear(4, 4)
         layer.weight.no_decay = True  # type: ignore[assignment]
@@ -281,11 +282,11 @@ def test_marks_and_hooks_on_parameters_are_kept() -> None:
     assert torch.equal(layer.bias.grad, torch.ones(4))
 
 
-def test_an_error_of_the_constructor_is_its_own() -> None:
+def test_an_error_of_the_constructor_is_raised_as_it_is() -> None:
     def build() -> nn.Module:
         raise KeyError("mine")
 
-    for attempt in (lambda: outline(build, CPU), lambda: build_part(build, of("0"), seed=1)):
+    for attempt in (lambda: build_fake(build, CPU), lambda: build_part(build, of("0"), seed=1)):
         with pytest.raises(KeyError, match="mine") as error:
             attempt()
         assert error.value.__context__ is None

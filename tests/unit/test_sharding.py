@@ -66,7 +66,7 @@ def test_a_large_tensor_is_split() -> None:
 
 
 def test_more_shards_than_numbers() -> None:
-    with pytest.raises(ValueError, match="4 shards of 3 parts"):
+    with pytest.raises(ValueError, match="4 shards need at least as many units; the parameters have 3"):
         cut([numbers("a", 2), table("t", 1, 40)], 4)
 
 

@@ -100,7 +100,7 @@ class Pipeline(OptimizerStep):
         split = self._split()
         sequence = sequence_of(self.job.model, inputs, context.device, split=split or ())
         self._layers = sequence.layers
-        self._names = list(sequence.outline.model.state_dict())
+        self._names = list(sequence.whole.model.state_dict())
         values = flow(sequence, inputs, precision=self._precision)
         self._costs: Sequence[float] | None = None
 

@@ -14,7 +14,7 @@ from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
-from orchestrator.model.partial_init import Outline
+from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
 from orchestrator.planning.mesh import even_shares
@@ -44,22 +44,22 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
             if cut is not None:
                 boundaries_of(sequence, flow(sequence, inputs, precision=contextlib.nullcontext), cut)
         errors += of_layers
-        return tuple(notes_of(sequence.outline, plan, rows))
+        return tuple(notes_of(sequence.whole, plan, rows))
     except ValueError as e:
         errors.append(str(e) if str(e).startswith("strategy.") else f"strategy={strategy.name}: {e}")
         return ()
 
 
-def notes_of(outline: Outline, plan: Plan, rows: int) -> list[str]:
+def notes_of(whole: FakeModel, plan: Plan, rows: int) -> list[str]:
     """What is not as with ``strategy=single`` when the model is trained in micro-batches of ``rows`` samples."""
     notes = []
-    if outline.undivided is not None:
+    if (reason := whole.full_build_reason) is not None:
         notes.append(
-            f"job.model() does what cannot be done for a part of the model ({outline.undivided}): each worker builds "
+            f"job.model() does what cannot be done for a part of the model ({reason}): each worker builds "
             "all of it, and needs the memory for that once, before it keeps its stages"
         )
     together = plan.global_batch_size // plan.grad_accumulation
-    if (norms := _names_of(outline.model, _BatchNorm)) and rows < together:
+    if (norms := _names_of(whole.model, _BatchNorm)) and rows < together:
         notes.append(
             f"BatchNorm ({_few(norms)}) has the statistics of micro-batches of {rows} samples, with strategy=single "
             f"those of {together}: expect another loss curve; to GroupNorm and LayerNorm other samples mean nothing"
@@ -74,7 +74,7 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
     errors = []
     if not any(layer.trainable for layer in layers):
         errors.append(f"strategy={name}: the model has no parameters to train, or all are frozen")
-    if synchronised := _names_of(sequence.outline.model, nn.SyncBatchNorm):
+    if synchronised := _names_of(sequence.whole.model, nn.SyncBatchNorm):
         errors.append(
             f"strategy={name}: SyncBatchNorm ({_few(synchronised)}) waits for all workers, of which those with other "
             "stages do not come; use BatchNorm"

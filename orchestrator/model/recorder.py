@@ -1,0 +1,288 @@
+"""A recording of tensor operations on fake tensors, and their execution for chosen tensors only.
+
+A :class:`Recorder` is a dispatch mode: every operation of the code that it runs passes through it. It performs each one
+on fake tensors, which have no memory, and records it together with the storages that it reads and writes. The value of
+a tensor is found later by executing, in order, only those operations that its storage depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FILLS = frozenset({"uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
+"""Random operations that overwrite a tensor without reading it."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """The part of a storage that a tensor covers. ``storage`` is a number that the recorder assigns."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A recorded operation.
+
+    Attributes:
+        func: the operator.
+        args, kwargs, out: its arguments and result, with a :class:`_View` in place of each tensor.
+        state: the generator of a random operation and its state before it; None for other operations.
+        reads, writes: the numbers of the storages that it reads and writes.
+    """
+
+    func: Any
+    args: Any
+    kwargs: Any
+    out: Any
+    state: tuple[torch.Generator, Tensor] | None
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+class NeedsRandomValues(Exception):
+    """The code depends on random values, which a recorder with ``draw=False`` does not draw."""
+
+
+class Recorder(TorchDispatchMode):
+    """Runs a constructor with fake tensors and computes the values of chosen tensors afterwards."""
+
+    def __init__(self, *, draw: bool) -> None:
+        """
+        Args:
+            draw: whether random operations advance their generator. They must if values are wanted afterwards or if
+                the constructor depends on them.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draw = draw
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._operations: list[_Operation] = []
+        self._storages: dict[int, tuple[int, Any]] = {}
+        """The number of each storage and the storage, by address. Keeping the storage keeps its address unique."""
+        self._constants: dict[int, Tensor] = {}
+        """Real tensors that the constructor used, by the number of their storage."""
+        self._scratch_memory = torch.empty(0, dtype=torch.uint8)
+        self._loading = False
+
+    def run(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model that ``build`` makes, with fake tensors.
+
+        Raises:
+            NeedsRandomValues: ``build`` depends on random values and ``draw`` is False.
+            Exception: whatever ``build`` raises, including the error of an operation that fake tensors do not support.
+        """
+        with self, _assign_data_on_conversion(), self._load_real_tensors():
+            return build()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._loading:
+            return func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.set_ and _is_memory(args[1]):
+            return self._place_over(args[0], func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs))
+        views = pytree.tree_map_only(Tensor, self._view, (args, kwargs))  # now, because the operation may change them
+        state = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            generator = _generator(args, kwargs)
+            state = (generator, generator.get_state())
+            if self._draw:
+                self._advance_generator(func, args, kwargs, views)
+        try:
+            with self.fake:
+                out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            out = pytree.tree_map_only(Tensor, lambda t: fake_like(t, self.fake), self._execute(func, views))
+        out_views = pytree.tree_map_only(Tensor, self._view, out)
+        reads = _storages(views)
+        writes = _storages(out_views) | (reads if func._schema.is_mutable else frozenset())
+        self._operations.append(_Operation(func, views[0], views[1], out_views, state, reads, writes))
+        return out
+
+    def _advance_generator(self, func: Any, args: Any, kwargs: Any, views: Any) -> None:
+        """Execute a random operation and discard its result."""
+        if func.overloadpacket.__name__ in _FILLS:
+            func(*pytree.tree_map_only(FakeTensor, self._scratch, args), **kwargs)
+        else:
+            self._execute(func, views)
+
+    @contextlib.contextmanager
+    def _load_real_tensors(self) -> Iterator[None]:
+        """Let ``torch.load`` return real tensors, because it fills their memory and fake ones have none."""
+        load = torch.load
+
+        def load_real(*args: Any, **kwargs: Any) -> Any:
+            self._loading = True
+            try:
+                return load(*args, **kwargs)
+            finally:
+                self._loading = False
+
+        torch.load = load_real
+        try:
+            yield
+        finally:
+            torch.load = load
+
+    def _place_over(self, tensor: Tensor, real: Tensor) -> Tensor:
+        """Let a fake tensor stand for a real one. safetensors lays a tensor over the memory of its file this way."""
+        self._view(real)
+        with self.fake:
+            return tensor.set_(self.fake.from_tensor(real))  # type: ignore[call-overload,no-any-return]
+
+    def changed(self, tensor: Tensor) -> bool:
+        """Return whether the constructor changed the values of a real tensor, which only its fake one records."""
+        memory = tensor.untyped_storage()._cdata
+        storages = {n for n, constant in self._constants.items() if constant.untyped_storage()._cdata == memory}
+        return any(storages & operation.writes for operation in self._operations)
+
+    def values(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+        """Compute the value of each of the given tensors, by the tensor's ``id``.
+
+        Generators keep their states.
+        """
+        views = {id(tensor): self._view(tensor) for tensor in tensors}
+        known = self._values(views.values())
+        return {key: known[view] for key, view in views.items()}
+
+    @torch.no_grad()
+    def _values(self, wanted: Collection[_View]) -> dict[_View, Tensor]:
+        kept = {view.storage for view in wanted}
+        needed = self._operations_behind(kept)
+        last_use = {storage: i for i, operation in enumerate(needed) for storage in operation.reads | operation.writes}
+        known: defaultdict[int, dict[_View, Tensor]] = defaultdict(dict)  # by storage
+
+        def value(view: _View) -> Tensor:
+            views = known[view.storage]
+            if view not in views:
+                memory = next(iter(views.values())) if views else _storage_copy(self._constants[view.storage])
+                views[view] = memory.as_strided(view.shape, view.stride, view.offset)
+            return views[view]
+
+        states = {id(op.state[0]): (op.state[0], op.state[0].get_state()) for op in needed if op.state}
+        for i, operation in enumerate(needed):
+            args, kwargs = pytree.tree_map_only(_View, value, (operation.args, operation.kwargs))
+            if operation.state is not None:
+                generator, state = operation.state
+                generator.set_state(state)
+            out = operation.func(*args, **kwargs)
+            for view, real in zip(pytree.tree_leaves(operation.out), pytree.tree_leaves(out), strict=True):
+                if isinstance(view, _View):
+                    known[view.storage][view] = real
+            for storage in operation.reads | operation.writes:
+                if last_use[storage] == i and storage not in kept:
+                    known.pop(storage, None)
+        for generator, state in states.values():
+            generator.set_state(state)
+        return {view: value(view) for view in wanted}
+
+    def _operations_behind(self, storages: Collection[int]) -> list[_Operation]:
+        """Return the recorded operations that the contents of these storages depend on, in order."""
+        wanted = set(storages)
+        needed = []
+        for operation in reversed(self._operations):
+            if operation.writes & wanted:
+                needed.append(operation)
+                wanted |= operation.reads
+        return needed[::-1]
+
+    def _execute(self, func: Any, views: Any) -> Any:
+        """Execute an operation with the values of its arguments ``(args, kwargs)``, given as views."""
+        if not self._draw and any(operation.state for operation in self._operations_behind(_storages(views))):
+            raise NeedsRandomValues
+        known = self._values([view for view in pytree.tree_leaves(views) if isinstance(view, _View)])
+        args, kwargs = pytree.tree_map_only(_View, known.__getitem__, views)
+        return func(*args, **kwargs)
+
+    def _scratch(self, fake: FakeTensor) -> Tensor:
+        """Return memory with the layout of ``fake`` for values that nobody reads.
+
+        It is one block of the largest size so far. Blocks that come and go between small ones that stay would fragment
+        the heap, and the C library would not reuse them.
+        """
+        size_bytes = fake.untyped_storage().nbytes()
+        if self._scratch_memory.numel() < size_bytes or self._scratch_memory.device != fake.device:
+            self._scratch_memory = torch.empty(0, dtype=torch.uint8)  # free the old block first
+            self._scratch_memory = torch.empty(size_bytes, dtype=torch.uint8, device=fake.device)
+        memory = torch.empty(0, dtype=fake.dtype, device=fake.device)
+        return memory.set_(self._scratch_memory.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+
+    def _view(self, tensor: Tensor) -> _View:
+        fake = tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
+        storage = fake.untyped_storage()
+        number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
+        if fake is not tensor:
+            self._constants.setdefault(number, tensor)
+        return _View(number, int(fake.storage_offset()), tuple(fake.shape), fake.stride(), fake.dtype)
+
+
+@contextlib.contextmanager
+def _assign_data_on_conversion() -> Iterator[None]:
+    """Let ``Module.to`` and the like assign ``parameter.data``, as they do with real tensors.
+
+    They swap fake tensors instead, which fails within the fake mode.
+    """
+
+    def assign(parameter: FakeTensor, converted: FakeTensor) -> None:
+        parameter.data = converted
+        parameter.fake_device = converted.fake_device
+
+    swap = torch.utils.swap_tensors
+    torch.utils.swap_tensors = assign
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+def _is_memory(value: Any) -> bool:
+    return isinstance(value, torch.UntypedStorage) and value.device.type != "meta"
+
+
+def _storage_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of the whole storage of a tensor, which may cover only a part of it."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return whole.clone()
+
+
+def _storages(tree: Any) -> frozenset[int]:
+    return frozenset(view.storage for view in pytree.tree_leaves(tree) if isinstance(view, _View))
+
+
+def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator:
+    """Return the generator that a random operation draws from."""
+    given: torch.Generator | None = kwargs.get("generator")
+    if given is not None:
+        return given
+    devices = [t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    device = torch.device(kwargs.get("device") or "cpu") if not devices else devices[0]
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a fake tensor with the shape, strides, dtype and device of ``tensor``."""
+    # Not mode.from_tensor(), which imports the compiler and takes seconds.
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

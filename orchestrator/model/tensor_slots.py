@@ -1,0 +1,64 @@
+"""The attributes of a model that hold tensors, and how to replace these tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """An attribute of a module that holds a tensor, by itself or in nested lists, tuples and dicts.
+
+    Attributes:
+        name: the path of the tensor in the model, such as ``encoder.weight`` or ``encoder.tables[0]``.
+        owner: the module.
+        attribute: the name of the parameter, buffer or plain attribute.
+        tensor: the tensor in the slot.
+    """
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    tensor: Tensor
+
+    def fill(self, replacements: dict[int, Tensor]) -> None:
+        """Replace the tensor by ``replacements[id(tensor)]``.
+
+        The replacement of a parameter becomes a parameter, in ``replacements`` as well, so that it stays shared when
+        the tensor's other slots are filled.
+        """
+        value = replacements[id(self.tensor)]
+        if isinstance(self.tensor, nn.Parameter) and not isinstance(value, nn.Parameter):
+            value = replacements[id(self.tensor)] = self._as_parameter(value)
+        for attributes in (self.owner._parameters, self.owner._buffers, vars(self.owner)):
+            if self.attribute in attributes:
+                attributes[self.attribute] = pytree.tree_map_only(
+                    Tensor, lambda t: value if t is self.tensor else t, attributes[self.attribute]
+                )
+
+    def _as_parameter(self, value: Tensor) -> nn.Parameter:
+        """Make ``value`` a parameter with the attributes and hooks that the job has given to the present one."""
+        parameter = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
+        of_every_tensor = {"_is_param", *vars(self.tensor.detach())}
+        vars(parameter).update({k: v for k, v in vars(self.tensor).items() if k not in of_every_tensor})
+        parameter._backward_hooks = self.tensor._backward_hooks
+        parameter._post_accumulate_grad_hooks = self.tensor._post_accumulate_grad_hooks
+        return parameter
+
+
+def tensor_slots(model: nn.Module) -> Iterator[TensorSlot]:
+    """Yield the slot of every tensor in a model; a shared tensor has several."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        attributes = {**module._parameters, **module._buffers}
+        attributes |= {name: value for name, value in vars(module).items() if name not in _ATTRIBUTES_OF_EVERY_MODULE}
+        for attribute, value in attributes.items():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            for path, leaf in pytree.tree_leaves_with_path(value):
+                if isinstance(leaf, Tensor):
+                    yield TensorSlot(name + pytree.keystr(path), module, attribute, leaf)
