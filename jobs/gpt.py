@@ -1,8 +1,8 @@
-"""A byte-level transformer language model, on Python's own documentation or on any text file.
+"""A byte-level transformer language model, trained on Python's documentation or on any text file.
 
     python -m orchestrator.launch job=gpt strategy=ddp job.path=my.txt
 
-The model is an ``nn.Sequential`` of named blocks: pipeline stages can be cut between any two.
+The model is an ``nn.Sequential`` of named blocks, so a pipeline can be cut between any two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ VAL_PERCENT = 10
 
 @dataclass(frozen=True, kw_only=True)
 class GPT(Job):
-    """``path``: a text file; None: the help texts that Python ships in ``pydoc_data.topics``."""
+    """A decoder-only transformer (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762) with pre-layer norms.
+
+    ``path`` is a text file, or None for the help texts that Python ships in ``pydoc_data.topics``. After training, the
+    model writes ``sample_bytes`` bytes, drawn with ``temperature``.
+    """
 
     layers: int = 4
     width: int = 64
@@ -61,7 +65,7 @@ class GPT(Job):
         return torch.optim.AdamW(parameters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-        """Linear warm-up, then a cosine down to a tenth."""
+        """A linear warm-up, then a cosine decay to a tenth of ``lr``."""
 
         def factor(step: int) -> float:
             if step < self.warmup_steps:
@@ -73,7 +77,7 @@ class GPT(Job):
 
     def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         correct = output.argmax(dim=-1) == target
-        return {"accuracy": correct.float().mean(dim=-1).sum()}  # each sample's share of bytes guessed right
+        return {"accuracy": correct.float().mean(dim=-1).sum()}  # each sample's fraction of correct bytes
 
     @property
     def tokens_per_sample(self) -> int:
@@ -81,7 +85,7 @@ class GPT(Job):
 
     @torch.no_grad()
     def sample(self, model: nn.Module, generator: torch.Generator) -> str:
-        """``sample_bytes`` bytes that the model writes after a newline."""
+        """Generate ``sample_bytes`` bytes after a newline."""
         training = model.training
         model.eval()
         device = next(model.parameters()).device
@@ -95,7 +99,7 @@ class GPT(Job):
         return bytes(text[0, 1:].tolist()).decode(errors="replace")
 
     def text(self) -> bytes:
-        """What is learned.
+        """Read the text to train on.
 
         Raises:
             ValueError: ``path`` cannot be read, or Python's help texts are not installed.
@@ -104,12 +108,12 @@ class GPT(Job):
             try:
                 from pydoc_data.topics import topics
             except ImportError as e:
-                raise ValueError("job.path=null: this Python ships no help texts; give a text file") from e
+                raise ValueError("job.path=null: pydoc_data.topics is not installed; set it to a text file") from e
             return "".join(topics[name] for name in sorted(topics)).encode()
         try:
             return Path(self.path).expanduser().read_bytes()
         except OSError as e:
-            raise ValueError(f"job.path={self.path}: cannot be read ({e.strerror}); give a text file") from e
+            raise ValueError(f"job.path={self.path}: cannot be read ({e.strerror}); set it to a text file") from e
 
     def check(self) -> None:
         for name in ("layers", "width", "heads", "context"):
@@ -128,15 +132,15 @@ class GPT(Job):
         size, least = len(self.text()), (self.context + 1) * 100 // VAL_PERCENT
         if size < least:
             raise ValueError(
-                f"job.path={self.path}: has {size} bytes, job.context={self.context} needs "
-                f"{least}; give a longer text or lower job.context"
+                f"job.path={self.path}: has {size} bytes, but job.context={self.context} needs "
+                f"{least}; use a longer text or lower job.context"
             )
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows ``(input, target)`` of a uint8 text; the target is one byte ahead.
+    """Consecutive windows ``(input, target)`` of a uint8 text, both int64 of shape (context,).
 
-    Both are int64 of shape (context,).
+    The target is the input shifted by one byte.
     """
 
     def __init__(self, text: Tensor, context: int):
@@ -151,7 +155,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Embed(nn.Module):
-    """Bytes and their positions as vectors: (batch, time) -> (batch, time, width)."""
+    """Embeds bytes and their positions: (batch, time) -> (batch, time, width)."""
 
     def __init__(self, *, width: int, context: int):
         super().__init__()
@@ -167,13 +171,13 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each behind a norm: (batch, time, width) -> the same."""
+    """Causal self-attention and an MLP, each after a layer norm: (batch, time, width) -> (batch, time, width)."""
 
     def __init__(self, *, width: int, heads: int, layers: int, dropout: float):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        residual_std = 0.02 / math.sqrt(2 * layers)  # the sum over all blocks stays of one size
+        residual_std = 0.02 / math.sqrt(2 * layers)  # keeps the variance of the residual stream independent of depth
         self.norm1 = nn.LayerNorm(width)
         self.qkv = linear(width, 3 * width)
         self.mix = linear(width, width, std=residual_std)
@@ -197,6 +201,7 @@ class Block(nn.Module):
 
 
 def linear(inputs: int, outputs: int, *, std: float = 0.02) -> nn.Linear:
+    """Return a linear layer without bias whose weights are drawn from a normal distribution."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=std)
     return layer

@@ -1,8 +1,9 @@
-"""An LSTM that learns to spell names, on those of Python's standard library or on a file of yours, one name a line.
+"""An LSTM that learns to spell names: those in Python's standard library, or in a file with one name per line.
 
     python -m orchestrator.launch job=names strategy=ddp job.path=towns.txt
 
-Names differ in length: the loss counts bytes and not names, and a batch is packed so that padding costs nothing.
+Names differ in length, so the loss is a mean over bytes, and batches are packed so that padding costs no computation.
+An example of :meth:`~orchestrator.job.Job.weight` and :meth:`~orchestrator.job.Job.collate`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils.data import Dataset
 from orchestrator.job import Job, Split
 
 BYTES = 256
-NEWLINE = ord("\n")  # begins and ends a name, and stands in none
-IGNORED = -100
+NEWLINE = ord("\n")  # begins and ends each name
+IGNORED = -100  # the target of padding, which the loss leaves out
 VAL_PERCENT = 10
 
 Sample = tuple[Tensor, Tensor]
@@ -32,9 +33,10 @@ Sample = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Names(Job):
-    """``path``: a text file; None: the functions and classes that Python's standard library defines.
+    """A character-level LSTM.
 
-    ``sample_names``: how many names the model makes up at the end, of at most ``sample_bytes`` bytes each.
+    ``path`` is a text file, or None for the names of the functions and classes in Python's standard library. After
+    training, the model makes up ``sample_names`` names of at most ``sample_bytes`` bytes each.
     """
 
     layers: int = 1
@@ -50,7 +52,7 @@ class Names(Job):
 
     def dataset(self, split: Split) -> Dataset[Sample]:
         names = self.names()
-        # The same split whatever the seed of the run, so that runs can be compared.
+        # The split does not depend on the run's seed, so that runs with different seeds can be compared.
         order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0)).tolist()
         held_out = len(names) * VAL_PERCENT // 100
         return Spellings([names[i] for i in (order[:held_out] if split == "val" else order[held_out:])])
@@ -73,7 +75,7 @@ class Names(Job):
 
     @torch.no_grad()
     def sample(self, model: nn.Module, generator: torch.Generator) -> str:
-        """``sample_names`` names, one a line, drawn byte by byte with the model's probabilities."""
+        """Generate ``sample_names`` names, one per line, drawn byte by byte with the model's probabilities."""
         device = next(model.parameters()).device
         text = torch.full((self.sample_names, 1), NEWLINE, device=device)
         for length in range(1, self.sample_bytes + 1):
@@ -84,7 +86,7 @@ class Names(Job):
         return "\n".join(spelt)
 
     def names(self) -> list[bytes]:
-        """What is learned, each name once.
+        """Read the names to train on, without duplicates.
 
         Raises:
             ValueError: ``path`` cannot be read, or Python's sources are not installed.
@@ -94,12 +96,14 @@ class Names(Job):
             defined = re.compile(rb"^\s*(?:def|class)\s+(\w+)", re.MULTILINE)
             names = {name for file in library for name in defined.findall(file.read_bytes())}
             if not names:
-                raise ValueError("job.path=null: this Python comes without its sources; give a text file")
+                raise ValueError(
+                    "job.path=null: the sources of Python's library are not installed; set it to a text file"
+                )
             return sorted(names)
         try:
             text = Path(self.path).expanduser().read_bytes()
         except OSError as e:
-            raise ValueError(f"job.path={self.path}: cannot be read ({e.strerror}); give a text file") from e
+            raise ValueError(f"job.path={self.path}: cannot be read ({e.strerror}); set it to a text file") from e
         return sorted({line.strip() for line in text.splitlines()} - {b""})
 
     def check(self) -> None:
@@ -111,11 +115,13 @@ class Names(Job):
                 raise ValueError(f"job.{name}={getattr(self, name):g}: must be greater than 0")
         found, least = len(self.names()), 100 // VAL_PERCENT
         if found < least:
-            raise ValueError(f"job.path={self.path}: has {found} names, {least} are needed; give a longer file")
+            raise ValueError(
+                f"job.path={self.path}: has {found} names, but at least {least} are needed; use a longer one"
+            )
 
 
 class Spellings(Dataset[Sample]):
-    """``(input, target)``, int64 of shape (length of the name + 1,); the target is one byte ahead."""
+    """Items ``(input, target)``, both int64 of shape (length of the name + 1,). The target is one byte ahead."""
 
     def __init__(self, names: list[bytes]):
         self.names = names
@@ -129,7 +135,10 @@ class Spellings(Dataset[Sample]):
 
 
 def pad(samples: list[Sample]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """``((inputs, lengths), targets)`` of shapes (batch, longest), (batch,), (batch, longest)."""
+    """Join samples to a batch ``((inputs, lengths), targets)``.
+
+    The shapes are (batch, longest), (batch,) and (batch, longest).
+    """
     inputs, targets = [text for text, _ in samples], [target for _, target in samples]
     lengths = torch.tensor([len(text) for text in inputs])
     return (
@@ -139,7 +148,7 @@ def pad(samples: list[Sample]) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 class Speller(nn.Module):
-    """Texts of shape (batch, time) and their lengths -> logits of the next byte, (batch, time, 256)."""
+    """Predicts the next byte: texts of shape (batch, time) and their lengths -> logits of shape (batch, time, 256)."""
 
     def __init__(self, *, width: int, layers: int):
         super().__init__()

@@ -1,16 +1,16 @@
-"""ResNet-50 on random images, as in PyTorch's tutorial on model parallelism; the tutorial's own figures are
+"""ResNet-50 on random images, as in PyTorch's model-parallel tutorial. With the sizes of the tutorial:
 
     python -m orchestrator.launch job=resnet50 job.image_size=128 train.global_batch_size=120 train.steps=3
 
-Parameters have torchvision's names and shapes, so that its weights load (``job.weights``). Where torchvision is
-installed, its own module is a job too, with ``job._target_=my_package.Theirs``::
+Parameters have the names and shapes of torchvision's ResNet-50, so ``job.weights`` can load its weights. To train
+torchvision's own module, use ``job._target_=my_package.Theirs`` with::
 
     @dataclass(frozen=True, kw_only=True)
     class Theirs(ResNet50):
         def model(self):
             return torchvision.models.resnet50(num_classes=self.num_classes)
 
-Images of yours: override ``dataset`` and ``loss`` as well.
+To train on your own images, override ``dataset`` and ``loss`` as well.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch.utils.data import Dataset
 from orchestrator.job import Job, Split
 
 EXPANSION = 4
-"""Channels that a block hands on, for each one that it computes with."""
+"""The ratio of a block's output channels to the channels of its 3 x 3 convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResNet50(Job):
-    """Mean squared error against one-hot labels that are as random as the images.
+    """ResNet-50 (He et al., 2015, https://arxiv.org/abs/1512.03385), with mean squared error against random labels.
 
-    ``width`` and ``blocks`` are those of ResNet-50: channels of the first block, blocks of each layer.
-    ``weights``: a safetensors file with torchvision's names; None: random ones. Statistics of BatchNorm are those
-    of a worker's micro-batch, as everywhere in PyTorch, and losses depend on how a batch is divided.
+    ``width`` is the number of channels in the first layer's blocks, ``blocks`` the number of blocks in each layer.
+    ``weights`` is a safetensors file with torchvision's names, or None for random weights. BatchNorm takes its
+    statistics from each worker's micro-batch, so the loss depends on how a batch is divided.
     """
 
     image_size: int = 32
@@ -53,7 +53,7 @@ class ResNet50(Job):
     def model(self) -> nn.Module:
         model = resnet(width=self.width, blocks=self.blocks, num_classes=self.num_classes)
         if self.weights is not None:
-            # As arrays: a pipeline builds its stage with operations recorded, which files read by torch escape.
+            # Read arrays, not tensors: a pipeline records tensor operations to build its stages, but not file access.
             with safe_open(Path(self.weights).expanduser(), framework="numpy") as file:
                 model.load_state_dict({name: torch.from_numpy(file.get_tensor(name)) for name in file.keys()})  # noqa: SIM118
         return model
@@ -89,23 +89,23 @@ class ResNet50(Job):
             with safe_open(Path(weights).expanduser(), framework="pt") as file:
                 found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
         except (OSError, SafetensorError) as e:
-            raise ValueError(f"job.weights={weights}: cannot be read ({e}); give a safetensors file") from e
-        unlike = sorted(
+            raise ValueError(f"job.weights={weights}: cannot be read ({e}); set it to a safetensors file") from e
+        differing = sorted(
             name
             for name in expected.keys() | found.keys()
             if found.get(name) != expected.get(name) and not name.endswith("num_batches_tracked")  # old files lack it
         )
-        if unlike:
-            name = unlike[0]
+        if differing:
+            name = differing[0]
             raise ValueError(
-                f"job.weights={weights}: {len(unlike)} tensors are not those of the model, first {name}: "
+                f"job.weights={weights}: {len(differing)} tensors differ from the model's, the first is {name}: "
                 f"{found.get(name, 'none')} in the file, {expected.get(name, 'none')} in the model; "
-                "set job.num_classes, job.width and job.blocks as the file has them, or give another file"
+                "set job.num_classes, job.width and job.blocks to those of the file, or use another file"
             )
 
 
 class RandomImages(Dataset[tuple[Tensor, int]]):
-    """``(image, label)``: float32 of shape (3, image_size, image_size), and a class; made when asked for."""
+    """Items ``(image, label)``: float32 of shape (3, image_size, image_size) and an int, generated on access."""
 
     def __init__(self, split: Split, *, images: int, image_size: int, num_classes: int):
         self.split = split
@@ -123,11 +123,14 @@ class RandomImages(Dataset[tuple[Tensor, int]]):
 
 
 def resnet(*, width: int, blocks: tuple[int, ...], num_classes: int) -> nn.Sequential:
-    """A bottleneck ResNet (He et al., 2015), its strides in the 3 x 3 convolutions: images -> (batch, num_classes)."""
+    """Return a bottleneck ResNet with strides in the 3 x 3 convolutions, as torchvision's.
+
+    It maps (batch, 3, height, width) to (batch, num_classes).
+    """
     stack: OrderedDict[str, nn.Module] = OrderedDict()
     stack["conv1"] = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
     stack["bn1"] = nn.BatchNorm2d(width)
-    stack["relu"] = nn.ReLU()  # not in place: where a pipeline is cut before it, its input belongs to autograd
+    stack["relu"] = nn.ReLU()  # not in place, because a stage may begin here and must not change its input
     stack["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
     channels = width
     for i, depth in enumerate(blocks):
@@ -147,7 +150,7 @@ def resnet(*, width: int, blocks: tuple[int, ...], num_classes: int) -> nn.Seque
 
 
 class Bottleneck(nn.Module):
-    """Convolutions 1 x 1, 3 x 3, 1 x 1 beside a shortcut: (batch, channels, h, w) -> (batch, 4 width, h', w')."""
+    """Convolutions 1 x 1, 3 x 3, 1 x 1 with a shortcut: (batch, channels, h, w) -> (batch, 4 * width, h', w')."""
 
     def __init__(self, channels: int, width: int, *, stride: int):
         super().__init__()

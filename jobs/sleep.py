@@ -1,10 +1,10 @@
-"""Layers that wait instead of computing: what a schedule of a pipeline does, seen on any laptop.
+"""A model whose layers sleep instead of computing, to show pipeline schedules on any laptop.
 
-Its workers need no core of their own, so that the timeline of this run shows 1F1B as in a textbook::
+Sleeping workers do not compete for CPU cores, so the timeline of this run shows 1F1B as in a textbook::
 
     python -m orchestrator.launch job=sleep strategy=pipeline strategy.num_workers=4 strategy.schedule=1F1B
 
-and other schedules beside it, with their bubbles measured and in theory.
+Run it with other values of ``strategy.schedule`` to compare their measured and theoretical bubbles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from orchestrator.job import Job, Split
 
 @dataclass(frozen=True, kw_only=True)
 class Sleep(Job):
-    """``layers`` take ``forward_ms`` each for a micro-batch of any size forward, and twice as long backward."""
+    """A model of ``layers`` layers that fits random numbers.
+
+    The forward pass of a layer takes ``forward_ms`` for a micro-batch of any size, its backward pass twice as long.
+    """
 
     layers: int = 8
     forward_ms: float = 5.0
@@ -56,8 +59,10 @@ class Sleep(Job):
 
 
 class Sleeper(nn.Module):
-    """Scales and shifts its input, with a nap: one forward, one for the gradient of the input, one for that of the
-    weights."""
+    """Scales and shifts its input, and sleeps.
+
+    It sleeps once in the forward pass, once for the gradient of its input and once for the gradient of its weights.
+    """
 
     def __init__(self, seconds: float):
         super().__init__()
@@ -67,12 +72,12 @@ class Sleeper(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        # The shift makes the first layer's backward pass as long as the others': its input needs no gradient.
+        # The shift lets the first layer's backward pass take as long as the others', though its input has no gradient.
         return _nap(inputs + self.shift, self.seconds) * _nap(self.scale, self.seconds)
 
 
 class _Nap(torch.autograd.Function):
-    """The identity, that takes its time in the backward pass."""
+    """The identity, which sleeps in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:

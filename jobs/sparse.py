@@ -1,5 +1,6 @@
-"""Jobs whose gradients are sparse: a batch touches few of the parameters. What lock-free updates and parameter
-servers are made for, on generated data whose truth is known.
+"""Jobs with sparse gradients, where a batch touches few of the parameters, on generated data with a known solution.
+
+Lock-free updates (``strategy=hogwild``) and parameter servers (``strategy=parameter_server``) are made for such jobs.
 
     python -m orchestrator.launch job=sparse
     python -m orchestrator.launch job=matrix_completion train.global_batch_size=1024 train.steps=2000
@@ -21,18 +22,19 @@ from orchestrator.job import Job, Split
 
 Algorithm = Literal["sgd", "adagrad", "adam"]
 EPSILON = 1e-5
-"""Of Adagrad and Adam. Gradients of rare words often cancel out; with the usual, smaller one what rounding leaves of
-them would make whole steps, and the losses of two layouts would part."""
+"""The epsilon of Adagrad and Adam. Gradients of rare words often cancel out to rounding errors. With the usual, smaller
+epsilon these would become full steps, and the losses of two layouts would diverge."""
 
 SPIN_S = 200e-6
+"""How long :func:`wait` spins at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseJob(Job):
-    """What the two have in common.
+    """The base class of both jobs.
 
-    ``sparse=false``: the same gradients as dense tensors. ``delay_us``: time that is wasted in each computation of
-    a gradient, to see how a strategy does with costlier ones.
+    ``sparse=false`` makes the same gradients dense tensors. ``delay_us`` adds microseconds to each computation of a
+    gradient, to simulate a more expensive model.
     """
 
     algorithm: Algorithm
@@ -51,7 +53,7 @@ class SparseJob(Job):
         return join
 
     def delay(self) -> None:
-        """To be called by the loss; evaluation is not delayed."""
+        """Wait for ``delay_us`` if gradients are computed. Subclasses call this in the loss."""
         if self.delay_us and torch.is_grad_enabled():
             wait(self.delay_us / 1e6)
 
@@ -69,10 +71,10 @@ class SparseJob(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLogistic(SparseJob):
-    """Logistic regression on texts of ``words`` words, each drawn by Zipf's law from ``features``.
+    """Logistic regression on texts of ``words`` words, each drawn from ``features`` words by Zipf's law.
 
-    A word counts as often as it is there; 90 draws make 72 different ones on average. Labels are drawn with the
-    probabilities that :meth:`truth` gives; it gets 88 % of them right.
+    A text is a bag of words; 90 draws give 72 different words on average. Labels are drawn with the probabilities of
+    the model :meth:`truth`, whose accuracy is 88 %.
     """
 
     features: int = 50_000
@@ -97,7 +99,7 @@ class SparseLogistic(SparseJob):
         return Columns(texts, labels.float())
 
     def truth(self) -> nn.Module:
-        """The model that labels come from; half of them are positive."""
+        """Return the model that the labels are drawn from. Half of them are positive."""
         model = BagOfWords(self.features, sparse=False)
         chances = 1 / torch.arange(1, self.features + 1)
         with torch.no_grad():
@@ -122,9 +124,9 @@ class SparseLogistic(SparseJob):
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixCompletion(SparseJob):
-    """The entries of a matrix of low rank, of which ``observed`` are known: mean squared error.
+    """Completion of a ``size`` x ``size`` matrix of low rank from ``observed`` entries, with mean squared error.
 
-    Entries have variance 1 and noise of standard deviation ``noise``, whose square is the least possible loss.
+    The entries have variance 1 and noise of standard deviation ``noise``, whose square is the lowest possible loss.
     """
 
     size: int = 2_000
@@ -142,7 +144,7 @@ class MatrixCompletion(SparseJob):
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
         random = torch.Generator().manual_seed(0)
         held_out = _rows("val", self.observed)
-        # Different entries: those that validate are never trained on.
+        # Distinct entries, so that the held-out ones are never trained on.
         chosen = torch.randperm(self.size**2, generator=random)[: self.observed + held_out]
         rows, columns = torch.randn(2, self.size, self.rank, generator=random)
         noise = self.noise * torch.randn(len(chosen), generator=random)
@@ -165,13 +167,13 @@ class MatrixCompletion(SparseJob):
         most = self.size**2 * 10 // 11
         if self.observed > most:
             raise ValueError(
-                f"job.observed={self.observed}: must be at most {most}, because a tenth more validates and the "
+                f"job.observed={self.observed}: must be at most {most}, because another tenth is held out and the "
                 f"matrix has {self.size**2} entries; lower it or raise job.size"
             )
 
 
 class BagOfWords(nn.Module):
-    """A weight for each word, summed over a text: int64 of shape (batch, words) -> logits of shape (batch,)."""
+    """Sums the weights of a text's words: int64 of shape (batch, words) -> logits of shape (batch,)."""
 
     def __init__(self, features: int, *, sparse: bool):
         super().__init__()
@@ -185,7 +187,7 @@ class BagOfWords(nn.Module):
 
 
 class LowRank(nn.Module):
-    """The entries at (row, column): int64 of shape (batch, 2) -> (batch,)."""
+    """Predicts matrix entries: (row, column) as int64 of shape (batch, 2) -> values of shape (batch,)."""
 
     def __init__(self, size: int, rank: int, *, sparse: bool):
         super().__init__()
@@ -194,13 +196,13 @@ class LowRank(nn.Module):
         for table in (self.rows, self.columns):
             nn.init.normal_(table.weight, std=rank**-0.5)
 
-    def forward(self, places: Tensor) -> Tensor:
-        entries: Tensor = (self.rows(places[:, 0]) * self.columns(places[:, 1])).sum(dim=-1)
+    def forward(self, indices: Tensor) -> Tensor:
+        entries: Tensor = (self.rows(indices[:, 0]) * self.columns(indices[:, 1])).sum(dim=-1)
         return entries
 
 
 class Columns(Dataset[tuple[Tensor, Tensor]]):
-    """Samples as rows of two tensors. A batch is cut out of them whole: one by one would take longer than a step."""
+    """Samples as rows of two tensors. A batch is indexed at once: single items would take longer than a step."""
 
     def __init__(self, inputs: Tensor, targets: Tensor):
         self.inputs = inputs
@@ -216,12 +218,12 @@ class Columns(Dataset[tuple[Tensor, Tensor]]):
 
 
 def join(samples: Any) -> Any:
-    """A batch of samples; one that :class:`Columns` has cut out whole is a batch already."""
+    """Join samples to a batch; the result of ``Columns.__getitems__`` already is one."""
     return samples if isinstance(samples, tuple) else default_collate(samples)
 
 
 def wait(seconds: float) -> None:
-    """Sleep, but count the last moments off: the system wakes a sleeper up some 60 us late."""
+    """Wait precisely: sleep, then spin at the end, because the system wakes a sleeping thread about 60 us late."""
     end = time.perf_counter() + seconds
     if seconds > SPIN_S:
         time.sleep(seconds - SPIN_S)

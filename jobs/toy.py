@@ -1,10 +1,10 @@
-"""The small nets that PyTorch's tutorials show parallelism with, on random numbers.
+"""The small models of PyTorch's tutorials on parallelism, trained on random numbers.
 
-The one of the tutorial on ``DataParallel``, 5 numbers in and 2 out, 100 samples in batches of 30::
+The model of the ``DataParallel`` tutorial, with 5 inputs and 2 outputs, on 100 samples in batches of 30::
 
     python -m orchestrator.launch job=toy train.global_batch_size=30
 
-and the one of those on ``DistributedDataParallel`` and model parallelism, with a hidden layer::
+The model of the ``DistributedDataParallel`` and model-parallel tutorials, with a hidden layer::
 
     python -m orchestrator.launch job=toy job.input_size=10 job.hidden=10 job.output_size=5 train.global_batch_size=20
 """
@@ -25,9 +25,9 @@ from orchestrator.job import Job, Split
 
 @dataclass(frozen=True, kw_only=True)
 class Toy(Job):
-    """Linear regression of random numbers; ``hidden``: units of a layer in between, 0 for none.
+    """Regression on random inputs. The targets are a fixed linear map of the inputs, so that the loss can reach 0.
 
-    The targets are a fixed linear map of the inputs, so that the loss can reach 0.
+    ``hidden`` is the number of units in the hidden layer, 0 for a model without one.
     """
 
     input_size: int = 5

@@ -1,4 +1,8 @@
-"""A Ray-based cluster job orchestrator for PyTorch training."""
+"""A Ray-based cluster job orchestrator for PyTorch training.
+
+:func:`run` starts a run from Python; ``python -m orchestrator.launch`` does so from the command line. A job is a
+subclass of :class:`Job`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,18 @@ __all__ = ["ConfigError", "Job", "__version__", "run"]
 
 
 def run(overrides: Sequence[str] = ()) -> RunResult | None:
-    """Do what ``python -m orchestrator.launch <overrides>`` does; returns how the run ended.
+    """Run one training job, as ``python -m orchestrator.launch <overrides>`` does.
 
-    None after ``plan=true``, which starts nothing.
+    Blocks until the run has ended.
+
+    Args:
+        overrides: the arguments of the command line, such as ``["job=gpt", "strategy=ddp", "train.steps=100"]``.
+
+    Returns:
+        How the run ended, or None after ``plan=true``, which starts nothing.
 
     Raises:
-        ConfigError: the configuration or the plan is wrong; nothing was started.
+        ConfigError: the configuration or the plan is wrong. Nothing was started.
     """
     from orchestrator.driver.session import check_all, run_all
 

@@ -1,6 +1,7 @@
-"""What a person writes: a job, as plain PyTorch.
+"""The interface that users implement: a training job in plain PyTorch.
 
-A job is a frozen dataclass; its fields are its configuration (``job.hidden=1024``).
+A job is a frozen dataclass. Its fields are its configuration: ``job.hidden=1024`` on the command line sets the field
+``hidden``, with the type of its annotation. ``jobs/digits.py`` is a complete example to copy.
 """
 
 from __future__ import annotations
@@ -18,67 +19,118 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 Split = Literal["train", "val"]
+"""The part of the data that a dataset holds: samples for training, or held-out samples for evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(abc.ABC):
-    """One training job. Four methods are required, the others have sensible answers.
+    """A training job: a model, its data, its loss and its optimizer.
 
-    A dataset item is ``(input, target)`` unless :meth:`collate` says otherwise; a batch is always the pair
-    ``(input, target)``, of tensors or of nested tuples, lists and dicts of them.
+    Subclasses implement :meth:`model`, :meth:`dataset`, :meth:`loss` and :meth:`optimizer`; the other methods have
+    defaults. A job says nothing about devices or processes: each strategy calls the same methods.
+
+    A dataset item is a pair ``(input, target)`` unless :meth:`collate` says otherwise. A batch is always a pair
+    ``(input, target)``, each a tensor or nested tuples, lists and dicts of tensors whose first dimension is the sample.
     """
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
-        """The model. An ``nn.Sequential`` of named layers can be cut between any two."""
+        """Build the model on the CPU, with its weights initialised.
+
+        Every worker calls this with the same seed of torch's generators. For a pipeline, return an ``nn.Sequential`` of
+        named layers, which can be cut between any two; other models have to be traceable by
+        ``torch.distributed.pipelining``. A worker then builds only its own stages: it calls this method with fake
+        tensors, which have no values, and needs memory for the whole model only if the method reads values.
+        """
 
     @abc.abstractmethod
     def dataset(self, split: Split) -> Dataset[Any]:
-        """A map-style dataset: ``__len__`` and ``__getitem__``."""
+        """Return a map-style dataset, with ``__len__`` and ``__getitem__``.
+
+        Args:
+            split: ``"train"`` or ``"val"``.
+        """
 
     @abc.abstractmethod
     def loss(self, output: Any, target: Any) -> Tensor:
-        """The MEAN loss of a batch, a scalar, over the units that :meth:`weight` counts."""
+        """Return the MEAN loss of a batch, over the units that :meth:`weight` counts.
+
+        Args:
+            output: what the model returns for the batch's input.
+            target: the batch's target, of shape ``(batch, ...)``.
+
+        Returns:
+            A scalar tensor.
+        """
 
     @abc.abstractmethod
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer of these parameters."""
+        """Return an optimizer of ``parameters``.
+
+        Args:
+            parameters: the parameters to train. In a pipeline, these are the parameters of the worker's own stages.
+        """
 
     def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
-        """A learning-rate schedule over ``steps`` updates, stepped after each; None: constant."""
+        """Return a learning-rate scheduler, or None (the default) for a constant learning rate.
+
+        Args:
+            optimizer: the result of :meth:`optimizer`.
+            steps: the number of updates in the run. The scheduler is stepped after each update.
+        """
         return None
 
     @property
     def collate(self) -> Callable[[list[Any]], tuple[Any, Any]] | None:
-        """Joins dataset items to a batch; None: torch's default."""
+        """The function that joins a list of dataset items to a batch ``(input, target)``; None for torch's default."""
         return None
 
     def weight(self, target: Any) -> int | Tensor | None:
-        """Units that the loss of this batch is a mean over, where samples differ in it: valid tokens.
+        """Return the number of units that the mean :meth:`loss` of a batch is taken over, such as its valid tokens.
 
-        None: every sample weighs the same, and no rank has to ask the others.
+        Override this if the number differs between batches of the same size. The loss of a global batch is then the
+        exact mean over all its units, however the batch is divided.
+
+        Args:
+            target: the batch's target, of shape ``(batch, ...)``.
+
+        Returns:
+            The number of units. None (the default) if every sample has the same weight, which saves an all-reduce.
         """
         return None
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
-        """Further figures of an evaluation batch as SUMS over the units of :meth:`weight`.
+        """Return further metrics of an evaluation batch, as SUMS over the units of :meth:`weight`.
 
-        ``{"accuracy": number_correct}`` is logged as ``val/accuracy``, divided by the total weight.
+        ``{"accuracy": number_correct}`` is logged as ``val/accuracy``, the sum divided by the total weight.
+
+        Args:
+            output: what the model returns for the batch's input.
+            target: the batch's target, of shape ``(batch, ...)``.
+
+        Returns:
+            Scalar tensors by name; empty by default.
         """
         return {}
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Tokens in a sample, to log tokens per second as well."""
+        """The number of tokens in a sample, to report tokens per second; None to report only samples."""
         return None
 
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
-        """Text to show after training, e.g. what a language model writes."""
+        """Return text to show after training, such as the output of a language model, or None (the default).
+
+        Args:
+            model: the trained model.
+            generator: a seeded generator on the CPU, to draw random numbers from.
+        """
         return None
 
-    def check(self) -> None:  # noqa: B027 - a job without demands of its own has nothing to check
-        """Called on the driver before anything starts.
+    def check(self) -> None:  # noqa: B027 - not abstract, because a job need not check anything
+        """Check the fields. The driver calls this before it starts anything.
 
         Raises:
-            ValueError: this job cannot run; the text names the field and the remedy.
+            ValueError: the job cannot run with these values. The text names the field, as in ``job.lr=-1: must be
+                greater than 0``, and is shown to the user.
         """

@@ -98,7 +98,9 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "resnet.safetensors"
     save_file(tiny(num_classes=7).model().state_dict(), file)
     [error] = errors(TARGET, **TINY, weights=str(file))
-    assert error.startswith(f"job.weights={file}: 2 tensors are not those of the model, first fc.bias: [7] in the file")
+    assert error.startswith(
+        f"job.weights={file}: 2 tensors differ from the model's, the first is fc.bias: [7] in the file"
+    )
     assert "job.num_classes" in error
     save_file({"encoder.weight": torch.zeros(3)}, file)
     [error] = errors(TARGET, **TINY, weights=str(file))
