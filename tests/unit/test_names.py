@@ -166,7 +166,7 @@ def test_a_file_with_too_few_names_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "names"
     file.write_bytes(b"\n".join(b"%d" % i for i in range(9)) + b"\n3\n")
     [error] = errors("jobs.names.Names", path=str(file))
-    assert "has 9 names, 10 are needed" in error
+    assert "has 9 names, but at least 10 are needed" in error
     file.write_bytes(b"\n".join(b"%d" % i for i in range(10)))
     assert errors("jobs.names.Names", path=str(file)) == []
     assert len(small(path=str(file)).dataset("val")) == 1  # type: ignore[arg-type]
