@@ -66,13 +66,13 @@ def build_fake(build: Callable[[], nn.Module], device: torch.device) -> FakeMode
         except Exception as e:
             reason = f"{type(e).__name__}: {e}"
         if reason is not None:
-            model = _with_fakes(build(), lambda name: False, recorder.fake)
+            model = _with_fakes(build(), lambda name: False, recorder.mode)
     if device.type != "cpu":
-        with recorder.fake:
+        with recorder.mode:
             moved = {id(slot.tensor): slot.tensor.detach().to(device) for slot in tensor_slots(model)}
         for slot in list(tensor_slots(model)):
             slot.fill(moved)
-    return FakeModel(model, recorder.fake, reason)
+    return FakeModel(model, recorder.mode, reason)
 
 
 def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *, seed: int) -> nn.Module:
@@ -103,7 +103,7 @@ def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *,
         return model
     # The full construction raises the constructor's own error, if that is why the recording failed.
     torch.manual_seed(seed)
-    return _with_fakes(build(), wanted, recorder.fake)
+    return _with_fakes(build(), wanted, recorder.mode)
 
 
 def _with_fakes(model: nn.Module, wanted: Callable[[str], bool], mode: FakeTensorMode) -> nn.Module:

@@ -74,10 +74,10 @@ class Recorder(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._draw = draw
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._operations: list[_Operation] = []
         self._storages: dict[int, tuple[int, Any]] = {}
-        """The number of each storage and the storage, by address. Keeping the storage keeps its address unique."""
+        """The number of each storage and the storage itself, by address. Keeping the storage keeps its address unique."""
         self._constants: dict[int, Tensor] = {}
         """Real tensors that the constructor used, by the number of their storage."""
         self._scratch_memory = torch.empty(0, dtype=torch.uint8)
@@ -94,6 +94,7 @@ class Recorder(TorchDispatchMode):
             return build()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Perform an operation with fake tensors and record it. torch calls this for each operation within run()."""
         kwargs = kwargs or {}
         if self._loading:
             return func(*args, **kwargs)
@@ -107,10 +108,11 @@ class Recorder(TorchDispatchMode):
             if self._draw:
                 self._advance_generator(func, args, kwargs, views)
         try:
-            with self.fake:
+            with self.mode:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            out = pytree.tree_map_only(Tensor, lambda t: fake_like(t, self.fake), self._execute(func, views))
+            # The result or its shape depends on values, as with item() or nonzero(): compute it for real.
+            out = pytree.tree_map_only(Tensor, lambda t: fake_like(t, self.mode), self._execute(func, views))
         out_views = pytree.tree_map_only(Tensor, self._view, out)
         reads = _storages(views)
         writes = _storages(out_views) | (reads if func._schema.is_mutable else frozenset())
@@ -145,8 +147,8 @@ class Recorder(TorchDispatchMode):
     def _place_over(self, tensor: Tensor, real: Tensor) -> Tensor:
         """Let a fake tensor stand for a real one. safetensors lays a tensor over the memory of its file this way."""
         self._view(real)
-        with self.fake:
-            return tensor.set_(self.fake.from_tensor(real))  # type: ignore[call-overload,no-any-return]
+        with self.mode:
+            return tensor.set_(self.mode.from_tensor(real))  # type: ignore[call-overload,no-any-return]
 
     def changed(self, tensor: Tensor) -> bool:
         """Return whether the constructor changed the values of a real tensor, which only its fake one records."""
@@ -165,6 +167,7 @@ class Recorder(TorchDispatchMode):
 
     @torch.no_grad()
     def _values(self, wanted: Collection[_View]) -> dict[_View, Tensor]:
+        """Execute the operations behind the wanted views, freeing each storage after its last use."""
         kept = {view.storage for view in wanted}
         needed = self._operations_behind(kept)
         last_use = {storage: i for i, operation in enumerate(needed) for storage in operation.reads | operation.writes}
@@ -226,7 +229,7 @@ class Recorder(TorchDispatchMode):
         return memory.set_(self._scratch_memory.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
 
     def _view(self, tensor: Tensor) -> _View:
-        fake = tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
+        fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
         storage = fake.untyped_storage()
         number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
         if fake is not tensor:
