@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._operations: list[_Operation] = []
         self._storages: dict[int, tuple[int, Any]] = {}
-        """The number of each storage and the storage itself, by address. Keeping the storage keeps its address unique."""
+        """The number of each storage and the storage, by address. Keeping the storage keeps its address unique."""
         self._constants: dict[int, Tensor] = {}
         """Real tensors that the constructor used, by the number of their storage."""
         self._scratch_memory = torch.empty(0, dtype=torch.uint8)
