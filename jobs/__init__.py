@@ -1,0 +1,1 @@
+"""The jobs that come with the orchestrator. Each file is an example to copy."""

@@ -51,6 +51,16 @@ def broadcast_state(
     return TrainState(meta=header["meta"], **parts)
 
 
+def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:
+    """Broadcast the JSON ``value`` of ``source`` through the default group. A collective operation."""
+    text = json.dumps(value).encode() if rank == source else b""
+    size = torch.tensor([len(text)], device=device)
+    dist.broadcast(size, src=source)
+    data = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8).to(device)
+    dist.broadcast(data, src=source)
+    return json.loads(bytes(data.cpu().tolist()))
+
+
 def gather_states(
     state: TrainState, *, ranks: Sequence[int], rank: int, device: torch.device, into: TrainState | None
 ) -> list[TrainState] | None:
@@ -171,14 +181,4 @@ def _receive_json(sender: int, *, device: torch.device, group: dist.ProcessGroup
     dist.recv(size, src=sender, group=group)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.recv(data, src=sender, group=group)
-    return json.loads(bytes(data.cpu().tolist()))
-
-
-def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:
-    """Broadcast the JSON ``value`` of ``source`` through the default group. A collective operation."""
-    text = json.dumps(value).encode() if rank == source else b""
-    size = torch.tensor([len(text)], device=device)
-    dist.broadcast(size, src=source)
-    data = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8).to(device)
-    dist.broadcast(data, src=source)
     return json.loads(bytes(data.cpu().tolist()))
