@@ -1,13 +1,13 @@
-"""Copies of the states of stages, or of shards, in the memory of their neighbours, for the day that one is lost.
+"""Copies of the state of stages or parameter shards in the memory of a neighbouring rank, for recovery.
 
-Every so many steps each rank takes a snapshot of its own state and passes it to the next one of its pipeline, or the
-next shard, in the background and through a group of its own. The last two of its own and of the neighbour before it are
-kept: a rank takes its next snapshot once the one before has arrived everywhere, so there is always one that is whole.
+Every ``recovery.peer_copy_every`` steps each rank takes a snapshot of its own state. A background thread sends it to
+the next rank of the ring (the pipeline, or the shards) through a process group of its own. Each rank keeps its last two
+snapshots and the last two of the preceding rank. It takes the next snapshot only after the previous one has arrived
+everywhere, so that one complete set of copies always exists.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -19,98 +19,124 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import receive_state, send_state
 
 KEPT = 2
+WAIT_S = 60.0
+"""How long the background thread waits for a snapshot before it waits again."""
+
 CPU = torch.device("cpu")
 
 States = dict[int, TrainState]
-"""By the step after which they were taken."""
+"""Snapshots by the step after which they were taken."""
 
 
 class PeerCopies:
-    """What this rank keeps. The copies outlive the groups; :meth:`attach` begins with a new one."""
+    """The snapshots that one rank keeps. They outlive the process group; :meth:`attach` connects to a new one."""
 
     def __init__(self) -> None:
         self._own: States = {}
         self._neighbours: States = {}
         self._lock = threading.Lock()
         self._work: queue.Queue[TrainState | None] = queue.Queue()
+        self._error: Exception | None = None
 
     def attach(self, group: dist.ProcessGroup, ring: Sequence[int], *, rank: int) -> None:
-        """Exchange through ``group``, a gloo group of the ranks of ``ring``, from now on."""
+        """Start to exchange snapshots.
+
+        Args:
+            group: A gloo group of the ranks of ``ring``, used for nothing else.
+            ring: Global ranks; each sends to the next one, and the last one to the first.
+            rank: This global rank.
+        """
         place = ring.index(rank)
-        self._goes_first = place % 2 == 0
-        self._before, self._after = ring[place - 1], ring[(place + 1) % len(ring)]
-        self._work = queue.Queue()
+        self._sends_first = place % 2 == 0
+        self._previous, self._next = ring[place - 1], ring[(place + 1) % len(ring)]
+        self._work, self._error = queue.Queue(), None
         threading.Thread(target=self._exchange, args=(group, self._work), name="peer-copies", daemon=True).start()
 
     def submit(self, take: Callable[[TrainState | None], TrainState]) -> None:
-        """Have a snapshot passed on; waits until the one before it has arrived everywhere.
+        """Take a snapshot and send it in the background. Waits until the previous one has arrived everywhere.
 
-        ``take`` makes it, in the memory of the old one that it is given, if any.
+        Args:
+            take: Returns the snapshot; its argument is an old one whose memory it may reuse, or None.
+
+        Raises:
+            Exception: The background thread failed, for a reason other than a lost rank.
         """
         self._work.join()
+        if self._error is not None:
+            raise self._error
         with self._lock:
-            old = _oldest(self._own)
+            old = _reusable(self._own)
         state = take(old)
         with self._lock:
             self._own[state.step] = state
         self._work.put(state)
 
     def own(self, step: int) -> TrainState:
-        """This rank's own snapshot."""
+        """Return this rank's own snapshot after ``step``."""
         with self._lock:
             return self._own[step]
 
     def neighbours(self, step: int) -> TrainState:
-        """The copy of the rank before it."""
+        """Return the copy of the preceding rank's snapshot after ``step``."""
         with self._lock:
             return self._neighbours[step]
 
     @property
     def own_steps(self) -> tuple[int, ...]:
-        """After which steps this rank's own snapshots were taken."""
+        """The steps of this rank's own snapshots."""
         with self._lock:
             return tuple(self._own)
 
     @property
     def neighbours_steps(self) -> tuple[int, ...]:
-        """After which steps the copies of the rank before it were taken."""
+        """The steps of the copies of the preceding rank."""
         with self._lock:
             return tuple(self._neighbours)
 
     def forget_after(self, step: int) -> None:
-        """The run goes on from ``step``: later copies will be taken again."""
+        """Drop snapshots of later steps, because the run continues from ``step``."""
         with self._lock:
             for states in (self._own, self._neighbours):
                 for later in [s for s in states if s > step]:
                     del states[later]
 
     def detach(self) -> None:
-        """The group is about to end; an exchange that is under way fails by that."""
+        """Stop the background thread. An exchange in progress fails when the process group is destroyed."""
         self._work.put(None)
 
     def _exchange(self, group: dist.ProcessGroup, work: queue.Queue[TrainState | None]) -> None:
-        while (state := work.get()) is not None:
-            # A neighbour may be gone, or the group: the training thread will see that for itself.
-            with contextlib.suppress(RuntimeError, ValueError):
+        while True:
+            try:
+                state = work.get(timeout=WAIT_S)
+            except queue.Empty:
+                continue
+            try:
+                if state is None:
+                    return
                 copy = self._swap(state, group)
                 with self._lock:
                     self._neighbours[copy.step] = copy
                 dist.barrier(group)
-            work.task_done()
+            except (RuntimeError, ValueError):
+                pass  # a neighbour or the group is lost, which the training thread notices itself
+            except Exception as e:
+                self._error = e.with_traceback(None)  # the traceback would keep the group alive
+            finally:
+                work.task_done()
 
     def _swap(self, state: TrainState, group: dist.ProcessGroup) -> TrainState:
         with self._lock:
-            into = _oldest(self._neighbours)
+            into = _reusable(self._neighbours)
 
         def receive() -> TrainState:
-            return receive_state(self._before, device=CPU, group=group, into=into)
+            return receive_state(self._previous, device=CPU, group=group, into=into)
 
-        # In turns: a worker that sends waits for the one that receives.
-        copy = None if self._goes_first else receive()
-        send_state(state, to=self._after, device=CPU, group=group)
+        # Ranks at even places send first: if all did, all would wait for a receiver.
+        copy = None if self._sends_first else receive()
+        send_state(state, to=self._next, device=CPU, group=group)
         return copy if copy is not None else receive()
 
 
-def _oldest(states: States) -> TrainState | None:
-    """The one whose memory may be used, taken out, once there are enough."""
+def _reusable(states: States) -> TrainState | None:
+    """Remove and return the oldest snapshot once there are ``KEPT``, so that its memory can be reused."""
     return states.pop(min(states)) if len(states) == KEPT else None

@@ -416,7 +416,7 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> tuple[Steps,
     """The steps after ``at``, when the worker ``lost`` is another one than before, and the learning rate at the end."""
     strategy = make(case, rank)
     list(steps(strategy, last=at))
-    model_of(strategy)  # a worker has the answers now
+    model_of(strategy)  # a worker pulls the answers of its last step
     dist.barrier()
     strategy.close()
     step = at

@@ -24,6 +24,7 @@ from orchestrator.protocol.messages import Assignment, WorkerEnvironment
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
+from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.replicated.ddp import DDPConfig
@@ -224,7 +225,11 @@ def model_of(strategy: Strategy) -> nn.Module:
     """This rank's part of the model; a shard has none."""
     if isinstance(strategy, Shard):
         return nn.Module()
-    assert isinstance(strategy, (WholeModel, Pipeline))
+    if isinstance(strategy, Pipeline):
+        return strategy.state_module()
+    if isinstance(strategy, Worker):
+        strategy.pull()
+    assert isinstance(strategy, WholeModel)
     return strategy.model
 
 

@@ -1,1 +1,1 @@
-"""Strategies with shared or served parameters."""
+"""Strategies whose workers update shared or served parameters."""

@@ -1,15 +1,15 @@
-"""``hogwild``: every worker of a node trains on its own share of the data and updates one model in shared memory.
+"""``hogwild``: all workers of a node update one model in shared memory without locks.
 
-No lock is taken (Niu et al. 2011): updates may overwrite parts of each other, which sparse gradients seldom do,
-because only the rows that they touch are written. The optimizer's state is shared too. A step of the run is one
-update by each worker; workers wait for each other only to evaluate and to save. Adam alone takes a lock for the
-update itself: it divides one mean by another, and where a worker sees a first gradient in the one and not yet in the
-other, the quotient has no bound. ``locked_sgd``, what hogwild is compared with, takes a lock around reading, computing
-and updating, or around updating alone.
+Recht, Re, Wright and Niu, NIPS 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent".
+Each worker computes the loss of its own share of the data and applies its gradient directly to the shared parameters
+and the shared optimizer state; nothing else is communicated. Concurrent updates may overwrite parts of each other. With
+sparse gradients this is rare, because they write only the rows they touch. A step of the run is one update by each
+worker. Workers wait for each other only to evaluate and to save. Adam takes a lock for the update alone: it divides one
+moment by the other, and the quotient is unbounded if a worker sees a new first and an old second moment.
 
-The memory outlives a lost worker: the new one maps it from any that is left, and all go on from the last step that
-every worker has made, the lost one too. Workers that were further make the steps in between again, and the lost one may
-have written a part of its last update, which is no more than what updates without a lock do to each other.
+The memory outlives a lost worker. The replacement maps it from any survivor, and the run continues from the last step
+that every worker has completed. Workers that were ahead repeat their steps. The lost worker may have applied part of
+its last update, which does no more harm than concurrent updates do.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
 from orchestrator.strategies.asynchronous.preflight import statistics_notes
-from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, in_common
-from orchestrator.strategies.asynchronous.staleness import staleness_figures
+from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
+from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.whole_model import WholeModel
 
 PROBES = 1024
-"""Counters that every update adds one to without a lock, to see how many updates get lost."""
+"""The number of counters that every update increments without a lock, to estimate how many updates are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class HogwildConfig(StrategyConfig):
 
 @register("hogwild")
 class Hogwild(WholeModel):
+    """One worker. Subclasses decide which parts of a step take the lock."""
+
     config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
     cpu_only = "its workers share the memory of a machine, which GPUs cannot"
 
@@ -69,10 +71,10 @@ class Hogwild(WholeModel):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
-        make_state(self.optimizer)
+        create_state(self.optimizer)
         self._memory: SharedMemory | None = None
         self._has_state = False
-        self._scheduled = 0  # the last step that the scheduler has seen
+        self._scheduled = 0  # the last step that the scheduler has counted
         self._staleness: list[int] = []
 
     def attach(self) -> None:
@@ -85,12 +87,12 @@ class Hogwild(WholeModel):
             **{f"model/{name}": p.detach() for name, p in self.model.named_parameters()},
             **{f"optimizer/{path}": t for path, t in optimizer_tensors(self.optimizer).items()},
         }
-        memory = in_common(self._memory, own, rank=rank, world_size=world_size)
+        memory = map_shared(self._memory, own, rank=rank, world_size=world_size)
         if self._memory is None:
-            self._use(memory)
+            self._adopt(memory)
 
-    def _use(self, memory: SharedMemory) -> None:
-        """Train on what is there."""
+    def _adopt(self, memory: SharedMemory) -> None:
+        """Move parameters and optimizer state into ``memory``."""
         self._memory, shared = memory, memory.tensors
         self._steps, self._updates, self._probes = shared["steps"], shared["updates"], shared["probes"]
         for name, parameter in self.model.named_parameters():
@@ -119,7 +121,7 @@ class Hogwild(WholeModel):
         return state.meta
 
     def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
-        """Everything, after the last step that every worker has come to the end of."""
+        """Offer the state of every rank after the last step that all workers have completed."""
         if not self._has_state:
             return {}
         return dict.fromkeys(range(self.context.mesh.world_size), (int(self._steps.min()),))
@@ -127,14 +129,14 @@ class Hogwild(WholeModel):
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """The memory is there; the new workers need buffers, the optimizer's options and the schedule."""
+        """Send new workers what is not in shared memory: buffers, optimizer settings and the schedule."""
         rank, device = self.context.global_rank, self.context.device
         batch_size = self.context.train.global_batch_size
-        samples_before = samples_consumed - step * batch_size  # a run may have had another batch size
+        samples_before = samples_consumed - step * batch_size  # an earlier run may have had another batch size
         for receiver, sender in enumerate(sources):
             if rank == sender != receiver:
-                at = self._scheduled
-                state = self.snapshot(step=at, samples_consumed=samples_before + at * batch_size)
+                scheduled = self._scheduled
+                state = self.snapshot(step=scheduled, samples_consumed=samples_before + scheduled * batch_size)
                 send_state(state, to=receiver, device=device)
             elif rank == receiver != sender:
                 state = receive_state(sender, device=device)
@@ -144,16 +146,16 @@ class Hogwild(WholeModel):
         with self.quiesced():
             if rank == 0:
                 self._steps.fill_(source_step)
-                self._updates.zero_()  # a lost worker may have counted half of an update
+                self._updates.zero_()  # a lost worker may have counted its last update in only one of the two
                 self._probes.zero_()
         self._has_state = True
         return {"step": source_step, "samples_consumed": samples_before + source_step * batch_size}
 
     def _load(self, state: TrainState) -> None:
-        """``state`` into the shared memory."""
+        """Copy ``state`` into the shared memory."""
         shared = optimizer_tensors(self.optimizer)
         train_state.restore(state, self.model, self.optimizer, self.scheduler)
-        # Loading makes tensors of its own for the optimizer.
+        # Loading replaces the optimizer's tensors by new ones outside the shared memory.
         for path, loaded in optimizer_tensors(self.optimizer).items():
             shared[path].copy_(loaded)
         share_state(self.optimizer, shared)
@@ -168,7 +170,7 @@ class Hogwild(WholeModel):
         staleness, self._staleness = self._staleness, []
         updates = int(self._updates.sum())
         lost_pct = 100 * (1 - float(self._probes.mean()) / max(1, updates))
-        return {"hogwild/lost_updates_pct": Metric(lost_pct, "max"), **staleness_figures(staleness)}
+        return {"hogwild/lost_updates_pct": Metric(lost_pct, "max"), **staleness_metrics(staleness)}
 
     def _update(self) -> None:
         with self._lock() if self._locks_update else contextlib.nullcontext():
@@ -177,7 +179,7 @@ class Hogwild(WholeModel):
         self._updates[self.context.global_rank] += 1
 
     def _schedule(self) -> None:
-        """Once for each step: one that is made again has the learning rate that was reached already."""
+        """Advance the schedule once per step, and not again for a repeated step."""
         if (step := int(self._steps[self.context.global_rank]) + 1) > self._scheduled:
             super()._schedule()
             self._scheduled = step
@@ -194,15 +196,15 @@ class Hogwild(WholeModel):
         return contextlib.nullcontext()
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
-        """As if every worker had this one's share: an update is by one worker's mean."""
+        """Return the weight as if all workers had this one's: each update applies the mean gradient of one worker."""
         return weight * self.context.mesh.world_size
 
 
-def make_state(optimizer: Optimizer) -> None:
-    """Make the state that the optimizer would make in its first step, so that it can be shared before.
+def create_state(optimizer: Optimizer) -> None:
+    """Create the state that the optimizer would create in its first step, so that it can be moved to shared memory.
 
     Raises:
-        ValueError: it is of a kind whose state cannot be shared.
+        ValueError: The state of this optimizer cannot be shared.
     """
     if not isinstance(optimizer, (SGD, Adagrad, Adam)):
         raise ValueError(
@@ -221,7 +223,7 @@ def make_state(optimizer: Optimizer) -> None:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor of its state, by the parameter's number and the state's name."""
+    """Return every tensor of the optimizer's state under ``"<parameter index>/<state key>"``."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         f"{number}/{name}": value
@@ -232,7 +234,7 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def share_state(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
-    """Let the optimizer work on these tensors, named as :func:`optimizer_tensors` names them."""
+    """Replace the optimizer's state by tensors named as in :func:`optimizer_tensors`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for path in optimizer_tensors(optimizer):
         number, _, name = path.partition("/")

@@ -1,4 +1,10 @@
-"""``locked_sgd``: ``hogwild`` with a lock around each step or each update, the baseline for ``hogwild``."""
+"""``locked_sgd``: like ``hogwild``, with a lock. The baseline for lock-free updates.
+
+All workers of a node train one model in shared memory, each on its own share of the data and with its own loss. A lock
+excludes the other workers for the whole step (``strategy.lock=step``: read, compute, update), so that no gradient is
+stale, or only for the update (``strategy.lock=update``). Hogwild! (Recht, Re, Wright and Niu, NIPS 2011) compares with
+such schemes.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +27,8 @@ class LockedSGDConfig(HogwildConfig):
 
 @register("locked_sgd")
 class LockedSGD(Hogwild):
+    """One worker."""
+
     config_class: ClassVar[type[StrategyConfig]] = LockedSGDConfig
 
     @property

@@ -1,7 +1,7 @@
-"""Tensors that every rank of a node maps: anonymous memory, which the kernel takes back when the last rank is gone.
+"""Tensors in memory that all ranks of a node map.
 
-It has no name in any file system, so that nothing is left behind however the ranks end. A rank that comes later finds
-it through the descriptor of one that has it.
+The memory is anonymous (``memfd_create``): it has no name in any file system, and the kernel frees it when the last
+rank ends, however that happens. A rank that joins later opens it through the file descriptor of a rank that has it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ _ALIGNMENT = 64
 
 
 class SharedMemory:
-    """``tensors`` in memory that several processes of one machine have in common.
+    """Memory that several processes of one machine map.
 
-    ``path``: where the memory of another process is found, which was made with tensors of the same names, shapes and
-    types; None: it is new, and has the values of these.
+    Attributes:
+        tensors: Views of the memory, by name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, path: str | None = None):
+        """Create shared memory with the values of ``tensors``, or map existing memory.
+
+        Args:
+            tensors: Names, shapes and dtypes. They must be equal in all processes that map the memory.
+            path: :attr:`path` of the memory in a process that has it, or None to create new memory.
+        """
         sizes = {name: -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for name, t in tensors.items()}
         total = max(1, sum(sizes.values()))
         self._descriptor = os.memfd_create("orchestrator") if path is None else os.open(path, os.O_RDWR)
@@ -47,12 +53,15 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """Where other processes find it as long as this object lives."""
+        """The path under which other processes can open the memory while this object exists."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """One process at a time; the kernel frees the lock of one that dies, also where it has children."""
+        """Hold a lock that excludes all other processes.
+
+        It is a POSIX record lock: the kernel releases it when its process dies, even if child processes survive.
+        """
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -60,17 +69,28 @@ class SharedMemory:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
 
-def in_common(own: SharedMemory | None, tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> SharedMemory:
-    """The memory that all ranks of the default group have in common: what those have that come with some, ``own``; if
-    none does, new memory with the values of rank 0. All ranks call it."""
-    first = torch.tensor(world_size if own is None else rank)
+def map_shared(
+    existing: SharedMemory | None, tensors: Mapping[str, Tensor], *, rank: int, world_size: int
+) -> SharedMemory:
+    """Return memory that all ranks of the default group map. Collective.
+
+    Args:
+        existing: The memory that this rank has from an earlier generation, or None.
+        tensors: Names, shapes and dtypes of the tensors, and the values of new memory.
+        rank: This rank.
+        world_size: The number of ranks.
+
+    Returns:
+        The memory of the ranks that have one; if none has, new memory with the values of rank 0.
+    """
+    first = torch.tensor(world_size if existing is None else rank)
     dist.all_reduce(first, op=dist.ReduceOp.MIN)
     source = int(first) % world_size
-    if own is None and rank == source:
-        own = SharedMemory(tensors)
-    here = None if own is None else own.path
-    path = broadcast_json(here, source=source, rank=rank, device=torch.device("cpu"))
-    if own is None:
-        own = SharedMemory(tensors, path=path)
-    dist.barrier()  # until everybody has it, nobody may change it or leave
-    return own
+    if existing is None and rank == source:
+        existing = SharedMemory(tensors)
+    own_path = None if existing is None else existing.path
+    path = broadcast_json(own_path, source=source, rank=rank, device=torch.device("cpu"))
+    if existing is None:
+        existing = SharedMemory(tensors, path=path)
+    dist.barrier()  # no rank may change the memory or leave before all have mapped it
+    return existing

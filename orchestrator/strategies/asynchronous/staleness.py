@@ -1,4 +1,4 @@
-"""How old the parameters were that gradients were computed with: figures of the asynchronous strategies."""
+"""Staleness metrics of the asynchronous strategies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from orchestrator.protocol.metrics import Metric
 
 
-def staleness_figures(staleness: Sequence[int]) -> dict[str, Metric]:
-    """Percentiles; ``staleness`` has for each update how many others were made while its gradient was computed."""
+def staleness_metrics(staleness: Sequence[int]) -> dict[str, Metric]:
+    """Return percentiles of the staleness of gradients.
+
+    Args:
+        staleness: For each update, the number of other updates since its worker read the parameters.
+
+    Returns:
+        ``async/staleness_p50``, ``_p95`` and ``_max``; nothing if there were no updates.
+    """
     ordered = sorted(staleness)
     if not ordered:
         return {}

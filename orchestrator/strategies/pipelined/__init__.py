@@ -1,1 +1,1 @@
-"""Strategies that cut the model into stages."""
+"""Strategies that cut the model into stages and pass micro-batches through them."""

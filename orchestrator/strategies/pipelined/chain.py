@@ -1,7 +1,7 @@
-"""A worker's stages at work: micro-batches forward and backward through them, or forward alone.
+"""One rank's stages and the schedule that runs micro-batches through them.
 
-A schedule of ``torch.distributed.pipelining`` says which micro-batch is next. It passes their numbers around: inputs
-and targets stay where they are and may be nested as they like.
+The schedules are those of ``torch.distributed.pipelining``. They pass micro-batch numbers instead of inputs and
+targets, which therefore may have any nested structure.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.pipelined.forward_pass import forward_only
-from orchestrator.strategies.pipelined.timed_stage import Clock, TimedStage
+from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.replicated.whole_model import weighted
 from orchestrator.timeline.spans import Span
 
 
 class Chain:
-    """The ``stages`` of this worker, in ascending order, among those that the ranks of ``group`` have.
+    """The stages of this rank, connected to those of the other ranks of its pipeline.
 
-    ``rows``: samples of a micro-batch. ``feeds``: the first stage is here, which takes the inputs; ``has_loss``: the
-    last one is, whose outputs the loss is made of.
+    Attributes:
+        feeds: Whether the first stage is on this rank, so that it reads the inputs.
+        has_loss: Whether the last stage is on this rank, so that it computes the loss.
+        timed_stages: The stages as the schedule calls them, in ascending order; empty after :meth:`close`.
     """
 
     def __init__(
@@ -45,6 +47,17 @@ class Chain:
         group: dist.ProcessGroup,
         precision: Precision,
     ):
+        """Connect the stages.
+
+        Args:
+            stages: This rank's stages, in ascending order.
+            layout: The schedule, the number of micro-batches and which rank has which stage.
+            job: Defines loss, weight and metrics.
+            rows: Samples in a micro-batch.
+            device: The device of the stages.
+            group: The ranks of this pipeline.
+            precision: Makes the autocast context of the forward pass.
+        """
         self.feeds = stages[0].inputs is None
         self.has_loss = stages[-1].outputs is None
         self._stages = stages
@@ -52,10 +65,10 @@ class Chain:
         self._job = job
         self._rows = rows
         self._device = device
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._precision = precision
         self._clock = Clock(device)
-        self._inputs: list[Any] = []
+        self._inputs = InputBuffer()
         self._targets: list[Any] = []
         self._weights: Sequence[float | Tensor] = []
         self._total_weight: float | Tensor = 1.0
@@ -67,24 +80,30 @@ class Chain:
                 device=device,
                 group=group,
                 clock=self._clock,
-                first_input=lambda number: self._inputs[number],
+                inputs=self._inputs,
                 precision=precision,
             )
             for stage in stages
         ]
         cls: Any = get_schedule_class(layout.schedule)
-        several = issubclass(cls, PipelineScheduleMulti)
-        self._schedule = cls(
-            self.timed_stages if several else self.timed_stages[0],
+        takes_several_stages = issubclass(cls, PipelineScheduleMulti)
+        self._schedule: Any = cls(
+            self.timed_stages if takes_several_stages else self.timed_stages[0],
             layout.num_microbatches,
             loss_fn=self._loss,
             scale_grads=False,
         )
 
     def train(self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor) -> Tensor:
-        """Add the gradients of the slices of a batch to those of the stages; the summed loss, 0 where it is not made.
+        """Run forward and backward passes and add the gradients to those of the stages.
 
-        ``weights``: of every micro-batch of every slice, where the loss is; ``total_weight``: of the global batch.
+        Args:
+            slices: The slices of this replica's batch, one per accumulation step.
+            weights: The weight of every micro-batch of every slice; read only on the rank that has the loss.
+            total_weight: The weight of the global batch.
+
+        Returns:
+            The summed loss, a scalar on the device; 0 on ranks that do not have the loss.
         """
         self._clock.restart()
         self._loss_sum = torch.zeros((), device=self._device)
@@ -93,14 +112,15 @@ class Chain:
         for number, batch in enumerate(slices):
             self._clock.first_microbatch = number * m
             if self.feeds:
-                self._inputs = self.microbatches(batch[0])
+                self._inputs.microbatches = self.microbatches(batch[0])
             if self.has_loss:
                 self._targets, self._weights = self.microbatches(batch[1]), weights[number * m : (number + 1) * m]
             self._run_schedule()
         return self._loss_sum
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        """Loss and metrics of the first ``valid`` samples, where the loss is made; elsewhere zeros."""
+        """Return loss and metrics of the first ``valid`` samples; zeros on ranks that do not have the loss."""
+        assert self._group is not None
         device = self._device
         inputs, target = batch if self.feeds or self.has_loss else (None, None)
         for stage in self._stages:
@@ -110,7 +130,7 @@ class Chain:
                 self._stages,
                 self.microbatches(inputs) if self.feeds else [],
                 layout=self._layout,
-                chain=self._group,
+                group=self._group,
                 device=device,
             )
             loss_sum, total = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -131,7 +151,7 @@ class Chain:
         return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
 
     def microbatches(self, value: Any) -> list[Any]:
-        """Nested tensors of a slice as those of its micro-batches."""
+        """Cut the nested tensors of a slice into micro-batches along their first dimension."""
 
         def rows(start: int) -> Any:
             return pytree.tree_map_only(Tensor, lambda t: t[start : start + self._rows], value)
@@ -139,23 +159,23 @@ class Chain:
         return [rows(number * self._rows) for number in range(self._layout.num_microbatches)]
 
     def spans(self) -> tuple[Span, ...]:
-        """What the stages did in the last :meth:`train`."""
+        """Return what the stages did in the last :meth:`train`."""
         return self._clock.spans()
 
     def close(self) -> None:
-        """Give up all that holds the process group."""
-        for owner in ("_group", "_schedule", "timed_stages"):
-            vars(self).pop(owner, None)
+        """Release everything that refers to the process group. The chain cannot be used afterwards."""
+        self._group = None
+        self._schedule = None
+        self.timed_stages = []
 
     def _run_schedule(self) -> None:
-        """One slice of the batch."""
         numbers = torch.arange(self._layout.num_microbatches)
         self._schedule.step(
             *([numbers] if self.feeds else []), target=numbers if self.has_loss else None, return_outputs=False
         )
 
     def _loss(self, _: Any, number: Tensor) -> Tensor:
-        """That of the micro-batch that has just gone through the last stage."""
+        """Return the weighted loss of the micro-batch that the last stage has just processed."""
         last = self.timed_stages[-1]
         target, weight = self._targets[int(number)], self._weights[int(number)]
         with self._clock.span("F", last.stage_index, int(number)), self._precision():

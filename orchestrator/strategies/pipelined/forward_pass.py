@@ -1,4 +1,4 @@
-"""The forward pass alone through a chain of stages, for evaluation: the same for every schedule."""
+"""The forward pass through all stages of a pipeline, for evaluation. It is the same for every schedule."""
 
 from __future__ import annotations
 
@@ -18,24 +18,35 @@ def forward_only(
     inputs: Sequence[Any],
     *,
     layout: PipelineLayout,
-    chain: dist.ProcessGroup,
+    group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Any]:
-    """The model's output for each micro-batch, on the rank of the last stage; elsewhere nothing.
+    """Run the forward pass of every micro-batch and return the model's outputs.
 
-    Stage after stage, each for all micro-batches: stages of a rank are in ascending order, so nobody waits for
-    what waits for him. ``inputs``: the micro-batches, on the rank of the first stage.
+    Each stage processes all micro-batches before the next stage of the same rank starts. A rank's stages are in
+    ascending order, so this order cannot deadlock.
+
+    Args:
+        stages: This rank's stages, in ascending order.
+        inputs: The model's inputs, one per micro-batch; read only on the rank of the first stage.
+        layout: Which rank has which stage, and the number of micro-batches.
+        group: The ranks of the pipeline.
+        device: Where received activations are placed.
+
+    Returns:
+        The output of each micro-batch on the rank of the last stage; an empty list on the other ranks.
     """
     outputs: list[Any] = []
-    here: dict[int, list[tuple[Tensor, ...]]] = {}
+    local: dict[int, list[tuple[Tensor, ...]]] = {}  # inputs of stages whose predecessor is on this rank too
     sends = []
     for stage in stages:
         for number in range(layout.num_microbatches):
             if stage.inputs is None:
                 value = inputs[number]
+            elif stage.index in local:
+                value = stage.inputs.unpack(local[stage.index][number])
             else:
-                received = here[stage.index][number] if stage.index in here else _receive(stage, layout, chain, device)
-                value = stage.inputs.unpack(received)
+                value = stage.inputs.unpack(_receive(stage, layout, group, device))
             out = stage.module(value)
             if stage.outputs is None:
                 outputs.append(out)
@@ -43,9 +54,9 @@ def forward_only(
             tensors = stage.outputs.pack(out)
             to = layout.stage_ranks[stage.index + 1]
             if to == layout.stage_ranks[stage.index]:
-                here.setdefault(stage.index + 1, []).append(tensors)
+                local.setdefault(stage.index + 1, []).append(tensors)
             else:
-                sends += [(t, dist.isend(t, group=chain, group_dst=to)) for t in tensors]
+                sends += [(t, dist.isend(t, group=group, group_dst=to)) for t in tensors]
     for _, work in sends:
         assert work is not None
         work.wait()
@@ -53,10 +64,10 @@ def forward_only(
 
 
 def _receive(
-    stage: Stage, layout: PipelineLayout, chain: dist.ProcessGroup, device: torch.device
+    stage: Stage, layout: PipelineLayout, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, ...]:
     assert stage.inputs is not None
     tensors = stage.inputs.examples(device)
     for tensor in tensors:
-        dist.recv(tensor.detach(), group=chain, group_src=layout.stage_ranks[stage.index - 1])
+        dist.recv(tensor.detach(), group=group, group_src=layout.stage_ranks[stage.index - 1])
     return tensors

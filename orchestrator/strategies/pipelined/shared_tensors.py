@@ -1,7 +1,7 @@
-"""Tensors that stages on several workers have: the table of an embedding that is the output layer's too, say.
+"""Tensors that belong to stages on several ranks, such as an embedding table tied to the output layer.
 
-Each of the workers keeps one and makes the same update with the sum of their gradients. The worker of the first
-stage counts it in the gradient's norm and saves it.
+Each of these ranks keeps a copy and applies the same update, with the sum of their gradients. The rank of the first
+stage counts the gradient in the norm and saves the tensor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from orchestrator.planning.mesh import Mesh
 
 
 class Sharing:
-    """What the worker ``global_rank`` has in common with others of its pipeline.
+    """The tensors that one rank shares with other ranks of its pipeline.
 
-    ``own``: its tensors by name, a shared one under each. ``first_names``: its names for parameters that another
-    worker saves, each with the first name there. ``saved_elsewhere``: those of its names that are saved there.
-    ``counted_elsewhere``: parameters whose gradient another worker counts.
+    Attributes:
+        first_names: This rank's names of parameters that another rank saves, each mapped to its first name there.
+        saved_elsewhere: The names of this rank's tensors that another rank saves under the same name.
+        counted_elsewhere: Parameters whose gradient another rank counts in the norm.
     """
 
     def __init__(
@@ -33,10 +34,19 @@ class Sharing:
         global_rank: int,
         stage_ranks: Sequence[int],
     ):
+        """Form a process group for each set of ranks that share a tensor. Collective over the default group.
+
+        Args:
+            shared: All tensors that several stages have.
+            own: This rank's tensors by name; a shared tensor appears under each of its names.
+            mesh: The grid of ranks.
+            global_rank: This rank.
+            stage_ranks: The ``pp_rank`` of each stage.
+        """
         self.first_names: dict[str, str] = {}
         self.saved_elsewhere: set[str] = set()
         self.counted_elsewhere: set[Tensor] = set()
-        self._recoverable_steps: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._parameters: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for tensor in shared:
             ranks = [stage_ranks[stage] for stage in tensor.stages]
@@ -48,7 +58,7 @@ class Sharing:
                     names = tensor.names_on(stage_ranks, mesh.pp_rank(global_rank))
                     parameter = own[names[0]]
                     if isinstance(parameter, nn.Parameter):
-                        self._recoverable_steps.append((parameter, groups[holders]))
+                        self._parameters.append((parameter, groups[holders]))
                     if mesh.pp_rank(global_rank) != ranks[0]:
                         self._leave_to_first(parameter, names, tensor.names_on(stage_ranks, ranks[0]))
 
@@ -60,17 +70,19 @@ class Sharing:
 
     @torch.no_grad()
     def sync_initial_state(self) -> None:
-        """Give each parameter the numbers that the first of its workers has."""
-        for parameter, group in self._recoverable_steps:
+        """Copy each shared parameter from the first of its ranks to the others."""
+        for parameter, group in self._parameters:
             dist.broadcast(parameter, group=group, group_src=0)
 
     def add_gradients(self) -> None:
-        """Replace the gradient of each parameter by its sum over the workers that have it, a dense one: it may be
-        sparse in one stage and dense in another."""
-        for parameter, group in self._recoverable_steps:
+        """Replace the gradient of each shared parameter by its sum over the ranks that have it.
+
+        The result is dense, because a gradient may be sparse in one stage and dense in another.
+        """
+        for parameter, group in self._parameters:
             if not parameter.requires_grad:
                 continue
-            if parameter.grad is None:  # one of the stages makes no use of it
+            if parameter.grad is None:  # this rank's stages did not use the parameter
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             dist.all_reduce(parameter.grad, group=group)

@@ -1,10 +1,10 @@
-"""A stage of ``torch.distributed.pipelining`` that notes when it works."""
+"""A stage of ``torch.distributed.pipelining`` that records when it computes, for the timeline and the bubble metric."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from orchestrator.timeline.spans import Kind, Span
 
 
 class Clock:
-    """The spans of a step, on the device's own clock.
+    """Records the spans of a step, with CUDA events on a GPU and wall-clock time on a CPU.
 
-    ``first_microbatch`` is added to the numbers that the schedule gives, which begin at 0 in every slice of a step.
+    Attributes:
+        first_microbatch: Added to the schedule's micro-batch numbers, which start at 0 in every slice of a step.
     """
 
     def __init__(self, device: torch.device):
@@ -31,13 +32,16 @@ class Clock:
         self.first_microbatch = 0
 
     def restart(self) -> None:
-        """A new step begins."""
+        """Discard the spans of the last step."""
         self._marks = []
 
     @contextlib.contextmanager
     def span(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
-        """Time the block. What follows on work of the same kind on the same micro-batch, as the loss does, is part
-        of it."""
+        """Record the block as a span.
+
+        Consecutive blocks of the same kind, stage and micro-batch form one span: the loss counts as part of the
+        last stage's forward pass.
+        """
         microbatch += self.first_microbatch
         start = self._now()
         yield
@@ -46,7 +50,7 @@ class Clock:
         self._marks.append((kind, stage, microbatch, start, self._now()))
 
     def spans(self) -> tuple[Span, ...]:
-        """Those of the step, the first one first. Waits for the device."""
+        """Return the spans of the step in the order of their ends. Waits for the device."""
         now = self._now()
         if self._cuda:
             now.synchronize()
@@ -62,17 +66,25 @@ class Clock:
 
     def _now(self) -> Any:
         if not self._cuda:
-            return time.time()  # the same for all processes of a machine, unlike what is counted from an own origin
+            return time.time()  # comparable between the processes of a machine, unlike perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
 
-class TimedStage(PipelineStage):
-    """A stage as a schedule calls it: with the number of a micro-batch where the model has its own input.
+class InputBuffer:
+    """The model inputs of the micro-batches in flight, which the first stage looks up by number."""
 
-    ``output``: the last thing that the model's last layer has returned. ``live``: the largest number of micro-batches
-    whose activations it has held at once.
+    def __init__(self) -> None:
+        self.microbatches: Sequence[Any] = ()
+
+
+class TimedStage(PipelineStage):
+    """A stage as a schedule calls it. The first stage receives a micro-batch number and looks up its input.
+
+    Attributes:
+        output: The last output of the model's last layer, until the loss takes it.
+        live: The largest number of micro-batches whose activations the stage has held at once.
     """
 
     def __init__(
@@ -83,38 +95,39 @@ class TimedStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         clock: Clock,
-        first_input: Callable[[int], Any],
+        inputs: InputBuffer,
         precision: Precision,
     ):
-        number = (torch.zeros(1),)
+        placeholder = (torch.zeros(1),)
         super().__init__(
             stage.module,
             stage.index,
             num_stages,
             device,
-            input_args=number if stage.inputs is None else stage.inputs.examples(device),
-            output_args=number if stage.outputs is None else stage.outputs.examples(device),
+            input_args=placeholder if stage.inputs is None else stage.inputs.examples(device),
+            output_args=placeholder if stage.outputs is None else stage.outputs.examples(device),
             group=group,
         )
         self._stage = stage
         self._clock = clock
-        self._first_input = first_input
+        self._inputs = inputs
         self._precision = precision
-        self._halves: bool | None = None  # known with the first backward pass
+        self._splits_backward: bool | None = None  # decided in the first backward pass
         self.output: Any = None
         self.live = 0
 
     def forward_maybe_with_nosync(self, *received: Tensor) -> tuple[Tensor, ...]:
         with self._precision():
-            inputs = self._stage.inputs
-            out = self.submod(self._first_input(int(received[0])) if inputs is None else inputs.unpack(received))
+            boundary = self._stage.inputs
+            value = self._inputs.microbatches[int(received[0])] if boundary is None else boundary.unpack(received)
+            out = self.submod(value)
         if self._stage.outputs is not None:
             return self._stage.outputs.pack(out)
-        self.output = out  # the loss takes it from here, whatever it is; the schedule wants one tensor
+        self.output = out  # of any structure; the schedule accepts only tensors, so the loss reads it from here
         return (torch.zeros(1),)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._clock.span("F", self.stage_index, fwd_chunk_id), _own_error():
+        with self._clock.span("F", self.stage_index, fwd_chunk_id), _original_error():
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.live = max(self.live, len(self.fwd_cache) + len(self.backward_state))
         return out
@@ -122,44 +135,44 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        whole = full_backward or not self._in_halves(bwd_chunk_id, loss)
-        with self._clock.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id), _own_error():
+        whole = full_backward or not self._can_split_backward(bwd_chunk_id, loss)
+        with self._clock.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id), _original_error():
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         gradients = self.bwd_cache[bwd_chunk_id]
         self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._clock.span("W", self.stage_index, bwd_chunk_id), _own_error():
-            if bwd_chunk_id in self.backward_state:  # else the first half was all of it
+        with self._clock.span("W", self.stage_index, bwd_chunk_id), _original_error():
+            if bwd_chunk_id in self.backward_state:  # otherwise the first half was the whole backward pass
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    def _in_halves(self, chunk_id: int, loss: Tensor | None) -> bool:
-        """Whether the gradients of the parameters can wait until those of the inputs have gone back."""
-        if self._halves is None:
+    def _can_split_backward(self, chunk_id: int, loss: Tensor | None) -> bool:
+        """Return whether the weights' gradients can be computed after the inputs' gradients, in a pass of their own."""
+        if self._splits_backward is None:
             outputs, inputs = self.fwd_cache[chunk_id]
-            # The first stage has nothing to send back: torch leaves all of it to the second half.
-            self._halves = self.is_first or gradients_part([loss] if self.is_last else outputs, inputs)
-        return self._halves
+            # The first stage sends no gradients back: torch leaves its whole backward pass to the second half.
+            self._splits_backward = self.is_first or backward_splits([loss] if self.is_last else outputs, inputs)
+        return self._splits_backward
 
 
-def gradients_part(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> bool:
-    """Whether torch's backward pass in halves finds every gradient.
+def backward_splits(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> bool:
+    """Return whether torch's split backward pass computes every gradient.
 
-    In its second half it goes on from the ways that lead from outputs to inputs. What a parameter contributes beside
-    all of these, by a branch that takes no input or one without a gradient, it leaves out.
+    Its second half starts from the paths between outputs and inputs. It misses parameters that contribute beside all
+    of these paths, through a branch that takes no input or only inputs without a gradient.
     """
     roots, ends = ([_node(t) for t in tensors if t is not None and t.requires_grad] for tensors in (outputs, inputs))
-    behind = construct_reverse_graph(roots)
-    on_the_way, _ = reverse_closure(ends, set(), behind)
-    beside = [node for node in roots if node not in on_the_way]
-    seen = set(beside)
-    while beside:
-        node = beside.pop()
+    reverse_graph = construct_reverse_graph(roots)
+    on_path, _ = reverse_closure(ends, set(), reverse_graph)
+    off_path = [node for node in roots if node not in on_path]
+    seen = set(off_path)
+    while off_path:
+        node = off_path.pop()
         if isinstance(getattr(node, "variable", None), nn.Parameter):
             return False
-        found = {n for n, _ in node.next_functions if n is not None} - on_the_way - seen
+        found = {n for n, _ in node.next_functions if n is not None} - on_path - seen
         seen |= found
-        beside += found
+        off_path += found
     return True
 
 
@@ -168,16 +181,16 @@ def _node(tensor: Tensor) -> Node:
 
 
 @contextlib.contextmanager
-def _own_error() -> Iterator[None]:
-    """Raise what went wrong in a layer itself, and not torch's error about the stage that it went wrong in."""
+def _original_error() -> Iterator[None]:
+    """Raise a layer's own error instead of torch's error that wraps it."""
     try:
         yield
     except RuntimeError as e:
-        own = e.__cause__
-        if own is None:
+        original = e.__cause__
+        if original is None:
             raise
         e.__cause__ = None
         try:
-            raise own from own.__cause__
+            raise original from original.__cause__
         finally:
-            del own  # a frame that knows its own error would live on, and keep the process group
+            del original  # a frame that refers to its own error is a cycle, which would keep the process group alive

@@ -1,13 +1,13 @@
-"""How DDP's gradients are averaged where not in full: in half precision, or as low-rank factors.
+"""Communication hooks for ``ddp``: average gradients in half precision or as low-rank factors.
 
-PowerSGD approximates a gradient matrix M by P Q^T with few columns. Each rank sends its M Q, all agree
-on an orthonormal P of the sum, each sends its M^T P, and the averages are the part of the average
-gradient that P spans. What a rank's own matrix has beyond that, its error, is added to its next
-gradient. All is kept by parameter name and not by bucket, so that any number of ranks can go on
-with it.
+PowerSGD (Vogels et al., NeurIPS 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization") approximates a gradient matrix M by P Q^T with few columns. The ranks average M Q and orthonormalize it
+to P, then average M^T P to Q. Each rank adds the part of its own gradient that P Q^T does not cover, its error, to its
+next gradient. Errors and factors are kept by parameter name instead of by bucket, so that a run can continue with any
+number of ranks.
 
-It is not torch's own hook, whose parts wait for each other inside gloo's threads: with two buckets
-under way they stand still for ever, and a process group that ends too early ends the process.
+PyTorch's own PowerSGD hook is not used because its stages wait for each other inside gloo's threads: with two
+buckets in flight they deadlock, and a process group that ends too early aborts the process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 POWERSGD_WARM_UP_STEPS = 10
-"""First steps of a run, in which gradients change too fast for factors and are averaged in full."""
+"""Steps at the start of a run that average full gradients, because these change too fast for the factors to follow."""
 
 
 def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket in ``dtype``. Divides before it casts, so that fp16 does not overflow."""
+    """Average a bucket over the ranks in ``dtype``. Divides before the cast, so that fp16 does not overflow."""
     buffer = bucket.buffer()
     compressed = (buffer / dist.get_world_size()).to(dtype)
     work = dist.all_reduce(compressed, async_op=True)
@@ -38,9 +38,10 @@ def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 class PowerSGD:
-    """Averages buckets, and remembers the errors of this rank and the factors Q, equal on all."""
+    """Averages buckets as low-rank factors. Keeps this rank's errors, and the factors Q, which all ranks share."""
 
     def __init__(self, model: nn.Module, *, approximation_rank: int):
+        """``approximation_rank``: the number of columns of the factors, at most."""
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._approximation_rank = approximation_rank
         self._steps = 0
@@ -48,6 +49,7 @@ class PowerSGD:
         self._factors: dict[str, Tensor] = {}
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average ``bucket`` over the ranks, in place."""
         warm = self._steps >= POWERSGD_WARM_UP_STEPS
         self._steps += bucket.is_last()
         buffer = bucket.buffer()
@@ -59,7 +61,11 @@ class PowerSGD:
         return done
 
     def state(self) -> dict[str, Tensor]:
-        """What a run goes on from, with the mean of the errors over the ranks. All ranks call it."""
+        """Return the tensors to save: the factors and the mean of the errors over the ranks. Collective.
+
+        Returns:
+            Tensors under ``powersgd.error/<parameter>`` and ``powersgd.factor/<parameter>``.
+        """
         names = sorted(self._errors)
         errors = [self._errors[name].clone() for name in names]
         _average(errors)
@@ -67,7 +73,7 @@ class PowerSGD:
         return {f"powersgd.error/{name}": error for name, error in zip(names, errors, strict=True)} | factors
 
     def load_state(self, tensors: Mapping[str, Tensor], *, steps: int) -> None:
-        """Go on after ``steps`` steps of the run; ``tensors`` may hold anything else too."""
+        """Continue after ``steps`` steps of the run with the result of :meth:`state`; other ``tensors`` are ignored."""
         self.forget()
         self._steps = steps
         for path, tensor in tensors.items():
@@ -78,44 +84,44 @@ class PowerSGD:
                 self._factors[name] = tensor
 
     def forget(self) -> None:
-        """Begin anew without errors and factors, which NaN would never leave again."""
+        """Drop errors and factors. A NaN in them would stay forever."""
         self._errors.clear()
         self._factors.clear()
 
     def _average_factors(self, bucket: dist.GradBucket) -> None:
-        """Average in place: ``P`` and ``Q`` of the large matrices, everything else in full.
+        """Average the large matrices of a bucket as ``P`` and ``Q`` and everything else in full, in place.
 
-        A matrix without a gradient on any rank took no part in the step, and DDP will not apply what comes
-        out for it: what is owed to it is kept.
+        A matrix without a gradient on any rank took no part in the step, and DDP ignores its result: its error is
+        kept for a later step.
         """
-        in_full: list[Tensor] = []
+        uncompressed: list[Tensor] = []
         gradients: dict[str, Tensor] = {}
-        wanted: dict[str, Tensor] = {}
+        matrices: dict[str, Tensor] = {}
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             columns = self._columns(gradient)
             if columns is None:
-                in_full.append(gradient)
+                uncompressed.append(gradient)
                 continue
             name = self._names[parameter]
             gradients[name] = gradient
-            wanted[name] = gradient.flatten(1).float() + self._errors.get(name, 0.0)
+            matrices[name] = gradient.flatten(1).float() + self._errors.get(name, 0.0)
             if name not in self._factors or self._factors[name].shape[1] != columns:
-                self._factors[name] = _random(wanted[name].shape[1], columns).to(gradient.device)
-        ps = [m @ self._factors[name] for name, m in wanted.items()]
+                self._factors[name] = _random(matrices[name].shape[1], columns).to(gradient.device)
+        ps = [m @ self._factors[name] for name, m in matrices.items()]
         used = [gradient.any().float() for gradient in gradients.values()]
-        _average([*in_full, *ps, *used])
+        _average([*uncompressed, *ps, *used])
         ps = [torch.linalg.qr(p).Q for p in ps]
-        own = [m.T @ p for m, p in zip(wanted.values(), ps, strict=True)]
+        own = [m.T @ p for m, p in zip(matrices.values(), ps, strict=True)]
         qs = [q.clone() for q in own]
         _average(qs)
-        for (name, m), p, q, own_q, share in zip(wanted.items(), ps, qs, own, used, strict=True):
+        for (name, m), p, q, own_q, share in zip(matrices.items(), ps, qs, own, used, strict=True):
             p = p * (share > 0)
             self._errors[name] = m - p @ own_q.T
             self._factors[name] = q
             gradients[name].copy_((p @ q.T).view_as(gradients[name]))
 
     def _columns(self, gradient: Tensor) -> int | None:
-        """How many columns the factors of a gradient have; None: they would not be half its size."""
+        """Return the number of columns of the factors, or None if they would exceed half the size of the gradient."""
         if gradient.ndim < 2:
             return None
         rows, columns = len(gradient), gradient[0].numel()
@@ -124,7 +130,7 @@ class PowerSGD:
 
 
 def _average(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its mean over the ranks, with one collective operation."""
+    """Replace each tensor by its mean over the ranks, with a single all-reduce."""
     if not tensors:
         return
     flat = torch.cat([t.flatten() for t in tensors]) / dist.get_world_size()
@@ -134,5 +140,5 @@ def _average(tensors: Sequence[Tensor]) -> None:
 
 
 def _random(rows: int, columns: int) -> Tensor:
-    """The same on every rank; drawn apart from the generator that dropout uses."""
+    """Return the same matrix on every rank, without touching the default generator, which dropout uses."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))

@@ -1,9 +1,10 @@
-"""``dp``: ``torch.nn.DataParallel``, one process that feeds several devices; on the CPU, threads.
+"""``dp``: ``torch.nn.DataParallel``. One process feeds several devices; on a CPU it feeds threads.
 
-In each step the batch is scattered, the model replicated from the first device, which holds the parameters, and
-applied on all. With ``loss_on=device0``, the classic, the outputs are gathered on the first device and the loss is
-computed there; with ``loss_on=replicas`` each replica computes its own and a number each is gathered. One
-interpreter drives all devices, and the first has the most to do: ``ddp`` is nearly always faster.
+The first device holds the parameters and the optimizer. In each step the batch is scattered, the model is replicated
+to all devices, and every replica processes its part in a thread. With ``loss_on=device0``, as in PyTorch, the outputs
+are gathered on the first device, which computes the loss. With ``loss_on=replicas`` each replica computes the loss of
+its part and only one number per replica is gathered. Gradients are summed on the first device. One Python interpreter
+drives all devices and the first device does extra work, so ``ddp`` is nearly always faster.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.job import Job
 from orchestrator.model.batch import first_rows
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.metrics import Metric
-from orchestrator.strategies.base import EvalSums, StepResult
+from orchestrator.strategies.base import Context, EvalSums, StepResult
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.replicas import Replicas
+from orchestrator.strategies.replicated.replicas import Replicas, num_rows
 from orchestrator.strategies.replicated.whole_model import WholeModel, weighted
 
 
@@ -39,6 +40,8 @@ class DPConfig(StrategyConfig):
 
 @register("dp")
 class DP(WholeModel):
+    """One process that trains on several devices."""
+
     config_class: ClassVar[type[StrategyConfig]] = DPConfig
 
     @classmethod
@@ -50,23 +53,28 @@ class DP(WholeModel):
             notes=("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster",),
         )
 
-    def setup(self, train_set: Dataset[Any]) -> None:
-        super().setup(train_set)
-        options, device = self.context.options, self.context.device
-        assert isinstance(options, DPConfig)
-        self._options = options
+    def __init__(self, context: Context, job: Job):
+        super().__init__(context, job)
+        assert isinstance(context.options, DPConfig)
+        self._options = context.options
+        self._replicas: Replicas | None = None
+        self._gathered_bytes = self._steps = 0
+
+    def attach(self) -> None:
+        super().attach()
+        device = self.context.device
         numbers = range(self.context.num_devices)
         devices = [torch.device("cuda", i) if device.type == "cuda" else device for i in numbers]
         self._replicas = Replicas(self.model, devices)
-        self._gathered_bytes = self._steps = 0
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         self._steps += 1
         return super().train_step(microbatches, want_grad_norm=want_grad_norm)
 
     def close(self) -> None:
-        if "_replicas" in vars(self):
+        if self._replicas is not None:
             self._replicas.close()
+            self._replicas = None
 
     def metrics(self) -> Mapping[str, Metric]:
         gathered = self._gathered_bytes / max(1, self._steps)
@@ -79,45 +87,49 @@ class DP(WholeModel):
     def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
         if self._options.loss_on == "device0":
             return super()._mean_loss(inputs, target)
-        pieces, wanted = self._replicas.scatter(inputs), self._replicas.scatter(target)
-        weights = [self._units(piece) for piece in wanted]
+        assert self._replicas is not None
+        pieces, targets = self._replicas.scatter(inputs), self._replicas.scatter(target)
+        weights = [self._weight_of(piece) for piece in targets]
 
-        def mean_loss(replica: nn.Module, piece: Any, target: Any, weight: float | Tensor) -> Tensor:
-            return weighted(self.job.loss(self._seen(replica, piece), target), weight)
+        def summed_loss(replica: nn.Module, piece: Any, target: Any, weight: float | Tensor) -> Tensor:
+            return weighted(self.job.loss(self._apply(replica, piece), target), weight)
 
-        losses = self._gather(self._replicas.apply(mean_loss, pieces, wanted, weights))
+        losses = self._gather(self._replicas.apply(summed_loss, pieces, targets, weights))
         total: Tensor = losses.sum() / sum(weights)
         return total
 
     def _evaluated(self, inputs: Any) -> Any:
         before = self._gathered_bytes
         out = self._forward(inputs)
-        self._gathered_bytes = before
+        self._gathered_bytes = before  # the metric counts training only
         return out
 
     def _forward(self, inputs: Any) -> Any:
-        outputs = self._replicas.apply(self._seen, self._replicas.scatter(inputs))
+        assert self._replicas is not None
+        outputs = self._replicas.apply(self._apply, self._replicas.scatter(inputs))
         out = self._gather(outputs)
         if self._options.verbose:
             print(f"outside: input {_sizes(inputs)}, output {_sizes(out)}", flush=True)
         return out
 
-    def _seen(self, replica: nn.Module, piece: Any) -> Any:
+    def _apply(self, replica: nn.Module, piece: Any) -> Any:
         out = replica(piece)
         if self._options.verbose:
             print(f"in a replica: input {_sizes(piece)}, output {_sizes(out)}", flush=True)
         return out
 
     def _gather(self, outputs: list[Any]) -> Any:
+        assert self._replicas is not None
         out = self._replicas.gather(outputs)
         self._gathered_bytes += sum(t.nbytes for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
         return out
 
-    def _units(self, target: Any) -> float | Tensor:
+    def _weight_of(self, target: Any) -> float | Tensor:
+        """Return the job's weight of a piece, or its number of samples."""
         weight = self.job.weight(target)
         if weight is not None:
             return weight
-        return len(next(t for t in pytree.tree_leaves(target) if isinstance(t, Tensor)))
+        return num_rows(target)
 
 
 def _sizes(value: Any) -> str:

@@ -1,7 +1,7 @@
 """One module on several devices of one process: scatter, replicate, apply in threads, gather.
 
-On GPUs this is ``torch.nn.parallel``. On the CPU, where that calls the module directly and splits nothing, the
-same happens on threads: the replicas share the parameters, so that their gradients add up by themselves.
+On GPUs this uses ``torch.nn.parallel``. On a CPU, where ``torch.nn.DataParallel`` calls the module directly and splits
+nothing, the same steps run on threads, with replicas that share the parameters, so that autograd sums their gradients.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from orchestrator.model.batch import to_device
 
 
 class Replicas:
-    """``model`` on ``devices``, of which the first holds the parameters."""
+    """Runs a function on replicas of a model, one per device, at the same time."""
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]):
+        """``model`` holds the parameters and is on the first of ``devices``."""
         self._model = model
         self._devices = list(devices)
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="replica")
 
     def scatter(self, value: Any) -> list[Any]:
-        """Nested tensors in consecutive pieces of nearly one size, a piece for each device as far as they go."""
-        sizes = [len(piece) for piece in torch.arange(_rows(value)).chunk(len(self._devices))]
+        """Cut nested tensors along their first dimension into one piece per device and move each piece there.
+
+        Returns:
+            Consecutive pieces of nearly equal size; fewer than there are devices if there are too few rows.
+        """
+        sizes = [len(piece) for piece in torch.arange(num_rows(value)).chunk(len(self._devices))]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
 
         def rows(start: int, size: int) -> Any:
@@ -38,7 +43,10 @@ class Replicas:
         return [to_device(piece, device) for piece, device in zip(pieces, self._devices, strict=False)]
 
     def apply(self, function: Callable[..., Any], *pieces: Sequence[Any]) -> list[Any]:
-        """``function(replica, piece, ...)`` on every device at the same time, with this thread's modes."""
+        """Call ``function(replica, piece, ...)`` on every device, each in a thread.
+
+        The threads take over the caller's gradient and autocast modes. An exception in a replica is raised here.
+        """
         grad = torch.is_grad_enabled()
         device_type = self._devices[0].type
         autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
@@ -50,11 +58,11 @@ class Replicas:
                 return function(*arguments)
 
         replicas = self._replicate(len(pieces[0]))
-        running = [self._pool.submit(run, *work) for work in zip(self._devices, replicas, *pieces, strict=False)]
-        return [one.result() for one in running]
+        futures = [self._pool.submit(run, *work) for work in zip(self._devices, replicas, *pieces, strict=False)]
+        return [future.result() for future in futures]
 
     def gather(self, outputs: Sequence[Any]) -> Any:
-        """Outputs of one structure, joined along their rows on the first device; numbers of a device become rows."""
+        """Concatenate outputs of the same structure on the first device; scalars are stacked."""
 
         def join(*tensors: Any) -> Any:
             moved = [t.to(self._devices[0]) for t in tensors]
@@ -63,16 +71,20 @@ class Replicas:
         return pytree.tree_map(join, *outputs)
 
     def close(self) -> None:
+        """Stop the threads without waiting for them."""
         self._pool.shutdown(wait=False)
 
     def _replicate(self, count: int) -> list[nn.Module]:
         if self._devices[0].type == "cuda":
             return replicate(self._model, self._devices[:count], detach=not torch.is_grad_enabled())
-        return [_sharing(self._model, own_buffers=number > 0) for number in range(count)]
+        return [_copy_of(self._model, own_buffers=number > 0) for number in range(count)]
 
 
-def _sharing(model: nn.Module, *, own_buffers: bool) -> nn.Module:
-    """A copy of the module's tree on the same parameters; as on GPUs, what later replicas write to buffers is lost."""
+def _copy_of(model: nn.Module, *, own_buffers: bool) -> nn.Module:
+    """Copy the tree of modules, but not its parameters.
+
+    ``own_buffers``: copy the buffers, so that updates of them are lost, as on GPUs in all replicas but the first.
+    """
     copies: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         copy = module._replicate_for_data_parallel()
@@ -87,5 +99,6 @@ def _sharing(model: nn.Module, *, own_buffers: bool) -> nn.Module:
     return copies[model]
 
 
-def _rows(value: Any) -> int:
+def num_rows(value: Any) -> int:
+    """Return the size of the first dimension of nested tensors."""
     return len(next(t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)))

@@ -1,4 +1,4 @@
-"""Parameters on servers: the strategy ``parameter_server``."""
+"""The ``parameter_server`` strategy: workers compute gradients, shards own the parameters."""
 
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServer, ParameterServerConfig
 

@@ -1,0 +1,154 @@
+"""A worker's connection to one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes
+from orchestrator.strategies.asynchronous.parameter_server.wire import (
+    ANSWER,
+    ANSWERED_COUNTS,
+    ANSWERED_ROWS,
+    PendingSends,
+    Push,
+    RowsSpec,
+    receive_rows,
+)
+
+CPU = torch.device("cpu")
+
+
+class ShardConnection:
+    """Pushes gradients to one shard and receives its parameters as the answer.
+
+    Attributes:
+        rank: The shard's global rank.
+        sends: The messages being sent to the shard.
+        received_bytes: The size of the answers received since the last :meth:`reset_counters`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        parts: Sequence[Part],
+        parameters: Mapping[str, Tensor],
+        memory: Tensor,
+        compression: str,
+        pushes: dist.ProcessGroup | None,
+    ):
+        """Allocate the buffers.
+
+        Args:
+            rank: The shard's global rank.
+            parts: The parts of parameters that the shard has.
+            parameters: The worker's parameters by name.
+            memory: The contiguous memory of all dense parameters, as bytes.
+            compression: ``strategy.compression``, the precision in which gradients are sent.
+            pushes: The group for pushes; None for the default one.
+        """
+        self.rank = rank
+        self._pushes = pushes
+        self.sends = PendingSends()
+        self.received_bytes = 0
+        self._names = [part.name for part in parts]
+        self._push = Push(parts, compression=compression)
+        self._dense = memory[dense_bytes(parts)]
+        self._dense_elements = sum(part.stop - part.start for part in parts if part.row is None)
+        self._tables = {
+            part.name: (part, part.of(parameters[part.name].detach())) for part in parts if part.row is not None
+        }
+        self._landing = (
+            self._dense if memory.device == CPU else torch.empty_like(self._dense, device=CPU, pin_memory=True)
+        )
+        self._counts = torch.zeros(len(self._tables), dtype=torch.int64)
+        self._receiving: list[dist.Work] = []
+        self._answer_group: dist.ProcessGroup | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        self._push.clear()
+        self._missing = set(self._names)
+        self._pushed = False
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient to the push, and send the push when it is complete.
+
+        Raises:
+            ValueError: The push has already been sent.
+        """
+        if self._pushed:
+            raise ValueError(
+                f"the gradient of {name} changed after it had been sent to its shard; if activations are "
+                "checkpointed, pass use_reentrant=False to checkpoint(), or use strategy=ddp"
+            )
+        self._push.put(name, gradient)
+        self._missing.discard(name)
+        if not self._missing:
+            self.push()
+
+    def push(self) -> None:
+        """Send the push, even if gradients are missing, unless it has been sent."""
+        if not self._pushed:
+            self._pushed = True
+            self._push.send(self.rank, self.sends, self._pushes)
+
+    @property
+    def missing(self) -> list[str]:
+        """The parameters whose gradients can still be added to this step's push."""
+        return [] if self._pushed else [name for name in self._names if name in self._missing]
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether an answer is being received."""
+        return bool(self._receiving)
+
+    def expect(self, group: dist.ProcessGroup | None = None) -> None:
+        """Start to receive an answer. It overwrites the parameters, which must not be in use."""
+        self._answer_group = group
+        for memory, tag in ((self._landing, ANSWER), (self._counts, ANSWERED_COUNTS)):
+            if memory.numel():
+                work = dist.irecv(memory, self.rank, group=group, tag=tag)
+                assert work is not None
+                self._receiving.append(work)
+
+    @torch.no_grad()
+    def complete(self, *, count_bytes: bool = True) -> int:
+        """Wait for the answer, if one is expected.
+
+        Args:
+            count_bytes: Whether to add its size to :attr:`received_bytes`.
+
+        Returns:
+            The number of elements received.
+        """
+        if not self._receiving:
+            return 0
+        for work in self._receiving:
+            work.wait()
+        self._receiving = []
+        size_bytes = self._landing.nbytes + self._counts.nbytes
+        self.sends.wait()
+        if self._landing is not self._dense:
+            self._dense.copy_(self._landing)
+        elements = self._dense_elements
+        specs = [
+            RowsSpec(count, len(table), part.dtype, table.shape[1:])
+            for count, (part, table) in zip(self._counts.tolist(), self._tables.values(), strict=True)
+        ]
+        rows = receive_rows(specs, self.rank, ANSWERED_ROWS, self._answer_group)
+        for (numbers, values), (_, table) in zip(rows, self._tables.values(), strict=True):
+            table.index_copy_(0, numbers.long().to(table.device), values.to(table.device))
+            elements += values.numel()
+            size_bytes += numbers.nbytes + values.nbytes
+        if count_bytes:
+            self.received_bytes += size_bytes
+        return elements
+
+    def reset_counters(self) -> None:
+        """Set the numbers of sent and received bytes to 0."""
+        self.sends.size_bytes = self.received_bytes = 0

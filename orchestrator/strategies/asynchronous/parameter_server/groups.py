@@ -1,0 +1,44 @@
+"""The process groups of a parameter server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from orchestrator.planning.mesh import Mesh
+
+LONG_TIMEOUT = timedelta(days=30)
+"""For waits on ranks that may be many steps behind. The driver's hang detector bounds such waits."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups beside the default one.
+
+    Attributes:
+        workers: All workers.
+        shards: All shards.
+        long_timeout: All ranks, for messages between ranks that may be many steps apart.
+        pushes: All ranks, for pushes received in the background. These use connections of their own, so that a shard
+            that leaves closes the others at once.
+        copies: All shards, for their peer copies.
+    """
+
+    workers: dist.ProcessGroup
+    shards: dist.ProcessGroup
+    long_timeout: dist.ProcessGroup
+    pushes: dist.ProcessGroup
+    copies: dist.ProcessGroup
+
+    @staticmethod
+    def form(mesh: Mesh) -> Groups:
+        """Create all groups. Collective: every rank creates them in the same order."""
+        return Groups(
+            workers=dist.new_group(list(range(mesh.num_workers))),
+            shards=dist.new_group(list(mesh.shards)),
+            long_timeout=dist.new_group(timeout=LONG_TIMEOUT),
+            pushes=dist.new_group(timeout=LONG_TIMEOUT),
+            copies=dist.new_group(list(mesh.shards)),
+        )

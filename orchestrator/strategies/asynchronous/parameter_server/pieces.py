@@ -1,0 +1,190 @@
+"""The state of a shard: its parts of the parameters, their optimizer and what each worker has not seen of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from orchestrator.job import Job
+from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_error, touches_rows_alone
+from orchestrator.model.stages import module_of
+from orchestrator.state import train_state
+from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes, parts_of
+from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
+from orchestrator.strategies.replicated.whole_model import entries
+
+
+class ShardPieces:
+    """The pieces of one shard.
+
+    Attributes:
+        parts: Which parts of the parameters the shard has.
+        memory: The dense pieces as bytes, of shape (n,), in the layout of an answer.
+        optimizer: Updates the pieces.
+        scheduler: The learning-rate schedule, or None.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        state: TrainState | None,
+        *,
+        shard: int,
+        num_shards: int,
+        num_workers: int,
+        seed: int,
+        steps: int,
+    ):
+        """Build the whole model and its optimizer as a worker does, and keep this shard's pieces.
+
+        Args:
+            job: Builds model, optimizer and scheduler.
+            state: A saved state of the whole model, or None for the initial one.
+            shard: The index of this shard.
+            num_shards: The number of shards.
+            num_workers: The number of workers.
+            seed: The seed of the model's initialization.
+            steps: The steps of the run, for the scheduler.
+
+        Raises:
+            ValueError: Shards cannot own parts of this optimizer, or there are more shards than elements.
+        """
+        torch.manual_seed(seed)
+        model = job.model()
+        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+        if error := optimizer_error(optimizer):
+            raise ValueError(f"Job.optimizer: {error}")
+        self.scheduler = job.scheduler(optimizer, steps)
+        if state is not None:
+            train_state.restore(state, model, optimizer, self.scheduler)
+        parameters = dict(model.named_parameters())
+        self.parts = parts_of(extents_of(model), parameters, num_shards)[shard]
+        taken = dense_bytes(self.parts)
+        self.memory = torch.zeros(taken.stop - taken.start, dtype=torch.uint8)
+        self._pieces: dict[str, nn.Parameter] = {}
+        self._unseen: dict[str, Tensor] = {}  # by table, of shape (workers, rows): the rows a worker does not have
+        for part in self.parts:
+            values = part.of(parameters[part.name].detach())
+            if part.row is None:
+                piece = self.memory[part.begin - taken.start : part.end - taken.start].view(part.dtype)
+                piece.copy_(values)
+            else:
+                piece = values.clone()
+                self._unseen[part.name] = torch.zeros(num_workers, len(piece), dtype=torch.bool)
+            self._pieces[part.name] = nn.Parameter(piece)
+        self._module = module_of(self._pieces)
+        _keep_pieces(optimizer, {parameters[p.name]: (p, self._pieces[p.name]) for p in self.parts})
+        self.optimizer = optimizer
+        group_of = {piece: group for group in optimizer.param_groups for piece in group["params"]}
+        self._changing_tables = {  # whose updates change rows without a gradient, too
+            name
+            for name in self._unseen
+            if not touches_rows_alone(optimizer, group_of.get(self._pieces[name], optimizer.defaults))
+        }
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether some of the pieces are tables, which are sent row by row."""
+        return bool(self._unseen)
+
+    def set_gradients(self, pushes: Sequence[Push]) -> None:
+        """Set each gradient to the sum over the pushes, or to None if no push has it."""
+        for part in self.parts:
+            piece = self._pieces[part.name]
+            if part.row is None:
+                piece.grad = _sum([g for p in pushes if (g := p.dense(part.name)) is not None], part.dtype)
+            else:
+                piece.grad = self._sum_of_rows(part, pushes)
+
+    def gradient_norm(self, shards: dist.ProcessGroup) -> Tensor:
+        """Return the norm of the gradients of all ``shards``. Collective."""
+        gradients = [entries(p.grad) for p in self._pieces.values() if p.grad is not None]
+        square = nn.utils.get_total_norm(gradients).double().square() if gradients else torch.zeros(()).double()
+        dist.all_reduce(square, group=shards)
+        return square.sqrt().float()
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the gradients so that a whole gradient of norm ``norm`` has at most ``max_norm``."""
+        nn.utils.clip_grads_with_norm_(self._pieces.values(), max_norm, norm)
+
+    def update(self) -> None:
+        """Apply the gradients."""
+        self.optimizer.step()
+
+    def take_unseen(self, worker: int) -> list[Rows]:
+        """Return the rows of each table that changed since the last call for ``worker``."""
+        rows = []
+        for name, unseen in self._unseen.items():
+            numbers = unseen[worker].nonzero()[:, 0]
+            unseen[worker] = False
+            rows.append((numbers.to(number_dtype(unseen.shape[1])), self._pieces[name].detach()[numbers]))
+        return rows
+
+    def forget_seen(self) -> None:
+        """Let the next :meth:`take_unseen` return all rows, for every worker."""
+        for unseen in self._unseen.values():
+            unseen.fill_(True)
+
+    def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
+        """Return the state of the pieces; ``into`` is an old state whose memory may be reused."""
+        return train_state.capture(
+            self._module, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
+        )
+
+    def load(self, state: TrainState) -> None:
+        """Load a state of :meth:`snapshot`."""
+        train_state.restore(state, self._module, self.optimizer, self.scheduler)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's tensors under ``"<parameter name>/<state key>"``."""
+        return {
+            f"{name}/{key}": value
+            for name, piece in self._pieces.items()
+            for key, value in self.optimizer.state.get(piece, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def _sum_of_rows(self, part: Part, pushes: Sequence[Push]) -> Tensor | None:
+        rows = [pair for p in pushes if (pair := p.rows(part.name)) is not None]
+        if not rows:
+            return None
+        numbers = torch.cat([n.long() for n, _ in rows])
+        values = torch.cat([v for _, v in rows]).to(part.dtype)
+        shape = self._pieces[part.name].shape
+        total = torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False).coalesce()
+        if part.name in self._changing_tables:
+            self._unseen[part.name].fill_(True)
+            return total.to_dense()
+        self._unseen[part.name][:, total.indices()[0]] = True
+        return total
+
+
+def _keep_pieces(optimizer: Optimizer, pieces: Mapping[Tensor, tuple[Part, nn.Parameter]]) -> None:
+    """Replace whole parameters by pieces in the optimizer and in its state, and remove the other parameters."""
+    state: dict[Tensor, Any] = {}
+    for parameter, (part, piece) in pieces.items():
+        if values := optimizer.state.get(parameter):
+            state[piece] = {
+                key: part.of(value).clone() if isinstance(value, Tensor) and key not in PER_PARAMETER else value
+                for key, value in values.items()
+            }
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group in optimizer.param_groups:
+        group["params"] = [pieces[p][1] for p in group["params"] if p in pieces]
+
+
+def _sum(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Return the sum in ``dtype``. It reuses the memory of the first gradient if that has this dtype."""
+    if not gradients:
+        return None
+    total = gradients[0].to(dtype)
+    for gradient in gradients[1:]:
+        total.add_(gradient)
+    return total
