@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from orchestrator.compat.torch import is_view, pytree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def _sendable(tensor: Tensor) -> Tensor:
     refuses for views and which must not happen to an input that the stage passes on unchanged.
     """
     is_stage_input = tensor.is_leaf and tensor.requires_grad
-    if is_stage_input or tensor._is_view() or not tensor.is_contiguous():
+    if is_stage_input or is_view(tensor) or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
+from orchestrator.compat.torch import FakeTensor, pytree, version_of
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.tensor_slots import tensor_slots
 
@@ -46,7 +45,7 @@ def changing_buffers(sequence: LayerSequence, inputs: Any, *, precision: Precisi
 
     def versions() -> dict[str, tuple[int, int]]:
         layers = [sequence.tensors_of(i, module) for i, module in enumerate(sequence.modules)]
-        return {name: (id(tensor), tensor._version) for tensors in layers for name, tensor in tensors.items()}
+        return {name: (id(tensor), version_of(tensor)) for tensors in layers for name, tensor in tensors.items()}
 
     before = versions()
     flow(sequence, inputs, precision=precision)

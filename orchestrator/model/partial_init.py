@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from orchestrator.compat.torch import FakeTensor, FakeTensorMode
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
 from orchestrator.model.tensor_slots import tensor_slots
 

@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+
+from orchestrator.compat.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
+    mutates,
+    pytree,
+    setting_fake_data,
+    storage_key,
 )
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _FILLS = frozenset({"uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 """Random operations that overwrite a tensor without reading it."""
@@ -90,7 +94,7 @@ class Recorder(TorchDispatchMode):
             NeedsRandomValues: ``build`` depends on random values and ``draw`` is False.
             Exception: whatever ``build`` raises, including the error of an operation that fake tensors do not support.
         """
-        with self, _assign_data_on_conversion(), self._load_real_tensors():
+        with self, setting_fake_data(), self._load_real_tensors():
             return build()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +119,7 @@ class Recorder(TorchDispatchMode):
             out = pytree.tree_map_only(Tensor, lambda t: fake_like(t, self.mode), self._execute(func, views))
         out_views = pytree.tree_map_only(Tensor, self._view, out)
         reads = _storages(views)
-        writes = _storages(out_views) | (reads if func._schema.is_mutable else frozenset())
+        writes = _storages(out_views) | (reads if mutates(func) else frozenset())
         self._operations.append(_Operation(func, views[0], views[1], out_views, state, reads, writes))
         return out
 
@@ -152,8 +156,8 @@ class Recorder(TorchDispatchMode):
 
     def changed(self, tensor: Tensor) -> bool:
         """Return whether the constructor changed the values of a real tensor, which only its fake one records."""
-        memory = tensor.untyped_storage()._cdata
-        storages = {n for n, constant in self._constants.items() if constant.untyped_storage()._cdata == memory}
+        memory = storage_key(tensor.untyped_storage())
+        storages = {n for n, constant in self._constants.items() if storage_key(constant.untyped_storage()) == memory}
         return any(storages & operation.writes for operation in self._operations)
 
     def values(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -231,29 +235,10 @@ class Recorder(TorchDispatchMode):
     def _view(self, tensor: Tensor) -> _View:
         fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
         storage = fake.untyped_storage()
-        number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
+        number, _ = self._storages.setdefault(storage_key(storage), (len(self._storages), storage))
         if fake is not tensor:
             self._constants.setdefault(number, tensor)
         return _View(number, int(fake.storage_offset()), tuple(fake.shape), fake.stride(), fake.dtype)
-
-
-@contextlib.contextmanager
-def _assign_data_on_conversion() -> Iterator[None]:
-    """Let ``Module.to`` and the like assign ``parameter.data``, as they do with real tensors.
-
-    They swap fake tensors instead, which fails within the fake mode.
-    """
-
-    def assign(parameter: FakeTensor, converted: FakeTensor) -> None:
-        parameter.data = converted
-        parameter.fake_device = converted.fake_device
-
-    swap = torch.utils.swap_tensors
-    torch.utils.swap_tensors = assign
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
 
 
 def _is_memory(value: Any) -> bool:

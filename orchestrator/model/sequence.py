@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from orchestrator.compat.torch import own_children
 from orchestrator.model.cut import Layer
 from orchestrator.model.partial_init import FakeModel, build_part
 
@@ -66,7 +67,7 @@ class SequentialLayers(LayerSequence):
     """The children of an ``nn.Sequential``."""
 
     def __init__(self, whole: FakeModel):
-        children = {name: child for name, child in whole.model._modules.items() if child is not None}
+        children = {name: child for name, child in own_children(whole.model).items() if child is not None}
         super().__init__(whole, list(children), list(children.values()))
 
     def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:

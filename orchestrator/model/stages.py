@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orchestrator.compat.torch import own_buffers, own_children, own_parameters
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.partial_init import build_fake
@@ -155,12 +156,12 @@ def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
         owner = root
         *path, attribute = name.split(".")
         for part in path:
-            owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+            owner = own_children(owner).setdefault(part, nn.Module())  # type: ignore[assignment]
         # The register methods refuse the names of a module's own methods, such as "half".
         if isinstance(tensor, nn.Parameter):
-            owner._parameters[attribute] = tensor
+            own_parameters(owner)[attribute] = tensor
         else:
-            owner._buffers[attribute] = tensor
+            own_buffers(owner)[attribute] = tensor
     return root
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from orchestrator.compat.torch import adopt_user_state, own_buffers, own_parameters, pytree
 
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -36,7 +37,7 @@ class TensorSlot:
         value = replacements[id(self.tensor)]
         if isinstance(self.tensor, nn.Parameter) and not isinstance(value, nn.Parameter):
             value = replacements[id(self.tensor)] = self._as_parameter(value)
-        for attributes in (self.owner._parameters, self.owner._buffers, vars(self.owner)):
+        for attributes in (own_parameters(self.owner), own_buffers(self.owner), vars(self.owner)):
             if self.attribute in attributes:
                 attributes[self.attribute] = pytree.tree_map_only(
                     Tensor, lambda t: value if t is self.tensor else t, attributes[self.attribute]
@@ -45,17 +46,14 @@ class TensorSlot:
     def _as_parameter(self, value: Tensor) -> nn.Parameter:
         """Make ``value`` a parameter with the attributes and hooks that the job has given to the present one."""
         parameter = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
-        of_every_tensor = {"_is_param", *vars(self.tensor.detach())}
-        vars(parameter).update({k: v for k, v in vars(self.tensor).items() if k not in of_every_tensor})
-        parameter._backward_hooks = self.tensor._backward_hooks
-        parameter._post_accumulate_grad_hooks = self.tensor._post_accumulate_grad_hooks
+        adopt_user_state(parameter, self.tensor)
         return parameter
 
 
 def tensor_slots(model: nn.Module) -> Iterator[TensorSlot]:
     """Yield the slot of every tensor in a model; a shared tensor has several."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        attributes = {**module._parameters, **module._buffers}
+        attributes = {**own_parameters(module), **own_buffers(module)}
         attributes |= {name: value for name, value in vars(module).items() if name not in _ATTRIBUTES_OF_EVERY_MODULE}
         for attribute, value in attributes.items():
             name = f"{prefix}.{attribute}" if prefix else attribute

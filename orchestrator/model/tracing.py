@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
-from torch.utils import _pytree as pytree
 
+from orchestrator.compat.torch import FakeTensorMode, pytree
 from orchestrator.config.build import did_you_mean
 from orchestrator.model.partial_init import FakeModel, build_fake, build_part
 from orchestrator.model.sequence import LayerSequence

@@ -1,9 +1,8 @@
-"""The Ray actor: one thread trains, another always answers the driver."""
+"""The Ray actor of a worker: one thread trains while others answer the driver."""
 
 from __future__ import annotations
 
 import faulthandler
-import functools
 import os
 import socket
 import sys
@@ -42,16 +41,20 @@ from orchestrator.worker.process.stacks import all_stacks
 
 
 class Worker:
-    """Owns one GPU, or a share of the CPUs.
+    """A process that owns one GPU, or a share of the CPUs.
 
     Methods in the concurrency group ``control`` answer while :meth:`train` runs.
+
+    Args:
+        label: how Ray names the actor.
+        heartbeat_timeout_s: how long a step waits for a decision of the driver that holds it.
     """
 
     def __init__(self, label: str, *, heartbeat_timeout_s: float):
         deferred_dynamo.install()  # before a strategy arrives with its orders, and imports what it needs
         self.label = label
         self.own_store: dist.TCPStore | None = None
-        self.store: dist.TCPStore | None = None
+        self.store: dist.TCPStore | None = None  # has to live as long as the process group
         self.outbox = Outbox()
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
@@ -67,62 +70,71 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def worker_info(self) -> WorkerInfo:
+        """Return on which node and GPU this worker runs."""
         return _worker_info()
 
     @ray.method(concurrency_group="control")
     def open_store(self, timeout_s: float) -> tuple[str, int]:
-        """Open the store of a generation here; returns host and port."""
+        """Open the store of a generation in this process. Return its host and port."""
         host = ray.util.get_node_ip_address()
         self.own_store = rendezvous.open_store(host, timeout_s=timeout_s)
         return host, self.own_store.port
 
     @ray.method(concurrency_group="control")
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
+        """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
         system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
-        return self.outbox.collect(system, leaving=self.notice.received)
+        return self.outbox.collect(system, leaving=self.notice.received())
 
     @ray.method(concurrency_group="control")
     def hold(self) -> int:
+        """See :meth:`StepGate.hold`."""
         return self.gate.hold()
 
     @ray.method(concurrency_group="control")
     def finish_step(self, step: int, save: bool) -> None:
+        """See :meth:`StepGate.finish_step`."""
         self.gate.finish_step(step, save)
 
     @ray.method(concurrency_group="control")
     def open_gate(self) -> None:
+        """See :meth:`StepGate.open`."""
         self.gate.open()
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int, unreachable: tuple[str, ...]) -> None:
-        """``unreachable``: the addresses of nodes that are gone."""
+        """End ``generation``, and shut down connections to the ``unreachable`` IP addresses of lost nodes."""
         self.gate.abandon(generation)
         if unreachable:
             connections.shut_down(unreachable)
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:
+        """Return what the threads of this process are doing."""
         return all_stacks(self.training_thread)
 
     @ray.method(concurrency_group="control")
     def finish(self, timeout_s: float) -> None:
-        """Let what is still being written be written."""
+        """Finish the background work, such as writing a checkpoint, within ``timeout_s``."""
         if self.loop is not None:
             self.loop.finish(timeout_s)
 
     def prepare(self, environment: WorkerEnvironment) -> WorkerInfo:
-        """Have everything loaded that does not depend on the rank, so that a spare takes a place without delay."""
+        """Load everything that does not depend on the rank, so that a spare can replace a worker without delay.
+
+        Never raises. :meth:`train` tries again, and reports the failure if it persists.
+        """
         try:
             self._set_up(environment)
             registry.load(environment.config.strategy.name)
         except BaseException:
-            traceback.print_exc()  # once it has a place, it is tried again, and then it counts
+            traceback.print_exc()
         return _worker_info()
 
     def train(self, assignment: Assignment) -> Outcome:
-        """This rank's part in a generation. Never raises: a failure is an outcome too.
+        """Train one rank's part of a generation. Never raises: the outcome reports a failure.
 
-        The process keeps its model and its place in the data, for the next generation to go on with.
+        The process keeps its model and its position in the data, with which the next generation continues.
         """
         log = RunDir(Path(assignment.run_dir)).log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
@@ -136,11 +148,11 @@ class Worker:
                 self._set_up(assignment.environment)
                 startup["job_s"] = time.perf_counter() - began
             assert self.job is not None
-            self._take_thread(assignment)
+            self._set_up_thread(assignment)
             if assignment.sources is None:
-                self.loop = None  # what it holds is of no use any more, and two models at a time might be too many
+                self.loop = None  # free its obsolete model now, because two models may not fit into memory
             elif self.loop is not None:
-                self.loop.place(assignment)  # before anything can fail: what it holds is told by the ranks of now
+                self.loop.reassign(assignment)  # before anything can fail, so that a failure reports the new ranks
             self._join(assignment, startup)
             if self.loop is None:
                 self.loop = self._make_loop(assignment, self.job)
@@ -159,7 +171,7 @@ class Worker:
             rendezvous.leave()
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
-        """What holds as long as the process lives, the job at last."""
+        """Set up what lasts as long as the process, and load the job."""
         config = environment.config
         allocator.keep_freed_memory()
         if config.train.deterministic:
@@ -174,26 +186,26 @@ class Worker:
             raise ValueError("\n".join(errors))
         self.job = job
 
-    def _take_thread(self, assignment: Assignment) -> None:
-        """Set what belongs to a thread, in the one that trains."""
+    def _set_up_thread(self, assignment: Assignment) -> None:
+        """Set what torch keeps for each thread. This runs in the training thread."""
         torch.set_num_threads(assignment.plan.threads_per_worker)
         if assignment.backend == "nccl":
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
 
     def _join(self, assignment: Assignment, startup: dict[str, float]) -> None:
-        """Form the group of a generation."""
+        """Form the process group of a generation."""
         began = time.perf_counter()
         rank = assignment.global_rank
         step = 0 if self.loop is None else self.loop.position.step
-        self.outbox.at(step, "join")
+        self.outbox.enter(step, "join")
         inject_fault(assignment.faults, rank=rank, phase="join", step=step)
         self.store = rendezvous.join(
             assignment,
             node_ip=ray.util.get_node_ip_address(),
             store=self.own_store if rank == 0 else None,
             device=self.device,
-            check=functools.partial(self.gate.check, assignment.generation),
+            gate=self.gate,
         )
         startup["rendezvous_s"] = time.perf_counter() - began
 
@@ -210,7 +222,7 @@ class Worker:
 
 
 def remote_worker() -> Any:
-    """The actor class as Ray wants it."""
+    """Return the actor class, wrapped for Ray."""
     return ray.remote(concurrency_groups={"control": 2})(Worker)  # type: ignore[call-overload]
 
 
@@ -229,7 +241,7 @@ def _worker_info() -> WorkerInfo:
 
 
 def _redirect_output(path: Path) -> None:
-    """Everything that this process prints, C++ and crashes included, goes to the rank's own log."""
+    """Redirect the output of this process, including that of C++ code and of crashes, to the log of the rank."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -242,7 +254,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _step(loop: Loop | None, error: BaseException) -> int:
-    """The last step before the error."""
+    """Return the last step before the error."""
     if isinstance(error, NonFiniteError):
         return error.step - 1
     return loop.position.step if loop is not None else 0
@@ -261,7 +273,7 @@ def _failure(error: BaseException, log: Path) -> Failure:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Whether it looks like the far end went away, rather than a fault of this rank."""
+    """Return whether the error looks like the loss of another rank, rather than a failure of this one."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
         return True
     text = str(error)

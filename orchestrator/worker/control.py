@@ -1,4 +1,4 @@
-"""What the training thread and the control thread of a worker share."""
+"""State that the training thread and the control thread of a worker share."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from collections.abc import Mapping
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
 
-MEMORY = 0.1
-"""The weight of the newest batch in the mean time of one."""
+SMOOTHING = 0.1
+"""The weight of the latest batch in the moving average of the time per batch."""
 
 
 class AbandonedError(ConnectionError):
-    """The driver has ended this generation: another rank was lost."""
+    """The driver has ended this generation because another rank was lost."""
 
 
 class StepGate:
-    """Lets all ranks stop after the same step, or at once, at no cost while nobody asks.
+    """Stops all ranks after the same step. It costs no communication between ranks.
 
-    Synchronous ranks are at most one step apart. The driver first holds every rank, learns the last
-    step that each has begun, and then lets all of them finish the most advanced of these steps. ``saves``: they leave
-    a checkpoint when they stop.
+    Synchronous ranks are at most one step apart. The driver first holds every rank and learns the last step that each
+    has begun. Then it lets all of them finish the most advanced of these steps.
+
+    Attributes:
+        saves: whether the ranks save a checkpoint when they stop.
     """
 
     def __init__(self, *, timeout_s: float):
@@ -35,10 +37,13 @@ class StepGate:
         self._abandoned = 0
 
     def begin(self, step: int, generation: int) -> bool:
-        """Ask to begin ``step``; waits while held. False: stop instead, and save if the gate ``saves``.
+        """Ask to begin ``step``, and wait while the gate is held.
+
+        Returns:
+            False if the rank has to stop instead; it saves a checkpoint first if the gate ``saves``.
 
         Raises:
-            TimeoutError: held, and no further word from the driver.
+            TimeoutError: the gate is held, and the driver has not decided in time.
             AbandonedError: the generation has ended.
         """
         with self._changed:
@@ -48,97 +53,103 @@ class StepGate:
             )
             self.check(generation)
             if not decided:
-                raise TimeoutError(f"held at step {step} for {self._timeout_s} s by the driver")
+                raise TimeoutError(f"held at step {step}: no decision from the driver for {self._timeout_s:g} s")
             if self._last is not None and step > self._last:
                 return False
             self._begun = step
             return True
 
     def hold(self) -> int:
-        """No further step begins; returns the last one that has."""
+        """Let no further step begin. Return the last one that has begun."""
         with self._changed:
             self._held = True
             return self._begun
 
     def abandon(self, generation: int) -> None:
-        """This generation and those before it have ended, even if this rank has not noticed."""
+        """End this generation and all before it, even if the training thread has not noticed a failure."""
         with self._changed:
             self._abandoned = max(self._abandoned, generation)
             self._changed.notify_all()
 
     def check(self, generation: int) -> None:
-        """To be called where a rank could go on for long without any other.
+        """Call this regularly in work that needs no other rank, such as evaluation or a wait.
 
         Raises:
             AbandonedError: the generation has ended.
         """
         if generation <= self._abandoned:
-            raise AbandonedError(f"generation {generation} has ended: another rank was lost")
+            raise AbandonedError(f"the driver has ended generation {generation} because another rank was lost")
 
     def finish_step(self, step: int, save: bool) -> None:
-        """Steps up to ``step`` may begin, none after it."""
+        """Let steps up to ``step`` begin, and stop after it. ``save``: whether to save a checkpoint then."""
         with self._changed:
             self._last, self.saves = step, save
             self._changed.notify_all()
 
     def open(self) -> None:
-        """After a stop: steps may begin again, in another generation."""
+        """Let steps begin again, in another generation."""
         with self._changed:
             self._held, self._last, self.saves = False, None, True
             self._changed.notify_all()
 
 
 class Outbox:
-    """Where the training thread leaves its progress for the driver to collect."""
+    """Progress that the training thread reports, until the driver collects it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._step = 0
         self._phase: Phase = "start"
-        self._ticks = 0
-        self._ticked_at: float | None = None
-        self._usual_tick_s: float | None = None
+        self._batches_done = 0
+        self._batch_ended_at: float | None = None
+        self._mean_batch_s: float | None = None
         self._busy_ms: float | None = None
         self._points: list[TrainPoint | EvalPoint] = []
         self._events: list[Event] = []
 
-    def at(self, step: int, phase: Phase) -> None:
-        # Two assignments; the lock would cost more than a torn pair, which the next beat mends.
+    def enter(self, step: int, phase: Phase) -> None:
+        """Set the phase, and the last step that is done."""
+        # Without the lock, which would cost more than an inconsistent pair, corrected by the next heartbeat.
         if phase != self._phase:
-            self._ticked_at = None  # what happened in between is no batch
+            self._batch_ended_at = None  # the time until the next batch is not the duration of a batch
         self._step, self._phase = step, phase
 
     def tick(self) -> None:
-        """The rank has got on: another batch."""
+        """Count one more batch, trained on or evaluated, as a sign of progress."""
         now = time.monotonic()
-        if self._ticked_at is not None:
-            took_s = now - self._ticked_at
-            before_s = self._usual_tick_s or took_s
-            self._usual_tick_s = before_s + MEMORY * (took_s - before_s)
-        self._ticked_at = now
-        self._ticks += 1
+        if self._batch_ended_at is not None:
+            batch_s = now - self._batch_ended_at
+            mean_s = self._mean_batch_s or batch_s
+            self._mean_batch_s = mean_s + SMOOTHING * (batch_s - mean_s)
+        self._batch_ended_at = now
+        self._batches_done += 1
 
     def put_point(self, point: TrainPoint | EvalPoint) -> None:
         with self._lock:
             self._points.append(point)
             if isinstance(point, TrainPoint) and point.step_ms:
-                mean = sum(point.step_ms) / len(point.step_ms)
-                self._busy_ms = mean * (1 - (point.comm_share or 0.0))
+                mean_ms = sum(point.step_ms) / len(point.step_ms)
+                self._busy_ms = mean_ms * (1 - (point.comm_share or 0.0))
 
     def put_event(self, event: Event) -> None:
         with self._lock:
             self._events.append(event)
 
     def collect(self, system: Mapping[str, float], *, leaving: bool = False) -> Heartbeat:
-        """Everything since the last call."""
+        """Return the progress, with the points and events since the last call.
+
+        Args:
+            system: readings of the node, by metric name.
+            leaving: whether this process has received SIGTERM.
+        """
         with self._lock:
             points, self._points = self._points, []
             events, self._events = self._events, []
             return Heartbeat(
                 step=self._step,
                 phase=self._phase,
-                ticks=self._ticks,
-                usual_tick_s=self._usual_tick_s,
+                ticks=self._batches_done,
+                usual_tick_s=self._mean_batch_s,
                 busy_ms=self._busy_ms,
                 points=tuple(points),
                 events=tuple(events),

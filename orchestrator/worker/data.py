@@ -1,72 +1,50 @@
-"""Which samples a worker reads, in which order, and the processes that read them.
+"""Which samples a worker reads, and in which order.
 
-The samples of a run are one endless stream: a permutation of the dataset for epoch 0, another for
-epoch 1, and so on, each a pure function of ``(seed, epoch)``. A position is the number of samples
-consumed by the whole run, and a global batch is the next piece of the stream. So there is no
-sampler state to save: any layout continues at the exact next sample.
+The samples of a run form one endless stream: a permutation of the dataset for epoch 0, another one for epoch 1, and so
+on. Each permutation is a pure function of ``(seed, epoch)``. A position in the stream is the number of samples that the
+whole run has consumed, and a global batch is the next piece of the stream. There is no sampler state to save: any
+layout continues at the exact next sample.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import itertools
 import math
-import signal
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
-
-Collate = Callable[[list[Any]], Any]
-
-_POLL_S = 1.0
-_CLOSE_S = 0.5
-_PR_SET_PDEATHSIG = 1
-
-
-class DataError(RuntimeError):
-    """A sample could not be read; the text names the split, the index and the cause."""
+from orchestrator.worker.loader import BatchReader, Collate, load
 
 
 def epoch_of(samples_consumed: int, n: int) -> float:
-    """Epochs of a dataset of ``n`` samples, e.g. 1.5 in the middle of the second."""
+    """Return the position in epochs of a dataset of ``n`` samples, such as 1.5 in the middle of the second epoch."""
     return samples_consumed / n
 
 
 def dataset_size(dataset: Dataset[Any], *, split: Split) -> int:
-    """Number of samples.
+    """Return the number of samples.
 
     Raises:
         ValueError: the dataset is empty or not map-style.
     """
-    named = f"job.dataset({split!r})"
+    where = f"job.dataset({split!r})"
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(f"{named}: {type(dataset).__name__} must be a map-style dataset, with __len__ and __getitem__")
+        raise ValueError(f"{where}: {type(dataset).__name__} must be a map-style dataset, with __len__ and __getitem__")
     n = len(dataset)
     if n == 0:
-        raise ValueError(f"{named}: is empty; give it at least one sample")
+        raise ValueError(f"{where}: the dataset is empty; give it at least one sample")
     return n
 
 
 class SampleOrder:
-    """The stream of sample indices. Holds the permutation of one epoch; read it forwards."""
+    """The stream of sample indices. Caches the permutation of one epoch, so read it in ascending order."""
 
     def __init__(self, *, n: int, seed: int):
         assert n > 0
@@ -76,7 +54,7 @@ class SampleOrder:
         self._permutation = torch.empty(0, dtype=torch.int64)
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Entries ``start`` to ``start + count`` of the stream."""
+        """Return the entries from ``start`` up to, but not including, ``start + count``."""
         found: list[int] = []
         while len(found) < count:
             epoch, offset = divmod(start + len(found), self.n)
@@ -88,12 +66,12 @@ class SampleOrder:
 
 
 def permutation(n: int, *, seed: int, epoch: int) -> Tensor:
-    """The order of the samples in an epoch: int64, shape (n,)."""
+    """Return the order of the samples in an epoch: int64, shape (n,)."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(_mix(seed, epoch)))
 
 
 def _mix(*values: int) -> int:
-    """63 bits that depend on every value and on their order."""
+    """Return 63 bits that depend on every value and on their order."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -114,17 +92,21 @@ def train_batches(
     timeout_s: float,
     read: bool = True,
 ) -> Generator[list[Any], None, None]:
-    """For each of ``steps`` steps, this rank's micro-batches, as ``collate`` returns them; Nones if not to ``read``.
+    """Yield this rank's micro-batches, as ``collate`` returns them, for each of ``steps`` steps.
 
-    A rank takes a contiguous share of the global batch and cuts it into ``grad_accumulation``
-    contiguous slices; sizes differ by at most one sample. Loader processes start with the first
-    batch and end with the generator: ``close()`` it. ``timeout_s`` is the longest wait for a batch
-    of theirs.
+    A rank takes a contiguous share of the global batch and cuts it into ``grad_accumulation`` contiguous micro-batches.
+    Sizes differ by at most one sample. Call ``close()`` on the generator to end its loader processes.
+
+    Args:
+        collate: None for torch's default.
+        samples_consumed: the position of the first step in the stream.
+        num_workers: loader processes; 0 reads in this thread.
+        timeout_s: the longest wait for a batch of a loader process.
+        read: False on a rank that needs no data; each micro-batch is then None.
 
     Raises:
         ValueError: the dataset is empty or not map-style.
-        DataError: while iterating, a sample that cannot be read, or a loader process that died or
-            stands still.
+        DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
     """
     n = dataset_size(dataset, split="train")
     shares = even_shares(global_batch_size, data_parallel_size)
@@ -143,8 +125,8 @@ def train_batches(
         if not read:
             yield from itertools.repeat([None] * grad_accumulation, steps)
             return
-        batches = _load(
-            _BatchReader(dataset, collate or default_collate, "train"),
+        batches = load(
+            BatchReader(dataset, collate or default_collate, "train"),
             micro_batches(),
             seed=_mix(seed, samples_consumed, dp_rank),
             num_workers=num_workers,
@@ -157,7 +139,7 @@ def train_batches(
         finally:
             batches.close()
 
-    return by_step()
+    return by_step()  # a generator of its own, so that a bad dataset is an error at the call
 
 
 def eval_batches(
@@ -172,12 +154,11 @@ def eval_batches(
     timeout_s: float,
     read: bool = True,
 ) -> Generator[tuple[Any, int], None, None]:
-    """This rank's share of the validation set, in order: ``(batch, number of valid leading rows)``; a batch is None
-    if not to ``read``.
+    """Yield this rank's share of the validation set, in order, as ``(batch, number of valid leading rows)``.
 
-    Every rank yields the same number of batches, each of ``batch_size`` rows; rows that are not
-    valid repeat some sample. Over all ranks each sample is valid exactly once. Raises as
-    :func:`train_batches` does.
+    Every rank yields the same number of batches, each of ``batch_size`` rows. Rows that are not valid repeat some
+    sample. Over all ranks, each sample is valid exactly once. The arguments and errors are those of
+    :func:`train_batches`.
     """
     n = dataset_size(dataset, split="val")
     shares = even_shares(n, data_parallel_size)
@@ -190,8 +171,8 @@ def eval_batches(
         if not read:
             yield from ((None, count) for count in counts)
             return
-        batches = _load(
-            _BatchReader(dataset, collate or default_collate, "val"),
+        batches = load(
+            BatchReader(dataset, collate or default_collate, "val"),
             ([min(i, n - 1) for i in range(start, start + batch_size)] for start in starts),
             seed=_mix(dp_rank),
             num_workers=min(num_workers, len(starts)),
@@ -204,157 +185,3 @@ def eval_batches(
             batches.close()
 
     return with_counts()
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """A :class:`DataError` on its way out of a loader process, where only its text can travel."""
-
-    message: str
-    traceback: str
-
-
-@dataclass(frozen=True)
-class _BatchReader(Dataset[Any]):
-    """Indices of a batch -> the collated batch, so that one ``try`` knows what it was reading."""
-
-    dataset: Dataset[Any]
-    collate: Collate
-    split: Split
-
-    def __getitem__(self, indices: list[int]) -> Any:
-        try:
-            return self._collated(self._items(indices), indices)
-        except DataError as e:
-            if get_worker_info() is None:
-                raise
-            return _Failure(str(e), traceback.format_exc())
-
-    def _items(self, indices: list[int]) -> list[Any]:
-        dataset = self.dataset
-        if hasattr(dataset, "__getitems__"):
-            return self._items_at_once(indices, dataset.__getitems__)
-        items: list[Any] = []
-        index = -1
-        try:
-            for index in indices:
-                items.append(dataset[index])
-        except Exception as e:
-            raise self._error(f"sample {index}", e) from e
-        return items
-
-    def _items_at_once(self, indices: list[int], fetch: Callable[[list[int]], list[Any]]) -> list[Any]:
-        try:
-            return fetch(indices)
-        except Exception as e:
-            for index in indices:  # one by one, to name the culprit
-                try:
-                    fetch([index])
-                except Exception as cause:
-                    raise self._error(f"sample {index}", cause) from cause
-            raise self._error(f"samples {indices}", e) from e
-
-    def _collated(self, items: list[Any], indices: list[int]) -> Any:
-        try:
-            return self.collate(items)
-        except Exception as e:
-            raise self._error(f"collating samples {indices}", e) from e
-
-    def _error(self, what: str, cause: Exception) -> DataError:
-        return DataError(f"{self.split} data, {what}: {type(cause).__name__}: {cause}")
-
-
-def _load(
-    reader: _BatchReader,
-    batches: Iterable[list[int]],
-    *,
-    seed: int,
-    num_workers: int,
-    pin_memory: bool,
-    timeout_s: float,
-) -> Generator[Any, None, None]:
-    """Every batch of indices, read; in ``num_workers`` loader processes that read ahead."""
-    loader = DataLoader(
-        reader,
-        sampler=batches,
-        batch_size=None,  # an item of the reader is a batch already
-        collate_fn=_as_is,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        timeout=min(_POLL_S, timeout_s) if num_workers else 0,
-        worker_init_fn=_init_loader_process,
-        # Its own generator: starting a loader must not move the global one, which draws dropout.
-        generator=torch.Generator().manual_seed(seed),
-    )
-    iterator = iter(loader)
-    try:
-        while True:
-            try:
-                batch = _next(iterator, timeout_s)
-            except StopIteration:
-                return
-            if isinstance(batch, _Failure):
-                raise DataError(batch.message) from RuntimeError(f"in a loader process:\n{batch.traceback}")
-            yield batch
-    finally:
-        # At once, and not when the last reference goes, which a traceback may hold.
-        if num_workers:
-            _end_loader_processes(iterator)
-
-
-def _next(iterator: Iterator[Any], timeout_s: float) -> Any:
-    """The next batch.
-
-    Asks in short turns: outside the main thread torch sees a dead process only between them.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return next(iterator)
-        except DataError:
-            raise
-        except RuntimeError as e:
-            text = str(e)
-            if text.startswith("DataLoader worker"):
-                raise DataError(_death(iterator, text)) from e
-            if not text.startswith("DataLoader timed out"):
-                raise
-            if time.monotonic() >= deadline:
-                raise DataError(
-                    f"no batch within {timeout_s:g} s: the dataset is too slow or hangs; "
-                    "raise data.num_workers, or set data.num_workers=0 to see where it stands"
-                ) from e
-
-
-def _death(iterator: Iterator[Any], text: str) -> str:
-    codes = [w.exitcode for w in getattr(iterator, "_workers", ()) if w.exitcode]
-    how = f"was killed by {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else "died"
-    return (
-        f"a loader process {how} ({text.rstrip('. ')}); "
-        "where memory ran out, lower data.num_workers (0 reads in the training thread)"
-    )
-
-
-def _end_loader_processes(iterator: Any) -> None:
-    """Ask them to end; one that is in the middle of a long read is told so after ``_CLOSE_S``."""
-    processes = iterator._workers
-    overdue = threading.Timer(_CLOSE_S, lambda: [p.terminate() for p in processes])
-    overdue.start()
-    try:
-        iterator._shutdown_workers()
-    finally:
-        overdue.cancel()
-
-
-def _init_loader_process(worker_id: int) -> None:
-    """A loader process outlives Ctrl-C, for the steps before the last checkpoint, but not its worker.
-
-    An orphan would hold the worker's sockets open and hide its death from the other ranks.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

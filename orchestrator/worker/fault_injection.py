@@ -1,4 +1,4 @@
-"""Lets the faults of ``recovery.chaos`` happen on a worker."""
+"""Injection of the faults that ``recovery.chaos`` plans for a worker."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _LONG_S = 10**6
 
 
 def inject_fault(faults: Iterable[Fault], *, rank: int, phase: str, step: int) -> None:
-    """Let happen what is planned for this rank here.
+    """Inject the faults that are planned for this rank, phase and step.
 
     Raises:
-        RuntimeError: that was planned.
+        RuntimeError: the planned fault is an exception.
     """
     for fault in faults:
         if (fault.rank, fault.phase, fault.step) == (rank, phase, step):
             print(f"recovery.chaos: {fault.kind} at {time.time():.3f}", flush=True)
-            _happen(fault)
+            _inject(fault)
 
 
-def _happen(fault: Fault) -> None:
+def _inject(fault: Fault) -> None:
     match fault.kind:
         case "raise":
             raise RuntimeError(f"planned by recovery.chaos: {fault}")

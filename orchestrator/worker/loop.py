@@ -1,10 +1,10 @@
-"""THE training loop: the same for every strategy, on every rank. Ray has no part in it."""
+"""THE training loop: the same for every strategy and on every rank. It does not know Ray."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,36 +14,41 @@ from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
-from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved, FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Phase
+from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
+from orchestrator.protocol.messages import Assignment, Outcome, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
-from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed
-from orchestrator.state.fence import Fence
-from orchestrator.state.train_state import TrainState, nonfinite_parameter
+from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.worker import fault_injection as faults
+from orchestrator.worker.checkpoints import Checkpoints
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of, eval_batches, train_batches
+from orchestrator.worker.evaluation import evaluate
 from orchestrator.worker.metrics import NonFiniteError, Window
+from orchestrator.worker.profiling import NoProfiler, StepProfiler, profile_to
 
 GRAD_NORM_EVERY = 10
-"""A logged point has the gradient norm at multiples of this, unless the step needs it anyway: the
-pass over all gradients would be the dearest part of logging every step."""
-
-PROFILED_STEPS = 10
+"""A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
+gradients would otherwise be the largest part of the cost of logging every step."""
 
 
 @dataclass
 class Position:
-    """How far the run has come."""
+    """The progress of the run: optimizer steps, and samples over all ranks."""
 
     step: int = 0
     samples_consumed: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    train: Dataset[Any]
+    val: Dataset[Any]
+
+
 class Loop:
-    """One rank's training, from the position it is given to the last step or a stop."""
+    """One rank's training. It outlives a generation: the next one continues with its model and position."""
 
     def __init__(
         self,
@@ -62,55 +67,47 @@ class Loop:
         self.gate = gate
         self.outbox = outbox
         self.position = Position()
-        self._run_dir = RunDir(Path(assignment.run_dir))
-        self._fence = Fence(self._run_dir.fence_file)
-        self.place(assignment)
-        self._data: tuple[Dataset[Any], Dataset[Any]] | None = None
+        self._datasets: Datasets | None = None
         self._has_state = False
-        self._stall_ms = 0.0
-        self._writer = CheckpointWriter(
-            self._run_dir.checkpoints,
-            keep=self.config.checkpoint.keep,
-            run_uid=assignment.run_uid,
-            fence=self._fence,
-        )
+        self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
+        self.reassign(assignment)
 
-    def place(self, assignment: Assignment) -> None:
-        """Take a place in a generation, that of before or another one."""
+    def reassign(self, assignment: Assignment) -> None:
+        """Take the rank of ``assignment``, which may differ from the rank in the generation before."""
         self.assignment = assignment
-        self._fence.token = assignment.fence
         self.rank = assignment.global_rank
         self.mesh = assignment.plan.mesh
         self.strategy.reassign(context_of(assignment, self.device))
+        self._checkpoints.reassign(assignment)
 
     def run(self, startup: dict[str, float]) -> Outcome:
-        """This rank's part in the generation that it has its place in, whose group has been formed.
+        """Train this rank's part of a generation, whose process group has been formed.
 
-        The first time model and data are made; later they are as the generation before has left them. ``startup``
-        receives the seconds of the parts up to the end of the first step.
+        The first call builds the model and the datasets. Later calls continue with those of the generation before.
+
+        Args:
+            startup: receives the duration of each part of the startup, in seconds, up to the end of the first step.
         """
         began = time.perf_counter()
-        assignment = self.assignment
-        self._at("build")
-        if self._data is None:
-            self._data = self.job.dataset("train"), self.job.dataset("val")
+        self._enter("build")
+        if self._datasets is None:
+            self._datasets = Datasets(train=self.job.dataset("train"), val=self.job.dataset("val"))
             startup["dataset_s"] = -began + (began := time.perf_counter())
-            self.strategy.setup(self._data[0])
+            self.strategy.setup(self._datasets.train)
         self.strategy.attach()
-        if self.rank == 0 and assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
+        if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
         self._restore_state()
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
-        with self._advising():
-            stopped = self._train(startup)
+        with self._nonfinite_advice():
+            stopped = self._train(self._datasets, startup)
             if not stopped:
                 self._evaluate()
-            passes_state_on = stopped and not self.gate.saves and self.recoverable_steps(update_complete=True)
-            final = self._checkpoint() if self.position.step > 0 and not passes_state_on else None
-        self._at("end")
-        self._writer.drain(timeout_s=self.config.cluster.collective_timeout_s)
-        self._report_written()
+            recoverable = stopped and not self.gate.saves and self.recoverable_steps(update_complete=True)
+            final = self._checkpoint() if self.position.step > 0 and not recoverable else None
+        self._enter("end")
+        self._checkpoints.drain()
         return Outcome(
             status="stopped" if stopped else "done",
             step=self.position.step,
@@ -119,87 +116,42 @@ class Loop:
         )
 
     def recoverable_steps(self, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
-        """As :meth:`Strategy.held`; nothing before the model has the state that the run begins with."""
-        update_complete = update_complete or self.device.type == "cpu"
-        return (
-            self.strategy.recoverable_steps(self.position.step, update_complete=update_complete)
-            if self._has_state
-            else {}
-        )
+        """Return the state that this rank can hand over, as :meth:`Strategy.recoverable_steps` does.
+
+        It is empty until the model has the state that the generation begins with.
+        """
+        if not self._has_state:
+            return {}
+        on_cpu = self.device.type == "cpu"  # where an update is complete when the call returns
+        return self.strategy.recoverable_steps(self.position.step, update_complete=update_complete or on_cpu)
 
     def finish(self, timeout_s: float) -> None:
-        """End the background work."""
-        self._writer.close(timeout_s=timeout_s)
-        self._report_written()
+        """Finish the background work within ``timeout_s``."""
+        self._checkpoints.close(timeout_s=timeout_s)
 
-    @contextlib.contextmanager
-    def _advising(self) -> Iterator[None]:
-        """Have an error about numbers that are not finite say what helps under this strategy."""
-        try:
-            yield
-        except NonFiniteError as e:
-            e.advice = self.strategy.nonfinite_advice or e.advice
-            raise
-
-    def _train(self, startup: dict[str, float]) -> bool:
-        """Step by step to the last one; True: the driver has stopped it before."""
+    def _train(self, datasets: Datasets, startup: dict[str, float]) -> bool:
+        """Train up to the last step. Return True if the driver stops the run before."""
         began = time.perf_counter()
-        assert self._data is not None
-        train, position, train_set = self.config.train, self.position, self._data[0]
-        window = Window(
-            device=self.device,
-            total_steps=train.steps - position.step,
-            first_step=position.step,
-        )
-        batches = train_batches(
-            train_set,
-            collate=self.job.collate,
-            seed=self.config.seed,
-            samples_consumed=position.samples_consumed,
-            steps=train.steps - position.step,
-            global_batch_size=train.global_batch_size,
-            data_parallel_size=self.mesh.data_parallel_size,
-            dp_rank=self.mesh.dp_rank(self.rank),
-            grad_accumulation=train.grad_accumulation,
-            num_workers=self.config.data.num_workers,
-            pin_memory=self.device.type == "cuda",
-            timeout_s=self.config.cluster.collective_timeout_s,
-            read=self.strategy.reads_data,
-        )
-        first = True
-        with contextlib.closing(batches), self._profiler() as profiled:
-            steps = iter(batches)
-            self._at("train")
+        total_steps, position = self.config.train.steps, self.position
+        first_step = position.step + 1
+        window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
+        with contextlib.closing(self._train_batches(datasets.train)) as batches, self._profiler() as profiler:
+            self._enter("train")
             window.timer.restart()
-            while position.step < train.steps:
+            while position.step < total_steps:
                 step = position.step + 1
                 if not self.gate.begin(step, self.assignment.generation):
                     window.check_finite()
                     return True
-                seed_step(self.config.seed, step, self.rank)
-                waited = time.perf_counter()
-                batch = next(steps)
-                window.data_wait_s += time.perf_counter() - waited
-                self._inject_fault("train", step)
-                log_now = step % train.log_every == 0 or step in (1, train.steps)
-                result = self.strategy.train_step(
-                    batch, want_grad_norm=log_now and (step % GRAD_NORM_EVERY == 0 or step == 1)
-                )
-                window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
-                position.step = step
-                position.samples_consumed += train.global_batch_size
-                self._at("train")
-                self.outbox.tick()
-                self.strategy.after_step(step=step, samples_consumed=position.samples_consumed)
-                profiled()
+                result = self._train_step(step, batches, window)
+                profiler.step()
                 if result.skipped and self.rank == 0:
                     self.outbox.put_event(Warned(message=f"step {step} skipped: gradient not finite"))
-                if first:
+                if step == first_step:
                     startup["first_step_s"] = time.perf_counter() - began
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
-                first = False
-                if log_now:
-                    self._log(window, result, len(train_set))  # type: ignore[arg-type]
+                if self._is_logged(step):
+                    self._log(window, result, len(datasets.train))  # type: ignore[arg-type]
                 if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
                     self._run_due_tasks()
@@ -207,15 +159,46 @@ class Loop:
         window.check_finite()
         return False
 
+    def _train_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
+        seed_step(self.config.seed, step, self.rank)
+        waiting_since = time.perf_counter()
+        batch = next(batches)
+        window.data_wait_s += time.perf_counter() - waiting_since
+        self._inject_fault("train", step)
+        result = self.strategy.train_step(
+            batch, want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1)
+        )
+        window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
+        self.position.step = step
+        self.position.samples_consumed += self.config.train.global_batch_size
+        self._enter("train")
+        self.outbox.tick()
+        self.strategy.after_step(step=step, samples_consumed=self.position.samples_consumed)
+        return result
+
     def _run_due_tasks(self) -> None:
-        """Between two steps: what is due after the last one."""
+        """Evaluate and save a checkpoint, each if it is due after the last step."""
         if self._evaluation_due():
             self._evaluate()
         if self._checkpoint_due():
             self._checkpoint()
 
+    def _evaluation_due(self) -> bool:
+        return self._is_due(self.config.train.eval_every)
+
+    def _checkpoint_due(self) -> bool:
+        return self._is_due(self.config.checkpoint.every)
+
+    def _is_due(self, every: int) -> bool:
+        step = self.position.step
+        return every > 0 and step % every == 0 and 0 < step < self.config.train.steps
+
+    def _is_logged(self, step: int) -> bool:
+        train = self.config.train
+        return step % train.log_every == 0 or step in (1, train.steps)
+
     def _restore_state(self) -> None:
-        """Bring every rank to one state: that of the most advanced survivor, the checkpoint's, or the first."""
+        """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one."""
         assignment, position = self.assignment, self.position
         if assignment.sources is not None:
             meta = self.strategy.recover_state(
@@ -232,22 +215,22 @@ class Loop:
             return
         position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
         if assignment.sources is not None:
-            self._run_due_tasks()  # which the failure may have cut short
+            self._run_due_tasks()  # because the failure may have interrupted them
 
-    def _at(self, phase: Phase) -> None:
-        self.outbox.at(self.position.step, phase)
-        if phase != "train":
+    def _enter(self, phase: Phase) -> None:
+        self.outbox.enter(self.position.step, phase)
+        if phase != "train":  # a fault in training is injected after the batch is read
             self._inject_fault(phase, self.position.step)
 
     def _inject_fault(self, phase: str, step: int) -> None:
         faults.inject_fault(self.assignment.faults, rank=self.rank, phase=phase, step=step)
 
-    def _log(self, window: Window, result: StepResult, samples: int) -> None:
+    def _log(self, window: Window, result: StepResult, dataset_size: int) -> None:
         consumed = self.position.samples_consumed
         self.outbox.put_point(
             window.close(
                 samples_seen=consumed,
-                epoch=epoch_of(consumed, samples),
+                epoch=epoch_of(consumed, dataset_size),
                 lr=self.strategy.lr,
                 grad_norm=result.grad_norm,
                 comm_ms=self.strategy.comm_ms(),
@@ -255,20 +238,45 @@ class Loop:
                 metrics=self.strategy.metrics(),
             )
         )
-        self._report_written()
+        self._checkpoints.report()
 
     def _evaluate(self) -> None:
-        """Every rank evaluates its part; the driver adds the parts up."""
-        assert self._data is not None
-        self._at("eval")
+        assert self._datasets is not None
+        self._enter("eval")
         with self.strategy.quiesced():
-            self._evaluate_quiesced(self._data[1])
-        self._at("train")
+            batches = self._eval_batches(self._datasets.val)
+            point = evaluate(self.strategy, batches, step=self.position.step, device=self.device)
+            self.outbox.put_point(point)
+        self._enter("train")
 
-    def _evaluate_quiesced(self, dataset: Any) -> None:
-        loss_sum, weight = torch.zeros((), device=self.device), torch.zeros(())
-        sums: dict[str, torch.Tensor] = {}
-        for batch, valid in eval_batches(
+    def _checkpoint(self) -> TrainState | None:
+        """Save a checkpoint. Return its state on a rank that saves."""
+        self._enter("checkpoint")
+        state = self._checkpoints.save(step=self.position.step, samples_consumed=self.position.samples_consumed)
+        self._enter("train")
+        return state
+
+    def _train_batches(self, dataset: Dataset[Any]) -> Generator[list[Any], None, None]:
+        train = self.config.train
+        return train_batches(
+            dataset,
+            collate=self.job.collate,
+            seed=self.config.seed,
+            samples_consumed=self.position.samples_consumed,
+            steps=train.steps - self.position.step,
+            global_batch_size=train.global_batch_size,
+            data_parallel_size=self.mesh.data_parallel_size,
+            dp_rank=self.mesh.dp_rank(self.rank),
+            grad_accumulation=train.grad_accumulation,
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.device.type == "cuda",
+            timeout_s=self.config.cluster.collective_timeout_s,
+            read=self.strategy.reads_data,
+        )
+
+    def _eval_batches(self, dataset: Dataset[Any]) -> Iterator[tuple[Any, int]]:
+        """Yield the batches of an evaluation. Before each one, check that the generation has not ended."""
+        for batch in eval_batches(
             dataset,
             collate=self.job.collate,
             batch_size=self.strategy.eval_batch_size,
@@ -281,73 +289,10 @@ class Loop:
         ):
             self.gate.check(self.assignment.generation)
             self.outbox.tick()
-            if valid == 0:
-                continue
-            result = self.strategy.evaluate(batch, valid)
-            loss_sum += result.loss_sum
-            weight += result.weight.cpu()
-            for name, value in result.metrics.items():
-                sums[name] = sums[name] + value if name in sums else value
-        self.outbox.put_point(
-            EvalPoint(
-                step=self.position.step,
-                time=time.time(),
-                loss_sum=float(loss_sum),
-                weight=float(weight),
-                sums={name: float(value) for name, value in sums.items()},
-            )
-        )
-
-    def _evaluation_due(self) -> bool:
-        return self._is_due(self.config.train.eval_every)
-
-    def _checkpoint_due(self) -> bool:
-        return self._is_due(self.config.checkpoint.every)
-
-    def _is_due(self, every: int) -> bool:
-        step = self.position.step
-        return every > 0 and step % every == 0 and 0 < step < self.config.train.steps
-
-    def _checkpoint(self) -> TrainState | None:
-        """Returns what is being saved, on the rank that saves.
-
-        Raises:
-            NonFiniteError: there a parameter is not finite; nothing is saved.
-        """
-        self._at("checkpoint")
-        began = time.perf_counter()
-        with self.strategy.quiesced():
-            state = self.strategy.capture(
-                step=self.position.step,
-                samples_consumed=self.position.samples_consumed,
-                into=self._writer.buffers(),
-            )
-        if state is not None:
-            # A gradient can be NaN where the loss is not, and its norm is not always known.
-            if (name := nonfinite_parameter(state)) is not None:
-                raise NonFiniteError(f"the parameter {name} is no longer finite", self.position.step)
-            self._writer.submit(state, timeout_s=self.config.cluster.collective_timeout_s)
-            self._stall_ms = (time.perf_counter() - began) * 1e3
-        self._at("train")
-        return state
-
-    def _report_written(self) -> None:
-        for result in self._writer.results():
-            if isinstance(result, WriteFailed):
-                self.outbox.put_event(CheckpointFailed(step=result.step, reason=result.reason))
-                continue
-            self.outbox.put_event(
-                CheckpointSaved(
-                    step=result.step,
-                    path=str(result.path),
-                    seconds=result.seconds,
-                    stall_ms=self._stall_ms,
-                    size_bytes=result.size_bytes,
-                )
-            )
+            yield batch
 
     def _sample(self, state: TrainState | None) -> str | None:
-        """What the job shows of the trained model; one that lies in parts is built whole from what was saved."""
+        """Return the job's text sample. A model that is divided among the ranks is rebuilt from its last checkpoint."""
         model = self.strategy.full_model
         if model is None and state is not None and type(self.job).sample is not Job.sample:
             model = self.job.model()
@@ -357,22 +302,22 @@ class Loop:
         return self.job.sample(model, torch.Generator().manual_seed(self.config.seed))
 
     @contextlib.contextmanager
-    def _profiler(self) -> Iterator[Callable[[], None]]:
-        """With ``profile=true``, a trace of some steps after warm-up, for Perfetto or Chrome."""
+    def _nonfinite_advice(self) -> Iterator[None]:
+        """Add the strategy's advice, if it has any, to an error about numbers that are not finite."""
+        try:
+            yield
+        except NonFiniteError as e:
+            e.advice = self.strategy.nonfinite_advice or e.advice
+            raise
+
+    def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:
         if not self.config.profile:
-            yield lambda: None
-            return
-        folder = self._run_dir.profile
-        folder.mkdir(exist_ok=True)
-        with torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=5, warmup=2, active=PROFILED_STEPS, repeat=1),
-            on_trace_ready=lambda p: p.export_chrome_trace(str(folder / f"rank-{self.rank}.json")),
-        ) as profiler:
-            yield profiler.step
+            return contextlib.nullcontext(NoProfiler())
+        return profile_to(RunDir(Path(self.assignment.run_dir)).profile / f"rank-{self.rank}.json")
 
 
 def context_of(assignment: Assignment, device: torch.device) -> Context:
-    """What a strategy is told of its place in a generation."""
+    """Return what a strategy knows about its rank in a generation."""
     config, plan = assignment.config, assignment.plan
     return Context(
         mesh=plan.mesh,
@@ -388,7 +333,7 @@ def context_of(assignment: Assignment, device: torch.device) -> Context:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make dropout and the like a function of (seed, step, rank), so that a resume repeats it."""
+    """Seed torch from (seed, step, rank), so that dropout and other random operations repeat after a resume."""
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & ((1 << 63) - 1)
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():

@@ -1,10 +1,9 @@
-"""One generation of the process group: store, interface, backend, timeouts, teardown."""
+"""The process group of one generation: store, network interface, backend, timeouts, teardown."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import psutil
@@ -12,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.protocol.messages import Assignment
+from orchestrator.worker.control import StepGate
 
-WAIT_S = 0.5
-"""Between two looks at whether to go on waiting."""
+POLL_S = 0.5
+"""The interval at which a waiting rank checks whether to give up."""
 
 
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
-    """The store of a run, on a port that the system chose and this process keeps."""
+    """Open the store of a generation in this process, on a free port."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -28,15 +28,21 @@ def join(
     node_ip: str,
     store: dist.TCPStore | None,
     device: torch.device,
-    check: Callable[[], None] = lambda: None,
+    gate: StepGate | None = None,
 ) -> dist.TCPStore:
-    """Form the default process group; returns the store, which must be kept as long as the group.
+    """Form the default process group.
 
-    ``store`` is the rank's own one if it is the rank that opened it. ``check()`` is called while it waits for the
-    others, and may raise to give up.
+    Args:
+        node_ip: the address by which Ray knows this node.
+        store: the store, on the rank that has opened it; None on the others, which connect to it.
+        gate: tells a waiting rank that the generation has ended; None if the rank waits until the timeout.
+
+    Returns:
+        The store. Keep it as long as the group.
 
     Raises:
-        TimeoutError: naming the ranks that did not come.
+        TimeoutError: ranks did not join in time; the message names them.
+        AbandonedError: the driver has ended the generation.
     """
     config, world_size = assignment.config.cluster, assignment.plan.world_size
     join_timeout = timedelta(seconds=config.rendezvous_timeout_s)
@@ -52,7 +58,8 @@ def join(
         )
     own = dist.PrefixStore(f"generation-{assignment.generation}", store)
     own.set(f"joined-{assignment.global_rank}", "1")
-    _wait_for_all(own, world_size, config.rendezvous_timeout_s, check)
+    keys = [f"joined-{rank}" for rank in range(world_size)]
+    _wait_for(keys, own, gate, assignment.generation, timeout_s=config.rendezvous_timeout_s)
     dist.init_process_group(
         assignment.backend,
         store=own,
@@ -65,14 +72,16 @@ def join(
 
 
 def leave() -> None:
-    """Drop the process group, broken or not."""
+    """Destroy the process group if there is one. It may be broken."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def interface_of(ip: str) -> str:
-    """The network interface that owns ``ip``; gloo would otherwise take whatever the hostname
-    resolves to, which on many machines is a loopback address that others cannot reach.
+    """Return the network interface that has the address ``ip``.
+
+    Without it, gloo takes the interface that the hostname resolves to. On many machines this is the loopback interface,
+    which other nodes cannot reach.
 
     Raises:
         LookupError: no interface has the address.
@@ -80,16 +89,17 @@ def interface_of(ip: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == ip for a in addresses):
             return name
-    raise LookupError(f"no network interface has the address {ip} by which Ray knows this node")
+    raise LookupError(f"no network interface of this node has the address {ip}, by which Ray knows the node")
 
 
-def _wait_for_all(store: dist.Store, world_size: int, timeout_s: float, check: Callable[[], None]) -> None:
-    keys = [f"joined-{rank}" for rank in range(world_size)]
+def _wait_for(keys: list[str], store: dist.Store, gate: StepGate | None, generation: int, *, timeout_s: float) -> None:
+    """Wait until every rank has set its key; ``keys`` is in the order of the ranks."""
     deadline = time.monotonic() + timeout_s
     while True:
-        check()
+        if gate is not None:
+            gate.check(generation)
         try:
-            return store.wait(keys, timedelta(seconds=min(WAIT_S, timeout_s)))
+            return store.wait(keys, timedelta(seconds=min(POLL_S, timeout_s)))
         except dist.DistStoreError as e:
             if time.monotonic() < deadline:
                 continue

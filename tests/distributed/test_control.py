@@ -102,7 +102,7 @@ def test_nothing_is_lost_or_doubled_between_two_threads():
 
     def produce() -> None:
         for step in range(count):
-            outbox.at(step, "train")
+            outbox.enter(step, "train")
             outbox.put_point(train_point(step))
             if step % 3 == 0:
                 outbox.put_event(Warned(message=str(step)))

@@ -1,4 +1,4 @@
-"""Connections to a machine that is gone end at once; those to others stay."""
+"""Connections to a lost node end at once; those to other nodes stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def connected(host: str) -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def test_who_waits_for_a_lost_machine_sees_it_closed() -> None:
+def test_a_wait_for_a_lost_node_ends() -> None:
     (lost, far), (kept, other) = connected("127.0.0.2"), connected("127.0.0.3")
     with lost, far, kept, other:
         lost.settimeout(10)

@@ -21,14 +21,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from orchestrator.model.batch import to_device
-from orchestrator.worker.data import (
-    DataError,
-    SampleOrder,
-    epoch_of,
-    eval_batches,
-    permutation,
-    train_batches,
-)
+from orchestrator.worker.data import SampleOrder, epoch_of, eval_batches, permutation, train_batches
+from orchestrator.worker.loader import DataError
 
 
 class Numbers(Dataset[int]):

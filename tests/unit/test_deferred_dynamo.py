@@ -1,4 +1,4 @@
-"""Eager training does without the compiler; whoever asks for it gets the real one."""
+"""Eager training works without the compiler, and code that needs the compiler gets it."""
 
 import subprocess
 import sys

@@ -28,7 +28,7 @@ RULES = {
     "records":      ("config protocol",                                                        ""),
     "compat":       ("",                                                                       "torch"),
     "state":        ("",                                                                       "torch"),
-    "model":        ("config",                                                                 "torch"),
+    "model":        ("config compat",                                                          "torch"),
     "strategies":   ("job config planning timeline protocol compat state model",               "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "tracking":     ("config protocol records",                                                "(mlflow)"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
-
+from orchestrator.compat.torch import BatchNorm
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.sharding import extents_of, optimizer_error
@@ -24,7 +23,7 @@ def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:
 def statistics_notes(job: Job) -> tuple[str, ...]:
     """What to know about a model with running statistics where workers do not wait for each other."""
     model = on_meta_device(job.model)
-    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if not any(isinstance(module, BatchNorm) for module in model.modules()):
         return ()
     return (
         "BatchNorm: each worker has running statistics of its own batches, and those of rank 0 are saved; "

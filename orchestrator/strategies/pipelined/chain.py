@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from torch.utils import _pytree as pytree
 
+from orchestrator.compat.torch import pytree
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows
 from orchestrator.model.layers import Precision

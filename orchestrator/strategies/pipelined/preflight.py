@@ -7,9 +7,9 @@ import contextlib
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
+from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
@@ -59,7 +59,7 @@ def notes_of(whole: FakeModel, plan: Plan, rows: int) -> list[str]:
             "all of it, and needs the memory for that once, before it keeps its stages"
         )
     together = plan.global_batch_size // plan.grad_accumulation
-    if (norms := _names_of(whole.model, _BatchNorm)) and rows < together:
+    if (norms := _names_of(whole.model, BatchNorm)) and rows < together:
         notes.append(
             f"BatchNorm ({_few(norms)}) has the statistics of micro-batches of {rows} samples, with strategy=single "
             f"those of {together}: expect another loss curve; to GroupNorm and LayerNorm other samples mean nothing"

@@ -12,8 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
 
+from orchestrator.compat.torch import (
+    make_input_gradients_contiguous,
+    microbatches_in_memory,
+    nodes_between,
+    parameter_of,
+    saved_forward,
+)
 from orchestrator.model.layers import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.timeline.spans import Kind, Span
@@ -129,7 +135,7 @@ class TimedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._clock.span("F", self.stage_index, fwd_chunk_id), _original_error():
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.live = max(self.live, len(self.fwd_cache) + len(self.backward_state))
+        self.live = max(self.live, microbatches_in_memory(self))
         return out
 
     def backward_one_chunk(
@@ -138,8 +144,7 @@ class TimedStage(PipelineStage):
         whole = full_backward or not self._can_split_backward(bwd_chunk_id, loss)
         with self._clock.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id), _original_error():
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
-        gradients = self.bwd_cache[bwd_chunk_id]
-        self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
+        make_input_gradients_contiguous(self, bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._clock.span("W", self.stage_index, bwd_chunk_id), _original_error():
@@ -149,7 +154,7 @@ class TimedStage(PipelineStage):
     def _can_split_backward(self, chunk_id: int, loss: Tensor | None) -> bool:
         """Return whether the weights' gradients can be computed after the inputs' gradients, in a pass of their own."""
         if self._splits_backward is None:
-            outputs, inputs = self.fwd_cache[chunk_id]
+            outputs, inputs = saved_forward(self, chunk_id)
             # The first stage sends no gradients back: torch leaves its whole backward pass to the second half.
             self._splits_backward = self.is_first or backward_splits([loss] if self.is_last else outputs, inputs)
         return self._splits_backward
@@ -162,13 +167,12 @@ def backward_splits(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) 
     of these paths, through a branch that takes no input or only inputs without a gradient.
     """
     roots, ends = ([_node(t) for t in tensors if t is not None and t.requires_grad] for tensors in (outputs, inputs))
-    reverse_graph = construct_reverse_graph(roots)
-    on_path, _ = reverse_closure(ends, set(), reverse_graph)
+    on_path = nodes_between(roots, ends)
     off_path = [node for node in roots if node not in on_path]
     seen = set(off_path)
     while off_path:
         node = off_path.pop()
-        if isinstance(getattr(node, "variable", None), nn.Parameter):
+        if isinstance(parameter_of(node), nn.Parameter):
             return False
         found = {n for n, _ in node.next_functions if n is not None} - on_path - seen
         seen |= found

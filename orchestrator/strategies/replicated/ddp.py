@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from orchestrator.compat.torch import broadcast_ddp_buffers, ddp_comm_ms, release_ddp, set_ddp_timing
 from orchestrator.config.schema import StrategyConfig, option
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state
@@ -26,9 +27,6 @@ from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average_in
 from orchestrator.strategies.replicated.whole_model import WholeModel
-
-NEVER = 2**30
-"""As a sampling rate of DDP's clocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,7 @@ class DDP(WholeModel):
         self._step += 1
         self._timed = self._step % train.log_every == 0 or self._step in (1, train.steps)
         # Reading its clocks, DDP waits for the device: in steps that are logged alone.
-        self.replica._set_ddp_runtime_logging_sample_rate(1 if self._timed else NEVER)
+        set_ddp_timing(self.replica, enabled=self._timed)
         return super().train_step(microbatches, want_grad_norm=want_grad_norm)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
@@ -130,20 +128,10 @@ class DDP(WholeModel):
         they may be waiting for that."""
         if (replica := vars(self).pop("replica", None)) is not None:
             self.forward_model = self.model
-            for owner in ("reducer", "logger"):
-                vars(replica).pop(owner, None)
+            release_ddp(replica)
 
     def comm_ms(self) -> float | None:
-        if not self._timed:
-            return None
-        assert self.replica.logger is not None
-        self.replica.logger.set_runtime_stats_and_log()  # by itself DDP would do so in the next step
-        times = self.replica._get_ddp_logging_data()
-        total = times.get("backward_comm_time", 0)
-        if not total:
-            return None
-        overlapped = times.get("backward_compute_comm_overlap_time", 0)
-        return float(max(total - overlapped, 0)) / 1e6
+        return ddp_comm_ms(self.replica) if self._timed else None
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
         total = torch.as_tensor(weight, dtype=torch.float32, device=self.context.device).clone()
@@ -171,7 +159,7 @@ class DDP(WholeModel):
                 "set strategy.find_unused_parameters=true"
             )
         if self._has_buffers:
-            self.replica._sync_buffers()
+            broadcast_ddp_buffers(self.replica)
 
     def forget_step(self) -> None:
         super().forget_step()

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from orchestrator.compat.torch import pytree
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows

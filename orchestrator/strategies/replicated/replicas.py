@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import replicate
-from torch.utils import _pytree as pytree
 
+from orchestrator.compat.torch import data_parallel_replica, own_buffers, own_children, own_parameters, pytree
 from orchestrator.model.batch import to_device
 
 
@@ -77,25 +77,23 @@ class Replicas:
     def _replicate(self, count: int) -> list[nn.Module]:
         if self._devices[0].type == "cuda":
             return replicate(self._model, self._devices[:count], detach=not torch.is_grad_enabled())
-        return [_copy_of(self._model, own_buffers=number > 0) for number in range(count)]
+        return [_copy_of(self._model, clone_buffers=number > 0) for number in range(count)]
 
 
-def _copy_of(model: nn.Module, *, own_buffers: bool) -> nn.Module:
+def _copy_of(model: nn.Module, *, clone_buffers: bool) -> nn.Module:
     """Copy the tree of modules, but not its parameters.
 
-    ``own_buffers``: copy the buffers, so that updates of them are lost, as on GPUs in all replicas but the first.
+    ``clone_buffers``: copy the buffers, so that updates of them are lost, as on GPUs in all replicas but the first.
     """
     copies: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        copy = module._replicate_for_data_parallel()
-        copy._parameters = module._parameters.copy()
-        copy._buffers = {
-            name: buffer.clone() if own_buffers and buffer is not None else buffer
-            for name, buffer in module._buffers.items()
-        }
+        copy = data_parallel_replica(module)
+        own_parameters(copy).update(own_parameters(module))
+        if clone_buffers:
+            own_buffers(copy).update({n: None if b is None else b.clone() for n, b in own_buffers(module).items()})
         copies[module] = copy
     for module, copy in copies.items():
-        copy._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
+        own_children(copy).update({n: None if c is None else copies[c] for n, c in own_children(module).items()})
     return copies[model]
 
 

@@ -1,1 +1,1 @@
-"""What a worker process needs."""
+"""Settings and services of a worker process."""

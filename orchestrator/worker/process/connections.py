@@ -1,4 +1,4 @@
-"""TCP connections of this process to machines that are gone: nobody is left there to close them."""
+"""TCP connections of this process to nodes that are lost, which nothing else closes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import psutil
 
 
 def shut_down(addresses: Collection[str]) -> None:
-    """End the connections to these IP addresses: who waits for the far end sees it closed, where gloo would wait for
-    its own timeout."""
+    """Shut down the connections to these IP addresses.
+
+    A thread that waits for such a node sees the connection closed. Otherwise gloo would wait for its own timeout,
+    because no FIN or RST arrives.
+    """
     for connection in psutil.Process().net_connections(kind="tcp"):
         if connection.raddr and connection.raddr.ip in addresses and connection.fd >= 0:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:

@@ -1,31 +1,33 @@
-"""SIGTERM to a worker, as batch systems send it before they end a job: a word to the driver instead of the end."""
+"""SIGTERM to a worker, which batch systems send before they end a job: a notice to the driver instead of the end."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
 import signal
-import threading
 
 
 class TerminationNotice:
-    """``received``: somebody has asked this process to end.
+    """Catches SIGTERM in this process and remembers it.
 
-    Python's own handlers run in the main thread alone, where Ray's C++ loop never lets them; that of ``faulthandler``
-    is one in C, and what it writes into a pipe is the signal.
+    Python runs its signal handlers in the main thread, which never leaves Ray's C++ loop. The handler of
+    ``faulthandler`` runs in C: the stack that it writes into a pipe is the notice.
     """
 
     def __init__(self) -> None:
-        self.received = False
+        self._received = False
         self._reading, self._writing = os.pipe()
-        threading.Thread(target=self._wait, name="termination-notice", daemon=True).start()
+        for end in (self._reading, self._writing):
+            os.set_blocking(end, False)  # a full pipe must not block the handler
         faulthandler.register(signal.SIGTERM, file=self._writing, all_threads=False, chain=False)
-        # A process that is forked from this one is asked to end by this one, and has to.
+        # A forked process has to end on SIGTERM, as multiprocessing expects.
         os.register_at_fork(after_in_child=functools.partial(faulthandler.unregister, signal.SIGTERM))
 
-    def _wait(self) -> None:
-        os.read(self._reading, 1)
-        self.received = True
-        while os.read(self._reading, 4096):  # a full pipe would block the handler
-            pass
+    def received(self) -> bool:
+        """Return whether this process has received SIGTERM."""
+        if not self._received:
+            with contextlib.suppress(BlockingIOError):
+                self._received = bool(os.read(self._reading, 1))
+        return self._received

@@ -1,4 +1,4 @@
-"""What the threads of a process are doing: to see where a rank hangs."""
+"""Python stacks of the threads of this process, which show where a rank hangs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import traceback
 from orchestrator.protocol.messages import Stacks
 
 _WAITS_IN = ("/torch/distributed/", "/torch/autograd/")
-"""Where the innermost frame is while a rank waits for others: in a collective operation, or in the backward pass, in
-which gradients are averaged."""
+"""The innermost frame of a rank that waits for others is in a collective operation, or in the backward pass, which
+averages gradients."""
 
 
 def all_stacks(training_thread: int | None) -> Stacks:
-    """The Python stacks of all threads, the training thread's first."""
+    """Return the Python stacks of all threads, the training thread first.
+
+    Args:
+        training_thread: its identifier, as ``threading.get_ident`` returns it; None if it has not started.
+    """
     names = {t.ident: t.name for t in threading.enumerate()}
     frames = sys._current_frames()
     parts = []

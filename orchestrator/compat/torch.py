@@ -1,0 +1,259 @@
+"""The private parts of PyTorch that this project depends on. No other module touches a private name of torch.
+
+Written against torch 2.13. A difference between the supported versions belongs in here, in the function that it
+concerns; ``tests/unit/test_compat_torch.py`` fails with the name of whatever a version has removed. The stand-in for
+``torch._dynamo`` has a module of its own, ``compat/deferred_dynamo.py``.
+
+``pytree`` handles nested tuples, lists and dicts; it has no public counterpart that torch's own internals share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+__all__ = [
+    "BatchNorm",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "adopt_user_state",
+    "broadcast_ddp_buffers",
+    "data_parallel_replica",
+    "ddp_comm_ms",
+    "end_loader_processes",
+    "is_view",
+    "loader_exit_codes",
+    "loader_failure",
+    "make_input_gradients_contiguous",
+    "microbatches_in_memory",
+    "mutates",
+    "nodes_between",
+    "own_buffers",
+    "own_children",
+    "own_parameters",
+    "parameter_of",
+    "pytree",
+    "release_ddp",
+    "saved_forward",
+    "set_ddp_timing",
+    "setting_fake_data",
+    "storage_key",
+    "version_of",
+    "waits_for_weight_gradients",
+]
+
+_NEVER = 2**30
+"""A sampling rate, in steps, that no run reaches."""
+
+
+# Tensors and operators
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of in-place changes that autograd has counted on ``tensor``."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd treats ``tensor`` as a view of another tensor."""
+    return tensor._is_view()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies ``storage`` for as long as it is alive, also if it has no memory."""
+    return int(storage._cdata)
+
+
+def mutates(operator: Any) -> bool:
+    """Return whether an operator, as ``__torch_dispatch__`` receives it, changes one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def adopt_user_state(target: Tensor, source: Tensor) -> None:
+    """Give ``target`` the attributes and the gradient hooks that user code has set on ``source``."""
+    of_every_tensor = {"_is_param", *vars(source.detach())}
+    vars(target).update({k: v for k, v in vars(source).items() if k not in of_every_tensor})
+    target._backward_hooks = source._backward_hooks
+    target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+@contextlib.contextmanager
+def setting_fake_data() -> Iterator[None]:
+    """Let ``Module.to`` and similar methods convert fake parameters in place, by replacing their data.
+
+    torch converts fake parameters with ``torch.utils.swap_tensors``, which refuses tensors that have weak references,
+    and the fake mode holds such references. Real parameters are always converted by replacing their data.
+    """
+
+    def set_data(parameter: FakeTensor, converted: FakeTensor) -> None:
+        parameter.data = converted
+        parameter.fake_device = converted.fake_device
+
+    swap = torch.utils.swap_tensors
+    torch.utils.swap_tensors = set_data
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+# Modules. The dicts are the module's own: a change to them changes the module.
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that are registered directly on ``module``, by attribute name."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that are registered directly on ``module``, by attribute name."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the direct children of ``module``, by attribute name; a shared child stands under each of its names."""
+    return module._modules
+
+
+def data_parallel_replica(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` as ``nn.DataParallel`` makes it: same buffers and children, no parameters."""
+    replica: nn.Module = module._replicate_for_data_parallel()
+    return replica
+
+
+# DistributedDataParallel
+
+
+def set_ddp_timing(replica: DistributedDataParallel, *, enabled: bool) -> None:
+    """Have DDP time the next step or not. A timed step waits for the device, so time only steps that are logged."""
+    replica._set_ddp_runtime_logging_sample_rate(1 if enabled else _NEVER)
+
+
+def ddp_comm_ms(replica: DistributedDataParallel) -> float | None:
+    """Return for how many ms the last timed step waited for its all-reduces; None if DDP has no measurement.
+
+    Communication that overlaps with the backward pass is not counted.
+    """
+    assert replica.logger is not None
+    replica.logger.set_runtime_stats_and_log()  # otherwise DDP updates its statistics in the next step
+    times = replica._get_ddp_logging_data()
+    total_ns = times.get("backward_comm_time", 0)
+    if not total_ns:
+        return None
+    overlapped_ns = times.get("backward_compute_comm_overlap_time", 0)
+    return float(max(total_ns - overlapped_ns, 0)) / 1e6
+
+
+def broadcast_ddp_buffers(replica: DistributedDataParallel) -> None:
+    """Give every rank the buffers of rank 0 now, instead of before the next forward pass."""
+    replica._sync_buffers()
+
+
+def release_ddp(replica: DistributedDataParallel) -> None:
+    """Drop the parts of ``replica`` that own the process group. ``replica`` is unusable afterwards.
+
+    As the last owner of the group, the reducer would wait for gloo's threads while it holds the interpreter lock, and
+    these threads may be waiting for the lock.
+    """
+    del replica.reducer
+    del replica.logger
+
+
+# DataLoader
+
+
+def loader_failure(error: RuntimeError) -> Literal["died", "timed out"] | None:
+    """Return what an error of a ``DataLoader`` says about its processes; None if it says nothing about them."""
+    text = str(error)
+    if text.startswith("DataLoader worker"):
+        return "died"
+    return "timed out" if text.startswith("DataLoader timed out") else None
+
+
+def loader_exit_codes(iterator: Any) -> list[int]:
+    """Return the non-zero exit codes of the processes behind the iterator of a ``DataLoader``."""
+    return [process.exitcode for process in getattr(iterator, "_workers", ()) if process.exitcode]
+
+
+def end_loader_processes(iterator: Any, *, terminate_after_s: float) -> None:
+    """End the processes behind the iterator of a ``DataLoader``, and wait for them.
+
+    torch asks them to end, and a process notices between two batches. One that is still reading after
+    ``terminate_after_s`` gets a SIGTERM.
+    """
+    processes = iterator._workers
+    overdue = threading.Timer(terminate_after_s, _terminate, (processes,))
+    overdue.start()
+    try:
+        iterator._shutdown_workers()
+    finally:
+        overdue.cancel()
+
+
+def _terminate(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.terminate()
+
+
+# Pipelining. Its import is slow and happens inside the functions.
+
+
+def nodes_between(outputs: Sequence[Node], inputs: Sequence[Node]) -> set[Node]:
+    """Return the nodes of the autograd graph on any path from ``outputs`` back to ``inputs``.
+
+    The search is the one with which torch splits a backward pass into gradients of inputs and gradients of weights.
+    """
+    from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
+
+    nodes, _ = reverse_closure(list(inputs), set(), construct_reverse_graph(list(outputs)))
+    return nodes
+
+
+def parameter_of(node: Node) -> Tensor | None:
+    """Return the leaf tensor that ``node`` accumulates gradients into; None if it is an inner node."""
+    variable: Tensor | None = getattr(node, "variable", None)
+    return variable
+
+
+def microbatches_in_memory(stage: PipelineStage) -> int:
+    """Return the number of micro-batches whose activations ``stage`` holds."""
+    return len(stage.fwd_cache) + len(stage.backward_state)
+
+
+def saved_forward(stage: PipelineStage, microbatch: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the outputs and the inputs of a forward pass that ``stage`` keeps for the backward pass."""
+    outputs, inputs = stage.fwd_cache[microbatch]
+    return outputs, inputs
+
+
+def make_input_gradients_contiguous(stage: PipelineStage, microbatch: int) -> None:
+    """Make the gradients that ``stage`` is about to send back contiguous, as the backends require."""
+    gradients = stage.bwd_cache[microbatch]
+    stage.bwd_cache[microbatch] = tuple(None if g is None else g.contiguous() for g in gradients)
+
+
+def waits_for_weight_gradients(stage: PipelineStage, microbatch: int) -> bool:
+    """Return whether only the first half of the backward pass, which gives the gradients of the inputs, is done."""
+    return microbatch in stage.backward_state

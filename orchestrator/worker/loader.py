@@ -1,0 +1,185 @@
+"""Reading the samples of a batch, in this thread or in loader processes that read ahead."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from orchestrator.compat.torch import end_loader_processes, loader_exit_codes, loader_failure
+from orchestrator.job import Split
+
+Collate = Callable[[list[Any]], Any]
+
+_POLL_S = 1.0
+_TERMINATE_AFTER_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+class DataError(RuntimeError):
+    """A sample could not be read. The message names the split, the index and the cause."""
+
+
+@dataclass(frozen=True)
+class BatchReader(Dataset[Any]):
+    """A dataset whose item for a list of indices is the collated batch.
+
+    A loader process returns an error as a :class:`ReadFailure`, because only its text can be pickled safely.
+
+    Raises:
+        DataError: on access, if a sample cannot be read or the samples cannot be collated.
+    """
+
+    dataset: Dataset[Any]
+    collate: Collate
+    split: Split
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        try:
+            return self._collated(self._items(indices), indices)
+        except DataError as e:
+            if get_worker_info() is None:
+                raise
+            return ReadFailure(str(e), traceback.format_exc())
+
+    def _items(self, indices: list[int]) -> list[Any]:
+        dataset = self.dataset
+        if hasattr(dataset, "__getitems__"):
+            return self._items_at_once(indices, dataset.__getitems__)
+        items: list[Any] = []
+        index = -1
+        try:
+            for index in indices:
+                items.append(dataset[index])
+        except Exception as e:
+            raise self._error(f"sample {index}", e) from e
+        return items
+
+    def _items_at_once(self, indices: list[int], fetch: Callable[[list[int]], list[Any]]) -> list[Any]:
+        try:
+            return fetch(indices)
+        except Exception as e:
+            for index in indices:  # one at a time, to find the sample that fails
+                try:
+                    fetch([index])
+                except Exception as cause:
+                    raise self._error(f"sample {index}", cause) from cause
+            raise self._error(f"samples {indices}", e) from e
+
+    def _collated(self, items: list[Any], indices: list[int]) -> Any:
+        try:
+            return self.collate(items)
+        except Exception as e:
+            raise self._error(f"collating samples {indices}", e) from e
+
+    def _error(self, what: str, cause: Exception) -> DataError:
+        return DataError(f"{self.split} data, {what}: {type(cause).__name__}: {cause}")
+
+
+@dataclass(frozen=True)
+class ReadFailure:
+    """A :class:`DataError` in a loader process, as text."""
+
+    message: str
+    traceback: str
+
+
+def load(
+    reader: BatchReader,
+    batches: Iterable[list[int]],
+    *,
+    seed: int,
+    num_workers: int,
+    pin_memory: bool,
+    timeout_s: float,
+) -> Generator[Any, None, None]:
+    """Yield the batch for each list of indices, in order.
+
+    Args:
+        num_workers: loader processes, which read ahead; 0 reads in this thread. They start with the first batch and
+            end with the generator: call its ``close()``.
+        seed: seeds the random generators of the loader processes.
+        timeout_s: the longest wait for a batch of a loader process.
+
+    Raises:
+        DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
+    """
+    loader = DataLoader(
+        reader,
+        sampler=batches,
+        batch_size=None,  # an item of the reader is a batch already
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        timeout=min(_POLL_S, timeout_s) if num_workers else 0,
+        worker_init_fn=_init_loader_process,
+        # A separate generator: starting a loader must not advance the global one, which dropout draws from.
+        generator=torch.Generator().manual_seed(seed),
+    )
+    iterator = iter(loader)
+    try:
+        while True:
+            try:
+                batch = _next(iterator, timeout_s)
+            except StopIteration:
+                return
+            if isinstance(batch, ReadFailure):
+                raise DataError(batch.message) from RuntimeError(f"in a loader process:\n{batch.traceback}")
+            yield batch
+    finally:
+        # Now, because a traceback may keep the last reference for a long time.
+        if num_workers:
+            end_loader_processes(iterator, terminate_after_s=_TERMINATE_AFTER_S)
+
+
+def _next(iterator: Iterator[Any], timeout_s: float) -> Any:
+    """Return the next batch. Poll, because outside the main thread torch notices a dead process only at a timeout."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return next(iterator)
+        except DataError:
+            raise
+        except RuntimeError as e:
+            failure = loader_failure(e)
+            if failure is None:
+                raise
+            if failure == "died":
+                raise DataError(_death(iterator, str(e))) from e
+            if time.monotonic() >= deadline:
+                raise DataError(
+                    f"no batch within {timeout_s:g} s: the dataset is too slow or hangs; "
+                    "raise data.num_workers, or set data.num_workers=0 to see where it hangs"
+                ) from e
+
+
+def _death(iterator: Iterator[Any], text: str) -> str:
+    codes = loader_exit_codes(iterator)
+    how = f"was killed by {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else "died"
+    return (
+        f"a loader process {how} ({text.rstrip('. ')}); "
+        "if it ran out of memory, lower data.num_workers (0 reads in the training thread)"
+    )
+
+
+def _init_loader_process(worker_id: int) -> None:
+    """Make a loader process survive Ctrl-C, but not its worker.
+
+    After Ctrl-C, the steps up to the last checkpoint still need data. An orphan would keep the sockets of its dead
+    worker open, so that the other ranks would not notice the death.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

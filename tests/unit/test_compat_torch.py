@@ -1,0 +1,234 @@
+"""The private parts of torch: each is still there and does what the project needs it for."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from orchestrator.compat import torch as compat
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_name_exists() -> None:
+    missing = [name for name in compat.__all__ if not hasattr(compat, name)]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TreeSpec",
+        "keystr",
+        "tree_flatten",
+        "tree_leaves",
+        "tree_leaves_with_path",
+        "tree_map",
+        "tree_map_only",
+        "tree_structure",
+        "tree_unflatten",
+    ],
+)
+def test_pytree_has(name: str) -> None:
+    assert hasattr(compat.pytree, name), f"torch {torch.__version__} has no torch.utils._pytree.{name}"
+
+
+def test_a_version_counts_in_place_changes() -> None:
+    tensor = torch.zeros(2)
+    before = compat.version_of(tensor)
+    tensor.add_(1)
+    assert compat.version_of(tensor) == before + 1
+
+
+def test_views_are_recognised() -> None:
+    tensor = torch.zeros(2, requires_grad=True) * 1
+    assert compat.is_view(tensor[:1])
+    assert not compat.is_view(tensor)
+
+
+def test_a_storage_is_recognised_also_without_memory() -> None:
+    for device in ("cpu", "meta"):
+        tensor, other = torch.zeros(2, device=device), torch.zeros(2, device=device)
+        key = compat.storage_key(tensor.untyped_storage())
+        assert key == compat.storage_key(tensor[1:].untyped_storage())
+        assert key != compat.storage_key(other.untyped_storage())
+
+
+def test_operators_that_change_an_argument_are_recognised() -> None:
+    assert compat.mutates(torch.ops.aten.add_.Tensor)
+    assert not compat.mutates(torch.ops.aten.add.Tensor)
+
+
+def test_attributes_and_hooks_of_a_parameter_are_adopted() -> None:
+    source, target = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    called: list[str] = []
+    source.register_hook(lambda _: called.append("gradient"))
+    source.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    source.no_weight_decay = True  # type: ignore[attr-defined]
+    compat.adopt_user_state(target, source)
+    target.sum().backward()
+    assert target.no_weight_decay  # type: ignore[attr-defined]
+    assert called == ["gradient", "accumulated"]
+
+
+def test_a_fake_parameter_is_converted_in_place_and_torch_is_restored() -> None:
+    swap = torch.utils.swap_tensors
+    with compat.FakeTensorMode():
+        layer = nn.Linear(2, 2)
+        weight = layer.weight
+        with compat.setting_fake_data():
+            layer.to(torch.float64)
+    assert layer.weight is weight
+    assert isinstance(weight, compat.FakeTensor)
+    assert weight.dtype == torch.float64
+    assert torch.utils.swap_tensors is swap
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_every_batch_norm_is_one(kind: type[nn.Module]) -> None:
+    assert issubclass(kind, compat.BatchNorm)
+
+
+def test_the_tensors_and_children_of_a_module() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.register_buffer("mask", torch.ones(1))
+    module.scale = nn.Parameter(torch.ones(1))
+    assert list(compat.own_parameters(module)) == ["scale"]
+    assert list(compat.own_buffers(module)) == ["mask"]
+    assert list(compat.own_children(module)) == ["0"]
+    replica = compat.data_parallel_replica(module)
+    assert compat.own_parameters(replica) == {}
+    assert compat.own_buffers(replica)["mask"] is module.mask
+    assert compat.own_buffers(replica) is not compat.own_buffers(module)
+    assert compat.own_children(replica) is not compat.own_children(module)
+
+
+@pytest.fixture
+def process_group() -> Any:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp() -> None:
+    replica = DistributedDataParallel(nn.BatchNorm1d(3))
+    for step in range(3):
+        compat.set_ddp_timing(replica, enabled=step != 1)
+        replica(torch.ones(4, 3)).sum().backward()
+    waited_ms = compat.ddp_comm_ms(replica)
+    assert waited_ms is None or waited_ms >= 0
+    compat.broadcast_ddp_buffers(replica)
+    compat.release_ddp(replica)
+    assert not {"reducer", "logger"} & vars(replica).keys()
+
+
+def test_loader_processes_end() -> None:
+    iterator = iter(DataLoader(torch.arange(8), num_workers=1))  # type: ignore[arg-type]
+    next(iterator)
+    compat.end_loader_processes(iterator, terminate_after_s=5)
+    assert compat.loader_exit_codes(iterator) == []
+    assert compat.loader_exit_codes(iter([])) == []
+
+
+def test_other_errors_are_not_the_loaders() -> None:
+    """``test_data.py`` has the errors that torch raises itself."""
+    assert compat.loader_failure(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")) == "died"
+    assert compat.loader_failure(RuntimeError("DataLoader timed out after 1 seconds")) == "timed out"
+    assert compat.loader_failure(RuntimeError("out of memory")) is None
+
+
+def test_nodes_on_the_way_back_to_an_input() -> None:
+    inputs = torch.ones(1, requires_grad=True) * 1
+    weight = nn.Parameter(torch.ones(1))
+    beside = weight * 2
+    output = inputs * 3 + beside
+    nodes = compat.nodes_between([node(output)], [node(inputs)])
+    assert {node(output), node(inputs)} <= nodes
+    assert node(beside) not in nodes
+    assert compat.parameter_of(node(weight)) is weight
+    assert compat.parameter_of(node(output)) is None
+
+
+def node(tensor: Tensor) -> Any:
+    return get_gradient_edge(tensor).node
+
+
+PIPELINE_STAGE = """
+import inspect
+import torch, torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from orchestrator.compat import torch as compat
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+stage = PipelineStage(torch.nn.Linear(2, 2), 1, 3, torch.device("cpu"), input_args=torch.ones(1, 2, requires_grad=True),
+                      output_args=torch.ones(1, 2), group=dist.group.WORLD)
+assert compat.microbatches_in_memory(stage) == 0
+inputs = torch.ones(1, 2, requires_grad=True)
+stage.fwd_cache[0] = ((stage.submod(inputs),), [inputs])
+assert compat.microbatches_in_memory(stage) == 1
+assert compat.saved_forward(stage, 0)[1] == [inputs]
+assert not compat.waits_for_weight_gradients(stage, 0)
+stage.bwd_cache[0] = (torch.ones(2, 2).t(), None)
+compat.make_input_gradients_contiguous(stage, 0)
+assert stage.bwd_cache[0][0].is_contiguous() and stage.bwd_cache[0][1] is None
+
+def takes(method, *names):
+    found = inspect.signature(getattr(PipelineStage, method)).parameters
+    assert set(names) <= set(found), f"{method} takes {list(found)}"
+
+takes("forward_one_chunk", "fwd_chunk_id", "args", "kwargs")
+takes("backward_one_chunk", "bwd_chunk_id", "loss", "full_backward", "last_backward")
+takes("backward_weight_one_chunk", "bwd_chunk_id", "last_backward")
+takes("forward_maybe_with_nosync")
+dist.destroy_process_group()
+"""
+
+
+def test_a_stage_of_a_pipeline() -> None:
+    """In a process of its own, because the import of pipelining loads the compiler."""
+    done = subprocess.run([sys.executable, "-c", PIPELINE_STAGE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    known = {
+        n.attr for n in ast.walk(parsed(Path(compat.__file__))) if isinstance(n, ast.Attribute) and is_private(n.attr)
+    }
+    broken = []
+    for path in sorted([*ROOT.glob("orchestrator/**/*.py"), *ROOT.glob("jobs/**/*.py")]):
+        if "compat" in path.parts:
+            continue
+        for n in ast.walk(parsed(path)):
+            if isinstance(n, ast.ImportFrom) and str(n.module).split(".")[0] == "torch":
+                names = [*str(n.module).split("."), *(alias.name for alias in n.names)]
+                found = [name for name in names if is_private(name)]
+            elif isinstance(n, ast.Attribute) and is_private(n.attr):
+                owner = ast.unparse(n.value)
+                of_torch = owner.split(".")[0] in ("torch", "nn", "dist") or n.attr in known
+                found = [n.attr] if of_torch and owner not in ("self", "cls") else []
+            else:
+                found = []
+            broken += [f"{path.relative_to(ROOT)}, line {n.lineno}: {name}" for name in found]  # type: ignore[attr-defined]
+    assert not broken, "give it a name in orchestrator/compat/torch.py:\n" + "\n".join(broken)
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
