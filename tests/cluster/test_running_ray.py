@@ -134,12 +134,10 @@ def test_over_two_uneven_nodes(head: Head, tmp_path: Path) -> None:
 
 def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:
     words = ("python", "-m", "orchestrator.launch", f"cluster.address={head.gcs}")
-    began = time.monotonic()
     done = command(head, *words, cwd=tmp_path, RAY_AUTH_TOKEN="b" * 40)
     assert done.returncode == 2
     assert "cluster.address" in done.stderr
     assert "RAY_AUTH_TOKEN" in done.stderr
-    assert time.monotonic() - began < 15
     assert not list(tmp_path.glob("outputs/*/*"))
 
 

@@ -4,7 +4,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from gang import Gang
+
+from helpers.gang import Gang
 
 HERE = Path(__file__).parent
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gang import Gang
-from layouts import ADAMW, LAYOUTS, SGD
 from safetensors.torch import load_file
-from stage_toys import ScheduledChain, plain
-from toys import Case, Steps, digits, having, losses, piece
 
+from helpers.gang import Gang
+from helpers.layouts import ADAMW, LAYOUTS, SGD
+from helpers.stage_toys import ScheduledChain, plain
+from helpers.toys import Case, Steps, digits, having, losses, piece
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.train_state import TrainState
 

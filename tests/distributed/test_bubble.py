@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass
 
 import pytest
-from gang import Gang
-from toys import Case, having, make, steps
 
+from helpers.gang import Gang
+from helpers.toys import Case, having, make, steps
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
 from orchestrator.timeline.ideal import live_microbatches, order_of, theoretical_bubble

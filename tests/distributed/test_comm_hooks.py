@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from toys import (
+
+from helpers.toys import (
     DDP,
     Case,
     Constant,
@@ -33,7 +34,6 @@ from toys import (
     train,
     watched,
 )
-
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.replicated.comm_hooks import POWERSGD_WARM_UP_STEPS as WARM_UP
 from orchestrator.worker.data import SampleOrder

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import (
+
+from helpers.gang import SOON_S
+from helpers.toys import (
     CPU,
     AdamDigits,
     Case,
@@ -26,7 +28,6 @@ from toys import (
     losses,
     piece,
 )
-
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state
 
@@ -95,10 +96,10 @@ def test_any_layout_continues_another(gang, job):
 def test_a_state_of_another_model_is_refused_by_every_rank(gang):
     case = Case(job=digits(), train=having(steps=2))
     _, state = in_pieces(gang, case, [(1, 2)])
-    for answer in gang.ask(piece, replace(case, job=digits(hidden=12)), state, 2, world_size=2):
+    other = replace(case, job=digits(hidden=12))
+    for answer in gang.ask(piece, other, state, 2, world_size=2, timeout_s=SOON_S):
         assert answer.error is not None
         assert "hidden0.weight" in answer.error
-        assert answer.seconds < 10
 
 
 DTYPES = (

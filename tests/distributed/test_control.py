@@ -81,10 +81,8 @@ def test_nothing_begins_while_held():
 def test_a_silent_driver_is_an_error():
     gate = StepGate(timeout_s=0.2)
     gate.hold()
-    began = time.monotonic()
     with pytest.raises(TimeoutError, match="held at step 7"):
         gate.begin(7, 1)
-    assert 0.15 < time.monotonic() - began < 2
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from layouts import SGD
-from toys import Case, Normed, Tokens, Toy, digits, having, losses, make, steps
-from toys import train as train_case
 
+from helpers.layouts import SGD
+from helpers.toys import Case, Normed, Tokens, Toy, digits, having, losses, make, steps
+from helpers.toys import train as train_case
 from orchestrator.job import Job
 from orchestrator.strategies.replicated.dp import DPConfig
 

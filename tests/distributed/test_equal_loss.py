@@ -6,28 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gang import Gang
-from toys import AdamDigits, Case, ScheduledDigits, Steps, TinyGPT, Tokens, assert_same, digits, having, losses
-from toys import train as train_case
 
-# AdamW divides by the square root of tiny second moments, which magnifies rounding.
-SGD, ADAMW = 1e-5, 1e-4
+from helpers.equal_loss import assert_equal_losses
+from helpers.layouts import ADAMW, SGD, assert_as_alone
+from helpers.toys import AdamDigits, Case, ScheduledDigits, TinyGPT, Tokens, digits, having, losses
+from helpers.toys import train as train_case
 
 
-def assert_equal_losses(gang: Gang, case: Case, world_sizes: tuple[int, ...], *, rtol: float) -> list[Steps]:
-    """Returns what the last of the layouts saw."""
-    (alone,) = gang.run(train_case, case, world_size=1)
-    expected = losses([alone])
-    assert len(expected) == case.train.steps == 20
-    assert expected[-1] < expected[0], "nothing was learned, so nothing is compared"
-    for world_size in world_sizes:
-        ranks = gang.run(train_case, case, world_size=world_size)
-        torch.testing.assert_close(losses(ranks), expected, rtol=rtol, atol=0)
-        assert sum(r.weights[0] for r in ranks) == alone.weights[0]
-        for rank in ranks:
-            assert_same(rank.model, ranks[0].model)
-        torch.testing.assert_close(ranks[0].model, alone.model, rtol=100 * rtol, atol=10 * rtol)
-    return ranks
+@pytest.mark.fast
+def test_five_layouts_have_the_losses_of_one_worker(gang):
+    layouts = ("ddp-2", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
+    assert_as_alone(gang, Case(job=digits()), *layouts)
 
 
 @pytest.mark.parametrize("grad_accumulation", [1, 2, 3])

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gang import Gang
-from toys import (
+
+from helpers.gang import Gang
+from helpers.toys import (
     DDP,
     AdamDigits,
     Case,
@@ -29,7 +30,6 @@ from toys import (
     steps,
     train,
 )
-
 from orchestrator.config import schema
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
@@ -55,7 +55,7 @@ def test_all_have_one_model_and_it_learns(gang: Gang, options: schema.StrategyCo
 
 
 def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
-    from toys import watched
+    from helpers.toys import watched
 
     strategy = make(case, rank)
     seen = watched(strategy, steps(strategy))

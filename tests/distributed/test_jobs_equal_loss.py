@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts import pipeline
-from test_equal_loss import ADAMW, SGD, assert_equal_losses
-from toys import DDP, Case, having, losses, train
 
+from helpers.equal_loss import assert_equal_losses
+from helpers.layouts import ADAMW, SGD, pipeline
+from helpers.toys import DDP, Case, having, losses, train
 from jobs.names import Names
 from jobs.resnet50 import ResNet50
 from jobs.sparse import MatrixCompletion, SparseLogistic

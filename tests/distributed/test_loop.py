@@ -7,7 +7,9 @@ from math import fsum
 from pathlib import Path
 
 import pytest
-from toys import (
+
+from helpers.gang import SOON_S
+from helpers.toys import (
     CPU,
     Case,
     Cliff,
@@ -23,7 +25,6 @@ from toys import (
     make,
     model_of,
 )
-
 from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.worker.control import Outbox, StepGate
@@ -123,10 +124,9 @@ def test_two_workers_resume_from_a_checkpoint_bit_for_bit(gang, tmp_path, job):
 @pytest.mark.parametrize("at", [3, 6])
 def test_no_checkpoint_has_parameters_that_are_not_finite(gang, tmp_path, at, world_size):
     case = Case(job=Cliff(at=at), train=having(steps=6, log_every=100))
-    answers = gang.ask(run_loop, case, world_size, str(tmp_path), None, 3, world_size=world_size)
+    answers = gang.ask(run_loop, case, world_size, str(tmp_path), None, 3, world_size=world_size, timeout_s=SOON_S)
     assert answers[0].error is not None
     assert answers[0].error.startswith(f"NonFiniteError: the parameter 0.weight is no longer finite at step {at}; ")
-    assert all(a.seconds < 10 for a in answers)
     saved = [load(path) for path in (tmp_path / "checkpoints").iterdir()]
     assert [state.step for state in saved] == ([] if at == 3 else [3])
     assert all(tensor.isfinite().all() for state in saved for tensor in state.model.values())
@@ -139,7 +139,6 @@ def not_on_rank_1_at_third_call(rank: int, call: int) -> bool:
 def test_a_rank_that_fails_alone_ends_the_others_soon(gang, tmp_path):
     case = Case(job=TwoHeads(uses=not_on_rank_1_at_third_call), train=having(steps=5))
     for attempt in range(3):
-        answers = gang.ask(run_loop, case, 3, str(tmp_path / str(attempt)), None, 0, world_size=3)
+        answers = gang.ask(run_loop, case, 3, str(tmp_path / str(attempt)), None, 0, world_size=3, timeout_s=SOON_S)
         assert "take no part in the loss: spare.weight, spare.bias" in answers[1].error
         assert all(a.error is not None for a in answers)
-        assert all(a.seconds < 10 for a in answers), "they waited for each other until the timeout of 20 s"

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gang import Gang
-from layouts import ADAMW, SGD
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from toys import DDP as DDP_OPTIONS
-from toys import (
+
+from helpers.gang import Gang
+from helpers.layouts import ADAMW, SGD
+from helpers.toys import DDP as DDP_OPTIONS
+from helpers.toys import (
     AdamDigits,
     Case,
     Normed,
@@ -40,7 +41,6 @@ from toys import (
     train,
     watched,
 )
-
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from gang import Gang
-from layouts import ADAMW, SGD, STAGED, assert_as_alone
-from toys import Case, TinyGPT, digits, having
+
+from helpers.gang import Gang
+from helpers.layouts import ADAMW, SGD, STAGED, assert_as_alone
+from helpers.toys import Case, TinyGPT, digits, having
 
 
 @pytest.mark.parametrize("name", STAGED)

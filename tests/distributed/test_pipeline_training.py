@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import stage_toys as of
 import torch
-from gang import Gang
-from layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, whole_model
-from stage_toys import AdamTokenChain, Chain, Marked, TokenChain
-from toys import Case, Steps, Toy, digits, having, losses, make, piece, steps, train, watched
 
+import helpers.stage_toys as of
+from helpers.gang import Gang
+from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, whole_model
+from helpers.stage_toys import AdamTokenChain, Chain, Marked, TokenChain
+from helpers.toys import Case, Steps, Toy, digits, having, losses, make, piece, steps, train, watched
 from jobs.sparse import MatrixCompletion
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gang import Gang
-from toys import Case, digits, having, losses, plan_of, train
-from toys import config_of as config_for
 
+from helpers.gang import Gang
+from helpers.toys import Case, digits, having, losses, plan_of, train
+from helpers.toys import config_of as config_for
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import choices
 from orchestrator.config.schema import StrategyConfig

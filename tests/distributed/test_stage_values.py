@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import stage_toys as of
-from gang import Gang
-from layouts import LAYOUTS, assert_as_alone
-from stage_toys import Answers, Chain, Lengths, NestedBatches
-from toys import Case, having, train
+
+import helpers.stage_toys as of
+from helpers.gang import SOON_S, Gang
+from helpers.layouts import LAYOUTS, assert_as_alone
+from helpers.stage_toys import Answers, Chain, Lengths, NestedBatches
+from helpers.toys import Case, having, train
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
 """A stage a worker; backward passes in halves, neighbours on one worker; replicas."""
@@ -63,7 +64,6 @@ def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
 )
 def test_what_cannot_be_is_refused_by_every_worker(gang: Gang, job, name: str, split, said: str) -> None:
     layout = LAYOUTS[name]
-    answers = gang.ask(train, layout.of(case(job), split=split), world_size=layout.world_size)
+    answers = gang.ask(train, layout.of(case(job), split=split), world_size=layout.world_size, timeout_s=SOON_S)
     assert any(said in str(a.error) for a in answers), answers[0].trace
     assert all(a.error is not None for a in answers)
-    assert all(a.seconds < 10 for a in answers), "they waited for each other until the timeout of 20 s"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gang import Gang
 
+from helpers.gang import Gang
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of, receive_state, send_state
 

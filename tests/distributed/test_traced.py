@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from gang import Gang
-from layouts import MODEL_PARALLEL, SGD, assert_as_alone, ddp_pipeline, pipeline
-from stage_toys import NestedBatches
 from torch import Tensor, nn
-from toys import Branched, Case, having, losses, train
 
+from helpers.gang import Gang
+from helpers.layouts import MODEL_PARALLEL, SGD, assert_as_alone, ddp_pipeline, pipeline
+from helpers.stage_toys import NestedBatches
+from helpers.toys import Branched, Case, having, losses, train
 from orchestrator.config import schema
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import events
+
+from helpers.runs import events
 
 
 @pytest.fixture

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import events
+
+from helpers.runs import events
 
 SHORT = ("strategy=ddp", "train.steps=40", "train.eval_every=0", "recovery.max_failures=0")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_first_rank_and_its_traceback_are_named(run: Callable[..., Any], rank: int) -> None:
-    result = run(*SHORT, "job._target_=faulty_jobs.Faulty", f"job.rank={rank}")
+    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", f"job.rank={rank}")
     assert (result.status, result.exit_code) == ("FAILED", 1)
     assert result.reason.startswith(f"rank {rank} failed at step 4: RuntimeError: the planted")
     (failure,) = events(result.run_dir, "worker_failed")
@@ -25,14 +26,14 @@ def test_first_rank_and_its_traceback_are_named(run: Callable[..., Any], rank: i
 
 
 def test_death_of_a_process_is_named(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=faulty_jobs.Faulty", "job.how=kill")
+    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=kill")
     assert (result.status, result.exit_code) == ("FAILED", 1)
     assert result.reason.startswith("rank 1 failed at step")
     assert "died (killed from outside" in result.reason
 
 
 def test_crash_shows_where_it_was(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=faulty_jobs.Faulty", "job.how=segfault")
+    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=segfault")
     assert result.exit_code == 1
     (failure,) = events(result.run_dir, "worker_failed")
     assert failure["rank"] == 1
@@ -41,21 +42,21 @@ def test_crash_shows_where_it_was(run: Callable[..., Any]) -> None:
 
 
 def test_unreadable_sample_is_named(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=faulty_jobs.BadSample", "data.num_workers=1")
+    result = run(*SHORT, "job._target_=helpers.faulty_jobs.BadSample", "data.num_workers=1")
     assert result.exit_code == 1
     assert "sample 7" in result.reason
     assert "unreadable sector" in result.reason
 
 
 def test_nan_stops_and_names_step(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=faulty_jobs.Faulty", "job.how=nan")
+    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=nan")
     assert result.exit_code == 1
     assert result.reason.startswith("rank 1 failed at step 4: NonFiniteError: the loss became nan at step 5")
     assert "train.on_nonfinite=skip" in result.reason
 
 
 def test_nan_is_skipped_when_asked(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=faulty_jobs.Faulty", "job.how=nan", "train.on_nonfinite=skip")
+    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=nan", "train.on_nonfinite=skip")
     assert result.exit_code == 0
     (warning,) = events(result.run_dir, "warned")
     assert "step 5 skipped" in warning["message"]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import events, losses, series
+
+from helpers.runs import events, losses, series
 
 SERVER = ("strategy=parameter_server", "strategy.num_workers=2", "strategy.num_shards=2")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import events, losses, series
 from mlflow import MlflowClient
 
+from helpers.runs import events, in_campaign, losses, series
 from orchestrator.records.run_dir import read_json
 
 LINES = {
@@ -25,6 +25,7 @@ LINES = {
 BARS = {"samples_per_s", "step_ms_p50", "step_ms_p95", "final_loss", "steps", "startup_s", "restarts"}
 
 
+@pytest.mark.fast
 def test_digits_at_defaults(run: Callable[..., Any]) -> None:
     result = run("strategy=ddp", tracking="default")
     assert (result.status, result.exit_code) == ("FINISHED", 0)
@@ -85,11 +86,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[in
 
 TO_BE_STOPPED = (
     "strategy=ddp", "train.steps=100", "train.log_every=1", "train.eval_every=25",
-    "job._target_=faulty_jobs.Slow", "job.step_ms=15", "job.hidden=64", "name=stopped",
+    "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=15", "job.hidden=64", "name=stopped",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), *in_campaign((signal.SIGTERM, 143))])
 def test_stop_and_resume_is_the_same_run(
     run: Callable[..., Any],
     uninterrupted: dict[str, dict[int, float]],
@@ -100,9 +101,7 @@ def test_stop_and_resume_is_the_same_run(
     stop_at(40, number, below=Path("outputs"))
     stopped = run(*TO_BE_STOPPED, uri, tracking="default")
     assert (stopped.status, stopped.exit_code) == ("KILLED", code)
-    (asked,) = events(stopped.run_dir, "stop_requested")
-    (ended,) = events(stopped.run_dir, "run_ended")
-    assert ended["time"] - asked["time"] < 2
+    assert len(events(stopped.run_dir, "stop_requested")) == len(events(stopped.run_dir, "run_ended")) == 1
     at = stopped.summary["steps"]
     assert 40 <= at < 100
     assert (stopped.run_dir / "checkpoints" / f"step-{at:08d}").is_dir()

@@ -215,9 +215,7 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     run_dir.config_file.write_text("seed: 0\n")
     run_dir.log_file(0).write_text("hello\n")
-    began = time.monotonic()
     uploader = Uploader.start(run_dir, tracking(uri))
-    assert time.monotonic() - began < 0.5, "the driver does not wait for MLflow"
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 6))
@@ -305,13 +303,10 @@ def test_a_slow_server_delays_nothing_and_sync_uploads_the_rest(tmp_path, proxy,
     start(journal)
     log(journal, range(1, 2))
     wait_until(lambda: proxy.requests > 0)
-    began = time.monotonic()
     log(journal, range(2, 501))
-    assert time.monotonic() - began < 0.5, "0.1 ms a point or so, with a wide margin"
     end(journal, run_dir)
-    began = time.monotonic()
     upload = uploader.finish(0.5)
-    assert time.monotonic() - began < 2
+    assert read_cursor(run_dir).points == 0, "the run ended before the server's first answer"
     assert (upload.missing, upload.complete) == (1000, False)
 
     proxy.mode = "refuse"
@@ -417,9 +412,8 @@ def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_backgrou
     for _ in range(50):
         new_run(tmp_path, uri, state="finished")
     with exclusive(followed):
-        began = time.monotonic()
         assert [r.path for r in recover_orphans(tmp_path / "outputs")] == [orphan.path]
-        assert time.monotonic() - began < 0.5
+        assert not read_cursor(orphan).closed_at, "the upload is not waited for"
     assert orphan.read_record()["state"] == "killed"
     assert alive.read_record()["state"] == followed.read_record()["state"] == "running"
     wait_until(lambda: read_cursor(orphan).closed_at)

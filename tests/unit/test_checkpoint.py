@@ -338,6 +338,7 @@ print(model.weight.sum().item(), optimizer.state[model.weight]["step"].item())
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_to_load(tmp_path: Path) -> None:
     model = nn.Linear(3, 4)
     optimizer = optim.Adam(model.parameters())

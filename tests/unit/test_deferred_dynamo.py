@@ -48,6 +48,7 @@ import torch.distributed.pipelining
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then", ["", COMPILED, SUBMODULE, PIPELINES], ids=["eager", "compile", "submodule", "pipelines"]
 )

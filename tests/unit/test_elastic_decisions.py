@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_plan import LAPTOP, plan_of
 
+from helpers.plans import LAPTOP, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.session import check_all
 from orchestrator.planning.plan import Plan

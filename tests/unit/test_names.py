@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from job_trials import accuracy, errors, one_thread, trained
 from torch import nn
 
+from helpers.job_trials import accuracy, errors, one_thread, trained
 from jobs.names import Names, Speller, pad
 
 TOWNS = [b"Ulm", b"Rome", b"Reykjav\xc3\xadk", b"Aix-en-Provence", b"New York"]
@@ -96,6 +96,7 @@ def test_padding_is_not_computed(tmp_path: Path) -> None:
     assert steps == [int(lengths.sum())]
 
 
+@pytest.mark.slow
 def test_it_learns_to_spell() -> None:
     job = small(width=32)
     model, losses = trained(job, steps=60, batch=64)

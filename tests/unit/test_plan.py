@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 
 import pytest
 
-from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose
-from orchestrator.config.schema import Config
-from orchestrator.planning.plan import Node, Plan, make_plan
-from orchestrator.strategies import registry
+from helpers.plans import GPU_BOX, LAPTOP, errors_of, plan_of
+from orchestrator.planning.plan import Node, Plan
 
-LAPTOP = (Node(node_id="local", name="laptop", cpus=2, gpus=0),)
-GPU_BOX = (Node(node_id="a", name="box", cpus=16, gpus=4),)
 UNEVEN = (
     Node(node_id="a", name="big", cpus=8, gpus=4),
     Node(node_id="b", name="small", cpus=2, gpus=1),
     Node(node_id="c", name="none", cpus=32, gpus=0),
 )
-
-
-@functools.cache
-def config_of(*words: str) -> Config:
-    errors: list[str] = []
-    config, _ = compose(words, errors, registry.config_class)
-    assert config is not None, errors
-    return config
-
-
-def plan_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> Plan:
-    config = config_of(*words)
-    return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=embedded)
-
-
-def errors_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as error:
-        plan_of(nodes, *words, embedded=embedded)
-    return error.value.errors
 
 
 def shares(plan: Plan) -> list[int]:

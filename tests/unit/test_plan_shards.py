@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_plan import LAPTOP, config_of, errors_of, plan_of
 from torch import nn
 
+from helpers.plans import LAPTOP, config_of, errors_of, plan_of
 from jobs.resnet50 import ResNet50
 from jobs.sparse import SparseLogistic
 from jobs.toy import Toy

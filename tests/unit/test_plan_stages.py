@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_plan import GPU_BOX, LAPTOP, errors_of, plan_of
 
+from helpers.plans import GPU_BOX, LAPTOP, errors_of, plan_of
 from orchestrator.planning.plan import Plan
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from job_trials import errors, trained
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from helpers.job_trials import errors, trained
 from jobs.resnet50 import ResNet50, resnet
 from orchestrator.model.partial_init import build_part
 
@@ -44,6 +44,7 @@ def test_it_computes_what_torchvision_computes() -> None:
     torch.testing.assert_close(output[:, :3], torch.tensor(OUTPUT), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_it_can_be_cut_between_any_two_layers() -> None:
     model = tiny().model()
     assert isinstance(model, nn.Sequential)
@@ -78,6 +79,7 @@ def test_it_learns() -> None:
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
 
 
+@pytest.mark.slow
 def test_weights_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "resnet.safetensors"
     torch.manual_seed(0)

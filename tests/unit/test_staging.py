@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_plan import LAPTOP, config_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from helpers.plans import LAPTOP, config_of
 from orchestrator.driver.session import check_all
 from orchestrator.job import Job, Split
 from orchestrator.planning.plan import make_plan

@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from gang import Gang
 from torch import Tensor
-from toys import DDP, Case, Steps, losses, train
 
+from helpers.gang import Gang
+from helpers.toys import DDP, Case, Steps, losses, train
 from orchestrator.config import schema
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
 from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig

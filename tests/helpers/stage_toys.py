@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import default_collate
-from toys import Tokens, Toy
+
+from helpers.toys import Tokens, Toy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 HOST = "127.0.0.1"
 SIZE = 4
+START_TIMEOUT_S = 60.0
+SOON_S = 15.0
+"""Limit of calls in which no rank may wait for another until the collective timeout of 20 s (`toys.assignment`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,6 @@ class Answer:
     value: Any = None
     error: str | None = None
     trace: str = ""
-    seconds: float = 0.0
 
 
 class Gang:
@@ -113,7 +114,7 @@ class Gang:
         pairs = [Pipe() for _ in range(SIZE)]
         theirs = [there.fileno() for _, there in pairs]
         self._leader = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), *map(str, theirs)],
+            [sys.executable, "-m", "helpers.gang", *map(str, theirs)],
             pass_fds=theirs,
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -121,6 +122,11 @@ class Gang:
         for _, there in pairs:
             there.close()
         self._connections = [here for here, _ in pairs]
+        for here in self._connections:
+            if not here.poll(START_TIMEOUT_S):
+                self.close()
+                raise TimeoutError(f"the processes did not start within {START_TIMEOUT_S:g} s")
+            here.recv_bytes()
 
 
 def _lead(fds: list[int]) -> None:
@@ -148,20 +154,19 @@ def _lead(fds: list[int]) -> None:
 
 
 def _serve(rank: int, connection: Connection) -> None:
+    connection.send_bytes(b"ready")
     while True:
         try:
             request = connection.recv_bytes()
         except EOFError:
             return
-        began = time.monotonic()
         try:
             call: Call = pickle.loads(request)
             with group_of(rank, call):
                 value = call.function(rank, *call.args)
-            answer = Answer(value=value, seconds=time.monotonic() - began)
+            answer = Answer(value=value)
         except BaseException as e:
-            error, trace = f"{type(e).__name__}: {e}", traceback.format_exc()
-            answer = Answer(error=error, trace=trace, seconds=time.monotonic() - began)
+            answer = Answer(error=f"{type(e).__name__}: {e}", trace=traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
 
 
@@ -169,8 +174,8 @@ def _serve(rank: int, connection: Connection) -> None:
 def group_of(rank: int, call: Call) -> Iterator[None]:
     """The process group that ``call`` asks for."""
     import torch
-    from toys import assignment, close_strategies
 
+    from helpers.toys import assignment, close_strategies
     from orchestrator.worker import rendezvous
 
     if call.store_port is None:
@@ -199,7 +204,7 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that what it unpickles is what it defines.
-    import gang
+    # Not as __main__, so that the classes it unpickles are those that it defines.
+    from helpers import gang
 
     gang._lead([int(fd) for fd in sys.argv[1:]])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("orchestrator", "jobs", "conf", "pyproject.toml", "README.md", "LICENSE")
 LEAST_SETUPTOOLS = 77  # pyproject.toml asks for it; older ones cannot build without an isolated environment
 

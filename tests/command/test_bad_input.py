@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
-
-LIMIT_S = 15  # 5 are promised, on a quiet machine
 
 Refused = Callable[..., str]
 
@@ -57,12 +54,9 @@ def refused(capsys: pytest.CaptureFixture[str], elsewhere: Path) -> Refused:
     def refused(*words: str) -> str:
         before = contents(elsewhere)
         children = psutil.Process().children(recursive=True)
-        began = time.monotonic()
         code = main(list(words))
-        took_s = time.monotonic() - began
         output = capsys.readouterr()
         assert (code, output.out) == (2, ""), output
-        assert took_s < LIMIT_S
         assert not ray.is_initialized()
         assert psutil.Process().children(recursive=True) == children
         assert contents(elsewhere) == before
@@ -84,10 +78,9 @@ def message(text: str) -> str:
     return "\n".join(line.removeprefix("  - ") for line in errors)
 
 
-def command(*words: str, cwd: Path, program: tuple[str, ...] = (), **environment: str) -> tuple[int, str, float]:
-    """Run a real command; returns its exit code, its words and its seconds. No process of it may be left."""
+def command(*words: str, cwd: Path, program: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
+    """Run a real command and return its exit code and what it wrote to stderr. No process of it may be left."""
     mark = uuid.uuid4().hex
-    began = time.monotonic()
     done = subprocess.run(
         [*(program or (sys.executable, "-m", "orchestrator.launch")), *words],
         cwd=cwd,
@@ -96,10 +89,9 @@ def command(*words: str, cwd: Path, program: tuple[str, ...] = (), **environment
         text=True,
         timeout=60,
     )
-    took_s = time.monotonic() - began
     assert [p for p in psutil.process_iter() if environment_of(p).get("STARTED_BY_TEST") == mark] == []
     assert done.stdout == ""
-    return done.returncode, done.stderr, took_s
+    return done.returncode, done.stderr
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
@@ -139,9 +131,8 @@ def test_a_command_is_refused(words: list[str], said: list[str], elsewhere: Path
     (elsewhere / "half.py").write_text(SOMEONES_JOB)
     (elsewhere / "file").touch()
     before = contents(elsewhere)
-    code, text, took_s = command(*words, cwd=elsewhere, PYTHONDONTWRITEBYTECODE="1")
+    code, text = command(*words, cwd=elsewhere, PYTHONDONTWRITEBYTECODE="1")
     assert code == 2, text
-    assert took_s < LIMIT_S
     found = message(text)
     for part in said:
         assert part in found
@@ -153,7 +144,7 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
     if not script.exists():
         pytest.skip("orchestrator is not installed in this environment")
     (elsewhere / "half.py").write_text(SOMEONES_JOB)
-    code, text, _ = command("job._target_=half.Half", cwd=elsewhere, program=(str(script),))
+    code, text = command("job._target_=half.Half", cwd=elsewhere, program=(str(script),))
     assert code == 2
     assert message(text) == "job._target_=half.Half: lacks loss()"
 

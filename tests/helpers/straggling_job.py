@@ -26,8 +26,13 @@ class Straggling(Digits):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowProcess(Straggling):
-    """It is the first process of rank 1 that is slow, and writes its number into the file ``who``."""
+    """Only the first process of rank 1 is slow; it writes its number into the file ``who``.
 
+    The others sleep too, so that their times are long against the noise of a busy machine.
+    """
+
+    sleep_s: float = 0.06
+    usual_s: float = 0.01
     who: str
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -35,5 +40,6 @@ class SlowProcess(Straggling):
         if dist.get_rank() == 1 and not path.exists():
             path.write_text(str(os.getpid()))
         if dist.get_rank() != 1 or path.read_text() != str(os.getpid()):
+            time.sleep(self.usual_s)
             return Digits.loss(self, output, target)
         return super().loss(output, target)

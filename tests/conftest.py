@@ -1,0 +1,78 @@
+"""Which tests run when, in which order, and on how many processes.
+
+Three tiers:
+
+- ``pytest`` runs the fast one, in less than two minutes on two cores: ``tests/unit`` without the tests marked ``slow``,
+  and a few tests of other folders that are marked ``fast``: one run at defaults, equal loss over five layouts, one
+  recovery.
+- ``pytest -m "not campaign"`` runs everything except the campaign. ``.ci/run`` runs this.
+- ``pytest -m campaign`` runs the long ones: more kinds of faults at more moments.
+
+A tier runs on two processes (pytest-xdist), file by file. With a path or ``-k``, pytest runs the tests selected in this
+one process, and leaves out only the campaign; tests named by ``::`` always run.
+
+Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+FOLDERS = ("unit", "tracking", "command", "distributed", "cluster", "ray")
+"""In the order they run, as far as they depend on it:
+
+- ``command`` asserts that no Ray is found on this machine, so it runs well before ``cluster`` and ``ray``.
+- ``ray`` is last: its Ray and the user's token stay in their process until the end, and ``cluster`` starts commands
+  that must inherit neither. It runs in one process, with the machine to itself, because recovery depends on time.
+"""
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    option = config.option
+    chosen = config.args_source is pytest.Config.ArgsSource.ARGS or option.keyword
+    if not option.markexpr:
+        if not chosen:
+            option.markexpr = "fast"
+        elif not any("::" in arg for arg in config.args):
+            option.markexpr = "not campaign"
+    shown = option.usepdb or option.capture == "no"
+    in_one_process = chosen or shown or option.collectonly or option.markexpr == "campaign"
+    is_worker = hasattr(config, "workerinput")
+    if not in_one_process and not is_worker and getattr(option, "numprocesses", 0) is None:
+        option.numprocesses = 2
+        option.dist = "loadfile"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesInOrder(LoadFileScheduling):  # type: ignore[misc]
+        """File by file in the order of :data:`FOLDERS`; all of ``ray`` in one process."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "tests/ray" if file.startswith("tests/ray/") else file
+
+    config.option.loadscopereorder = False  # by size, the largest first
+    return FilesInOrder(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the markers that are added here
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = folder_of(item)
+        if folder in FOLDERS:
+            item.add_marker(folder)
+        if folder == "unit" and not any(item.iter_markers("slow")):
+            item.add_marker("fast")
+    items.sort(key=lambda item: FOLDERS.index(f) if (f := folder_of(item)) in FOLDERS else -1)
+
+
+def folder_of(item: pytest.Item) -> str:
+    return item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""

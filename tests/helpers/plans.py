@@ -1,0 +1,35 @@
+"""Nodes to plan for, and the plan of a command line."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import Config
+from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.strategies import registry
+
+LAPTOP = (Node(node_id="local", name="laptop", cpus=2, gpus=0),)
+GPU_BOX = (Node(node_id="a", name="box", cpus=16, gpus=4),)
+
+
+@functools.cache
+def config_of(*words: str) -> Config:
+    errors: list[str] = []
+    config, _ = compose(words, errors, registry.config_class)
+    assert config is not None, errors
+    return config
+
+
+def plan_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> Plan:
+    config = config_of(*words)
+    return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=embedded)
+
+
+def errors_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        plan_of(nodes, *words, embedded=embedded)
+    return error.value.errors

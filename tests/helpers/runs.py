@@ -1,0 +1,67 @@
+"""What a run left behind, and waiting for what it is about to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+PYTHONPATH = os.pathsep.join(map(str, (TESTS, ROOT)))
+"""For processes that load a job of this package, such as ``helpers.faulty_jobs.Faulty``."""
+
+
+def in_campaign(*values: Any) -> list[Any]:
+    """Parameters that only ``pytest -m campaign`` runs."""
+    return [
+        pytest.param(*v, marks=pytest.mark.campaign)
+        if isinstance(v, tuple)
+        else pytest.param(v, marks=pytest.mark.campaign)
+        for v in values
+    ]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """``train/loss`` by step."""
+    return series(run_dir, "train/loss")
+
+
+def series(run_dir: Path, name: str) -> dict[int, float]:
+    """A metric by step, from ``metrics.jsonl``."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if name in line]
+    assert len(steps) == len(set(steps)), f"double points of {name}"
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def events(run_dir: Path, kind: str) -> Sequence[dict[str, Any]]:
+    """The events of one kind, from ``events.jsonl``."""
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def pid_of_rank(folder: Path, rank: int, *, after_step: int) -> int:
+    """The process of a rank of the run below ``folder``, as soon as ``after_step`` is logged."""
+    (metrics,) = wait_for(lambda: list(folder.glob("outputs/*/*/metrics.jsonl")), "a run")
+    wait_for(lambda: max(losses(metrics.parent), default=0) >= after_step, f"step {after_step}")
+    (started,) = events(metrics.parent, "generation_started")
+    return int(started["workers"][rank].rpartition(" ")[2])
+
+
+def wait_for(condition: Callable[[], Any], what: str = "the condition", *, timeout_s: float = 60) -> Any:
+    """Return the first true value of ``condition()``.
+
+    Raises:
+        AssertionError: if there is none within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)
+    return found
