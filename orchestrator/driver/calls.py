@@ -1,4 +1,4 @@
-"""Calls of the driver to its workers, which never wait for ever."""
+"""Calls from the driver to its workers, each with a timeout."""
 
 from __future__ import annotations
 
@@ -10,63 +10,66 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from orchestrator.driver import cluster
+from orchestrator.compat.ray import own_ray_has_died
 from orchestrator.policy.failure import CauseOfDeath
 
 K = TypeVar("K", bound=Hashable)
 
 
 class GangError(RuntimeError):
-    """The workers could not be brought together; the text says why and what to do."""
+    """The workers cannot be started or reached; the message says why and what to do."""
 
 
 def check_ray() -> None:
-    """Nothing that is asked of a dead Ray would ever end.
+    """Check that the Ray that this process started lives; no call to a dead one would return.
 
     Raises:
-        GangError: the Ray that this process started is gone.
+        GangError: it is dead.
     """
-    if cluster.has_died():
-        raise GangError("Ray's own processes on this machine were ended from outside, or ran out of memory")
+    if own_ray_has_died():
+        raise GangError("Ray's processes on this machine were killed, or ran out of memory; start the run again")
 
 
 def cause_of_death(error: Exception) -> CauseOfDeath:
-    """What the error of a pending call says about the end of its worker."""
+    """Return what the error of a pending call says about the death of its worker."""
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return "out of memory"
     return "node lost" if isinstance(error, ray.exceptions.NodeDiedError) else "unknown"
 
 
 def all_answers(
-    references: list[Any], timeout_s: float, *, poll: Callable[[], None] = lambda: None, advice: str = ""
+    references: list[Any], timeout_s: float, *, check: Callable[[], None] | None = None, advice: str = ""
 ) -> list[Any]:
-    """What all of the pending answers become; ``poll()`` is called now and then, and may raise to give up.
+    """Wait for all pending answers and return them in order.
+
+    ``check()`` is called twice a second, and may raise to stop waiting.
 
     Raises:
-        GangError: not in time, which the ``advice`` is for, or Ray is gone.
-        RayError: a worker is gone.
+        GangError: some answers did not come within ``timeout_s``, for which ``advice`` says what to do; or Ray is dead.
+        RayError: a worker is dead.
     """
     deadline = time.monotonic() + timeout_s
-    waiting = references
-    while waiting:
-        poll()
-        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+    pending = references
+    while pending:
+        if check is not None:
+            check()
+        _, pending = ray.wait(pending, num_returns=len(pending), timeout=0.5)
         check_ray()
-        if waiting and time.monotonic() > deadline:
-            late = f"{len(waiting)} of {len(references)} workers did not answer within {timeout_s:g} s"
+        if pending and time.monotonic() > deadline:
+            late = f"{len(pending)} of {len(references)} workers did not answer within {timeout_s:g} s"
             raise GangError(late + (advice and f"; {advice}"))
     return ray.get(references)
 
 
-def in_time(asked: MutableMapping[Any, K], timeout_s: float) -> dict[K, Any]:
-    """What each pending answer becomes within this time, under its key; those that fail or do not come left out.
+def answers_in_time(pending: MutableMapping[Any, K], timeout_s: float) -> dict[K, Any]:
+    """Return the answers that come within ``timeout_s``, under their keys; calls that fail are left out.
 
-    ``asked`` keeps those that have not come.
+    The calls that were answered, or failed, are removed from ``pending``.
     """
-    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s) if pending else ([], [])
     answers: dict[K, Any] = {}
     for reference in ready:
-        key = asked.pop(reference)
+        key = pending.pop(reference)
         with contextlib.suppress(ray.exceptions.RayError):
             answers[key] = ray.get(reference)
     return answers

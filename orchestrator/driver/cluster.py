@@ -1,115 +1,101 @@
-"""Connecting to Ray: the one of the address, or one embedded in this process."""
+"""Connecting to Ray: to a running cluster, or to a Ray that is embedded in this process."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
-import signal
 import socket
-import threading
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
-import grpc
 import psutil
 import ray
 import ray.exceptions
-from ray._private import services
-from ray._private import utils as ray_utils
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._private.grpc_utils import init_grpc_channel
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
-from ray._private.services import find_bootstrap_address
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
+from orchestrator.compat.ray import (
+    address_of_ray_start,
+    environment_defaults,
+    probe_gcs,
+    raylet_messages_muted,
+    signals_kept_from_ray,
+    use_token_of_user,
+)
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.planning.plan import Node
 
 CONNECT_TIMEOUT_S = 2.0
 
-
-@dataclass(frozen=True)
-class Connection:
-    """``owned``: this process started that Ray, and ends it."""
-
-    owned: bool
+EMBEDDED_ENVIRONMENT = {
+    # An embedded Ray has nobody to report to, and its reporting takes CPU time from the training.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # The workers that Ray starts in advance import torch while this process is still connecting.
+    "RAY_preload_python_modules": "orchestrator.worker.actor",
+}
+"""Set while an embedded Ray runs, unless the user has set them."""
 
 
 def target_address(config: ClusterConfig) -> str | None:
-    """The address of the Ray to use; None: embed one."""
+    """Return the address of the Ray to join; None to embed one."""
     address = config.address or os.environ.get("RAY_ADDRESS")
     return None if address in (None, "", "local") else address
 
 
 def this_machine(gpus: int) -> Node:
-    """This machine as the only node of an embedded Ray."""
+    """Return this machine as the only node of an embedded Ray."""
     cores = len(os.sched_getaffinity(0))
     return Node(node_id="local", name=socket.gethostname(), cpus=cores, gpus=gpus)
 
 
-def embed(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Connection:
-    """Start a Ray in this process, or use the one that it already has."""
+@contextlib.contextmanager
+def embedded(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Iterator[None]:
+    """Run a Ray in this process; one that the process already has is used and stays."""
     if ray.is_initialized():
-        return Connection(owned=False)
-    # A laptop run reports to nobody, and what the reporting costs comes out of the training.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # The workers that Ray starts in advance import torch while this process is still connecting.
-    os.environ.setdefault("RAY_preload_python_modules", "orchestrator.worker.actor")
-    with _signals_kept_from_ray():
-        ray.init(
+        yield
+        return
+    with environment_defaults(EMBEDDED_ENVIRONMENT):
+        _init(
             address="local",
             num_cpus=math.ceil(num_cpus),
             num_gpus=num_gpus,
             include_dashboard=config.dashboard,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
         )
-    silence_raylet_prints()
-    return Connection(owned=True)
+        with _shut_down_afterwards():
+            yield
 
 
 def address_error(address: str) -> str | None:
-    """What is wrong with the address or with the server there, in a line."""
+    """Return what is wrong with the address or with the server there, in one line; None if nothing is."""
     error = None if ray.is_initialized() else _error(address)
-    return error and f"{_shown(address)}: {error}"
+    return error and f"{_to_cli(address)}: {error}"
 
 
-def connect(address: str) -> Connection:
-    """Join the cluster at ``address``, which has no :func:`address_fault`.
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Join the cluster at ``address``, for which :func:`address_error` returns None; leave it on exit.
+
+    A Ray that the process is already connected to is used, and stays connected.
 
     Raises:
-        ConfigError: Ray cannot join it.
+        ConfigError: Ray cannot join the cluster.
     """
     if ray.is_initialized():
-        return Connection(owned=False)
+        yield
+        return
     try:
-        with _signals_kept_from_ray():
-            ray.init(address=_gcs_address(address), log_to_driver=False, logging_level=logging.ERROR)
+        _init(address=_gcs_address(address))
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
-        raise ConfigError([f"{_shown(address)}: {' '.join(str(e).split())[:500]}"]) from e
-    silence_raylet_prints()
-    return Connection(owned=True)
-
-
-def disconnect(connection: Connection) -> None:
-    if connection.owned:
-        ray.shutdown()
-
-
-def has_died() -> bool:
-    """Whether the Ray that this process started is gone: nobody would answer any more."""
-    node = ray._private.worker._global_node
-    return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+        raise ConfigError([f"{_to_cli(address)}: {' '.join(str(e).split())[:500]}"]) from e
+    with _shut_down_afterwards():
+        yield
 
 
 def nodes() -> tuple[Node, ...]:
-    """The living nodes with all they have, free or not."""
+    """Return the living nodes with all their resources, whether free or in use."""
     return tuple(
         Node(
             node_id=n["NodeID"],
@@ -122,37 +108,21 @@ def nodes() -> tuple[Node, ...]:
     )
 
 
-def leaving_nodes() -> Collection[str]:
-    """The nodes that have been told to drain, by their ids."""
-    return ray._private.state.state.get_draining_nodes()
+def _init(**options: Any) -> None:
+    with signals_kept_from_ray():
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 @contextlib.contextmanager
-def _signals_kept_from_ray() -> Iterator[None]:
-    """While Ray starts, it leaves SIGTERM to us, and each process that it starts gets a group of its own, so that
-    what goes to a whole group (Ctrl-C, ``timeout``) reaches this process alone.
-    """
-    set_handler, popen = ray_utils.set_sigterm_handler, services.ConsolePopen
-    ray_utils.set_sigterm_handler = lambda handler: None
-    services.ConsolePopen = functools.partial(popen, process_group=0)  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        ray_utils.set_sigterm_handler = set_handler
-        services.ConsolePopen = popen  # type: ignore[misc]
-        if threading.current_thread() is threading.main_thread():
-            # Below Python, Ray has set a handler that prints the stack and aborts three seconds later.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-            signal.alarm(0)
+def _shut_down_afterwards() -> Iterator[None]:
+    with raylet_messages_muted():
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
-def silence_raylet_prints() -> None:
-    """Ray prints its own words for every death across the console; ours name rank and reason."""
-    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
-    ray._private.worker.print_to_stdstream = lambda *_, **__: None
-
-
-def _shown(address: str) -> str:
+def _to_cli(address: str) -> str:
     key = "cluster.address" if os.environ.get("RAY_ADDRESS") != address else "RAY_ADDRESS"
     return f"{key}={address}"
 
@@ -165,41 +135,36 @@ def _error(address: str) -> str | None:
             "cluster with cluster=auto"
         )
     if separator:
-        return f"{scheme} is for `ray job submit`; give host:port of the cluster, or cluster=local for a Ray of its own"
+        return f"{scheme} is for `ray job submit`; give host:port of the cluster, or cluster=local to embed Ray"
     gcs = _gcs_address(address)
     if gcs is None:
-        return "no Ray runs on this machine; `ray start --head` starts one; or give host:port, or use cluster=local"
+        return "no Ray runs on this machine; start one with `ray start --head`, give host:port, or use cluster=local"
     host, _, port = gcs.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         return "expected auto, local or host:port"
-    return _refusal(gcs)
+    return _gcs_error(gcs)
 
 
 def _gcs_address(address: str) -> str | None:
-    """Host and port; for ``auto`` those that ``ray start`` left on this machine, None if it did not.
+    """Return host:port; for ``auto`` that of the Ray that ``ray start`` started here, None if there is none.
 
-    Ray's own ``auto`` would take any Ray of the machine, one that is embedded in another run too.
+    Ray's own ``auto`` would also take a Ray that is embedded in another run on this machine.
     """
-    return address if address != "auto" else find_bootstrap_address(None)
+    return address if address != "auto" else address_of_ray_start()
 
 
-def _refusal(gcs: str) -> str | None:
-    """What is wrong with the server there. Ray itself finds out, noisily, after twenty seconds."""
+def _gcs_error(gcs: str) -> str | None:
+    """Return why the server at ``gcs`` cannot be used. ``ray.init`` takes 20 s to find out, and logs all the while."""
     if _is_this_machine(gcs):
-        # `ray start` asks for the token of this user if there is one, so it may be shown here.
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(init_grpc_channel(gcs))
-    try:
-        stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=CONNECT_TIMEOUT_S)
-    except grpc.RpcError as e:
-        if e.code() == grpc.StatusCode.UNAUTHENTICATED:
-            return (
-                "this Ray asks for another token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) "
-                "to what it was started with"
-            )
-        return f"no Ray answers there ({e.code().name.lower()}); is it running? `ray start --head` starts one"
-    return None
+        # `ray start` on this machine has used the user's token if there is one, so the server may see it.
+        use_token_of_user()
+    status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
+    if status == "unauthenticated":
+        return (
+            "this Ray asks for another token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) "
+            "to the values that it was started with"
+        )
+    return status and f"no Ray answers there ({status}); is it running? Start one with `ray start --head`"
 
 
 def _is_this_machine(gcs: str) -> bool:

@@ -1,27 +1,31 @@
-"""The gang: the resources and actors of a run, acquired and released together, replaced one by one."""
+"""The gang: the workers of a run, acquired and released together, replaced one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
 
-from orchestrator.driver.calls import GangError, all_answers, in_time
+from orchestrator.driver.calls import GangError, all_answers, answers_in_time
 from orchestrator.driver.node_watch import NodeWatch
-from orchestrator.driver.slots import Slots, Waiting, kill_process
+from orchestrator.driver.slots import Slots, kill_process
+from orchestrator.driver.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
 from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo
 
 SPARE_TIMEOUT_S = 1.0
-"""A spare that does not answer at once is none."""
+"""Discard spares that do not answer within this time."""
+
+WorkerMethod = Any
+"""A method of :class:`~orchestrator.worker.actor.Worker`, such as ``Worker.hold``, as Ray's decorator returns it."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A worker in its place: its rank, its actor, and where that landed."""
+    """A worker with a rank: its actor, where that runs, and in which slot."""
 
     global_rank: int
     local_rank: int
@@ -31,111 +35,117 @@ class Member:
 
 
 class Gang:
-    """All workers of a run. Use as a context manager: whatever happens, everything is released."""
+    """All workers of a run. Use as a context manager, which releases everything on exit.
 
-    def __init__(self, plan: Plan, environment: WorkerEnvironment, nodes: NodeWatch, *, label: str):
+    ``members``: the workers with a rank, by rank. The spares are kept apart.
+    """
+
+    def __init__(
+        self, plan: Plan, environment: WorkerEnvironment, nodes: NodeWatch, monitor: WaitMonitor, *, label: str
+    ):
+        self.members: tuple[Member, ...] = ()
         self._plan = plan
         self._nodes = nodes
+        self._monitor = monitor
         self._environment = environment
         self._config = environment.config.cluster
         self._label = label
         self._slots = Slots(plan, heartbeat_timeout_s=self._config.heartbeat_timeout_s, label=label)
-        self._starting: dict[Any, int] = {}  # by the pending answer that a worker to be is up: its slot
+        self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
         self._spares: dict[int, WorkerInfo] = {}  # by slot
-        self._unprepared: set[int] = set()  # of the spares
+        self._unprepared: set[int] = set()  # slots of spares
         self._vacant: list[int] = []
-        self._asked: dict[Any, int] = {}  # by the heartbeat to come: the rank
-        self.members: tuple[Member, ...] = ()
+        self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
 
     def __enter__(self) -> Gang:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self._slots.release()
+        self.members = ()
 
-    def acquire(self, *, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> None:
-        """Reserve the resources, start the actors, and give each its rank.
-
-        ``on_wait(seconds, holders)`` is called every few seconds while resources are taken;
-        ``poll()`` more often, and may raise to give up.
+    def acquire(self) -> None:
+        """Reserve the resources, start the actors, and assign the ranks.
 
         Raises:
             GangError: not in time, or two workers landed on one GPU.
+            Interrupted: a stop was requested.
         """
-        bundles = self._plan.world_size + self._plan.spares
-        waiting = self._waiting(f"{self._plan.world_size} workers", on_wait, poll)
-        slots = self._slots.reserve_all(bundles, one_node=self._plan.one_node, waiting=waiting)
-        up = [self._slots.start(slot) for slot in slots]
+        plan = self._plan
+        wait = self._wait_for(f"{plan.world_size} workers")
+        slots = self._slots.reserve_all(plan.world_size + plan.spares, one_node=plan.one_node, wait=wait)
+        answers = [self._slots.start(slot) for slot in slots]
         timeout_s = self._config.rendezvous_timeout_s
         advice = "see Ray's logs, or raise cluster.rendezvous_timeout_s"
         try:
-            places = cast("list[WorkerInfo]", all_answers(up, timeout_s, poll=poll, advice=advice))
+            infos = cast("list[WorkerInfo]", all_answers(answers, timeout_s, check=self._monitor.check, advice=advice))
         except ray.exceptions.RayError as e:
             raise GangError(f"a worker died while it started: {e}") from e
-        _check_devices(places)
-        order = rank_order(places)
-        seated = shards_last(places, order[: self._plan.world_size], num_shards=self._plan.mesh.num_shards)
-        self._assign_ranks([(slots[index], places[index]) for index in seated])
-        self._spares = {slots[index]: places[index] for index in order[self._plan.world_size :]}
+        _check_devices(infos)
+        order = rank_order(infos)
+        by_rank = shards_last(infos, order[: plan.world_size], num_shards=plan.mesh.num_shards)
+        self._assign_ranks([(slots[index], infos[index]) for index in by_rank])
+        self._spares = {slots[index]: infos[index] for index in order[plan.world_size :]}
         self._unprepared = set(self._spares)
 
-    def replace(
-        self,
-        ranks: Sequence[int],
-        *,
-        on_wait: Callable[[float, str], None],
-        poll: Callable[[], None],
-    ) -> None:
-        """Give each of ``ranks`` another worker: a spare, or a new actor in the place of the old one; none of them on
-        a node that is about to leave. Callbacks as in :meth:`acquire`.
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Give each of ``ranks`` another worker: a spare, or else a new actor in the same slot.
+
+        A worker on a draining node is replaced by one on another node.
 
         Raises:
-            GangError: not in time, or each new one dies at once.
+            GangError: not in time, or each new worker dies at once.
+            Interrupted: a stop was requested.
         """
-        leaving = self._nodes.leaving
-        seats = [(m.slot, m.info) for m in self.members]
+        draining = self._nodes.draining
+        workers = [(m.slot, m.info) for m in self.members]
         for rank in ranks:
             lost = self.members[rank]
             self._slots.kill(lost.slot)
             if spares := self._live_spares(near=lost.info.node_id):
-                seats[rank] = spares[0], self._spares.pop(spares[0])
-                self._vacate(lost, leaving)
+                workers[rank] = spares[0], self._spares.pop(spares[0])
+                self._vacate(lost, draining)
             else:
-                slot = self._slots.reserve() if lost.info.node_id in leaving else lost.slot
-                waiting = self._waiting(f"a worker in the place of rank {rank}", on_wait, poll)
-                seats[rank] = slot, self._slots.start_and_wait(slot, waiting)
-        self._assign_ranks(seats)
+                slot = self._slots.reserve() if lost.info.node_id in draining else lost.slot
+                info = self._slots.start_and_wait(slot, self._wait_for(f"a worker to replace rank {rank}"))
+                workers[rank] = slot, info
+        self._assign_ranks(workers)
         _check_devices([m.info for m in self.members])
 
     def reassign_ranks(self, plan: Plan, before: Sequence[int | None]) -> bool:
-        """The workers of another plan: for each rank the one that a rank had before, or else a spare.
+        """Change to ``plan``, whose ranks go to present members and spares.
 
-        False: some spares are gone by now, and nothing has changed.
+        Args:
+            plan: the plan of the next generation, of another size.
+            before: for each new rank the present rank of its worker; None for a spare.
+
+        Returns:
+            False if there are too few live spares; nothing has changed then.
         """
         spares = self._live_spares() if None in before else []
         if len(spares) < before.count(None):
             return False
         joining = iter(spares)
         slots = [next(joining) if rank is None else self.members[rank].slot for rank in before]
-        places = {m.slot: m.info for m in self.members} | self._spares
-        leaving = self._nodes.leaving
+        infos = {m.slot: m.info for m in self.members} | self._spares
+        draining = self._nodes.draining
         for member in self.members:
             if member.global_rank not in before:
                 self._slots.kill(member.slot)
-                self._vacate(member, leaving)
+                self._vacate(member, draining)
         for slot in slots:
             self._spares.pop(slot, None)
         self._plan = plan
-        self._assign_ranks([(slot, places[slot]) for slot in slots])
+        self._assign_ranks([(slot, infos[slot]) for slot in slots])
         _check_devices([m.info for m in self.members])
         return True
 
     def refill(self, workers: int) -> None:
-        """Start workers in the background until there are ``workers`` with those in their places; first where lost
-        ones were, then wherever the cluster has room, or will have it. They load what a worker needs, and so do the
-        spares that there are.
+        """Start workers in the background until there are ``workers``, members included.
 
-        Not while the others wait to begin, for this takes their CPUs.
+        Vacant slots come first, then new ones wherever the cluster has room or will have it. New workers, and spares
+        that have not done so, load what every rank needs. Do not call this while a generation starts: loading takes
+        CPU time from it.
         """
         for slot in self._unprepared.intersection(self._spares):
             self._slots.actor(slot).prepare.remote(self._environment)
@@ -146,7 +156,7 @@ class Gang:
             self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
 
     def ready(self) -> int:
-        """How many workers could take a place at once."""
+        """Return how many spares could take a rank at once."""
         starting = list(self._starting)
         for reference in ray.wait(starting, num_returns=len(starting), timeout=0)[0] if starting else ():
             slot = self._starting.pop(reference)
@@ -154,95 +164,97 @@ class Gang:
                 self._spares[slot] = cast(WorkerInfo, ray.get(reference))
             except ray.exceptions.RayError:
                 self._vacant.append(slot)
-        leaving = self._nodes.leaving
-        return sum(info.node_id not in leaving for info in self._spares.values())
-
-    def release(self) -> None:
-        """Kill the actors and give the resources back. Never raises."""
-        self._slots.release()
-        self.members = ()
+        draining = self._nodes.draining
+        return sum(info.node_id not in draining for info in self._spares.values())
 
     def heartbeats(self, *, with_system_metrics: bool, wait_s: float) -> dict[int, Heartbeat]:
-        """What the workers have answered by now, by rank; ``wait_s`` is for the slower ones. The silent and dead are
-        left out. An answer that comes later is part of the next one."""
-        beats: dict[int, Heartbeat] = in_time(self._asked, 0.0)
-        outstanding = set(self._asked.values())
-        spoken_for: set[str] = set()
-        for member in self.members:
-            first_of_node = member.info.node_id not in spoken_for
-            spoken_for.add(member.info.node_id)
-            if member.global_rank not in outstanding:
-                answer = member.actor.heartbeat.remote(with_system_metrics and first_of_node)
-                self._asked[answer] = member.global_rank
-        return beats | {rank: beat.after(beats.get(rank)) for rank, beat in in_time(self._asked, wait_s).items()}
+        """Ask every member for a heartbeat and return those that come within ``wait_s`` seconds, by rank.
 
-    def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Every worker's answer to a control call, by rank.
+        A later answer is merged into the rank's next one. One member of each node adds the system metrics if they are
+        asked for.
+        """
+        earlier: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, 0.0)
+        pending = set(self._pending_heartbeats.values())
+        nodes: set[str] = set()
+        for member in self.members:
+            first_of_node = member.info.node_id not in nodes
+            nodes.add(member.info.node_id)
+            if member.global_rank not in pending:
+                answer = member.actor.heartbeat.remote(with_system_metrics and first_of_node)
+                self._pending_heartbeats[answer] = member.global_rank
+        latest: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, wait_s)
+        return earlier | {rank: heartbeat.after(earlier.get(rank)) for rank, heartbeat in latest.items()}
+
+    def ask(self, method: WorkerMethod, *args: Any, timeout_s: float) -> list[Any]:
+        """Call ``method`` of every member and return the answers by rank.
 
         Raises:
-            GangError: not in time, or Ray is gone.
-            RayError: a worker is gone.
+            GangError: not in time, or Ray is dead.
+            RayError: a worker is dead.
         """
-        return all_answers([getattr(m.actor, method).remote(*args) for m in self.members], timeout_s)
+        return all_answers([_call(m, method, *args) for m in self.members], timeout_s)
 
-    def ask_one(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
-        """One worker's answer to a control call. Raises as :meth:`ask`."""
-        return all_answers([getattr(self.members[rank].actor, method).remote(*args)], timeout_s)[0]
+    def ask_one(self, rank: int, method: WorkerMethod, *args: Any, timeout_s: float) -> Any:
+        """Call ``method`` of one member and return its answer. Raises as :meth:`ask`."""
+        return all_answers([_call(self.members[rank], method, *args)], timeout_s)[0]
 
-    def poll(self, method: str, *args: Any, ranks: Collection[int] | None = None, timeout_s: float) -> dict[int, Any]:
-        """The answers to a control call of those workers that give one in time, by rank."""
-        asked = {
-            getattr(m.actor, method).remote(*args): m.global_rank
-            for m in self.members
-            if ranks is None or m.global_rank in ranks
-        }
-        return in_time(asked, timeout_s)
+    def poll(self, method: WorkerMethod, *args: Any, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
+        """Call ``method`` of some members and return the answers that come in time, by rank."""
+        pending = {_call(m, method, *args): m.global_rank for m in self.members if m.global_rank in ranks}
+        return answers_in_time(pending, timeout_s)
 
-    def tell(self, method: str, *args: Any, ranks: Collection[int]) -> None:
-        """A control call to some workers whose answer nobody waits for."""
+    def tell(self, method: WorkerMethod, *args: Any, ranks: Collection[int]) -> None:
+        """Call ``method`` of some members without waiting for an answer."""
         for member in self.members:
             if member.global_rank in ranks:
-                getattr(member.actor, method).remote(*args)
+                _call(member, method, *args)
 
     def kill(self, rank: int) -> None:
-        """End the process of a rank on its own node, at once: a stopped one outlives Ray's own way for seconds."""
+        """Kill the process of a rank at once, even if it is stopped."""
         member = self.members[rank]
         kill_process(member.info)
         self._slots.kill(member.slot)
 
-    def _waiting(self, what: str, on_wait: Callable[[float, str], None], poll: Callable[[], None]) -> Waiting:
-        return Waiting(what, self._label, self._config.pending_timeout_s, on_wait, poll)
+    def _wait_for(self, what: str) -> ResourceWait:
+        return ResourceWait(
+            what, self._plan, label=self._label, timeout_s=self._config.pending_timeout_s, monitor=self._monitor
+        )
 
-    def _vacate(self, lost: Member, leaving: Collection[str]) -> None:
-        if lost.info.node_id not in leaving:
+    def _vacate(self, lost: Member, draining: Collection[str]) -> None:
+        if lost.info.node_id not in draining:
             self._vacant.append(lost.slot)
 
     def _live_spares(self, *, near: str = "") -> list[int]:
-        """The slots of the spares that answer and may stay where they are, those on the node ``near`` first."""
+        """The slots of the spares that answer and are not on a draining node, those on the node ``near`` first."""
         self.ready()
-        asked = {self._slots.actor(slot).worker_info.remote(): slot for slot in self._spares}
-        alive = in_time(asked, SPARE_TIMEOUT_S)
+        alive = answers_in_time(
+            {self._slots.actor(slot).worker_info.remote(): slot for slot in self._spares}, SPARE_TIMEOUT_S
+        )
         for slot in set(self._spares).difference(alive):
             self._slots.kill(slot)
             del self._spares[slot]
             self._vacant.append(slot)
-        leaving = self._nodes.leaving
-        staying = [slot for slot, info in self._spares.items() if info.node_id not in leaving]
-        return sorted(staying, key=lambda slot: (self._spares[slot].node_id != near, slot))
+        draining = self._nodes.draining
+        usable = [slot for slot, info in self._spares.items() if info.node_id not in draining]
+        return sorted(usable, key=lambda slot: (self._spares[slot].node_id != near, slot))
 
-    def _assign_ranks(self, seats: Sequence[tuple[int, WorkerInfo]]) -> None:
-        """Give the workers in these slots their ranks, in order."""
+    def _assign_ranks(self, workers: Sequence[tuple[int, WorkerInfo]]) -> None:
+        """Make members of the workers, each with its slot, in the order of their ranks."""
         members: list[Member] = []
         on_node: dict[str, int] = {}
-        for rank, (slot, info) in enumerate(seats):
+        for rank, (slot, info) in enumerate(workers):
             local_rank = on_node.setdefault(info.node_id, 0)
             on_node[info.node_id] += 1
             actor = self._slots.actor(slot)
             members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, info=info, slot=slot))
         self.members = tuple(members)
-        self._asked = {}  # of other ranks, or of before
+        self._pending_heartbeats = {}  # they are of the ranks as they were before
 
 
-def _check_devices(places: Sequence[WorkerInfo]) -> None:
-    if error := shared_device(places):
+def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:
+    return getattr(member.actor, method.__name__).remote(*args)
+
+
+def _check_devices(infos: Sequence[WorkerInfo]) -> None:
+    if error := shared_device(infos):
         raise GangError(error)

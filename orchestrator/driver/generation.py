@@ -1,11 +1,11 @@
-"""One generation: the group formed, watched until every rank has come to an end, one has failed, or all pause."""
+"""One generation: forms the process group, and watches it until every rank ends, one fails, or all pause."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -13,34 +13,39 @@ import ray
 import ray.exceptions
 
 from orchestrator.driver.calls import GangError, cause_of_death, check_ray
+from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
+from orchestrator.driver.growth import Growth
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.elastic import RankAssignment
 from orchestrator.policy.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
 from orchestrator.policy.hang import HangDetector, culprit
 from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan
-from orchestrator.protocol.events import Event, GenerationStarted, StopRequested, Warned
+from orchestrator.protocol.events import Event, GenerationStarted, StopRequested
 from orchestrator.protocol.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
 from orchestrator.records.lease import Lease
 from orchestrator.records.run_dir import RunDir, write_json
+from orchestrator.worker.actor import Worker
 
-SETTLE_S, SETTLE_STEPS = 3.0, 2.0
-"""After a failure, time for the other ranks to say what they saw: seconds, or usual steps where these take longer."""
+MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
+"""After a failure, wait this long for the other ranks to report theirs: seconds, or usual steps if these are longer."""
+POLL_AFTER_FAILURE_S = 0.1
+"""The interval between two rounds of heartbeats while the generation is ending."""
 STACKS_TIMEOUT_S = 2.0
 Pause = Literal["preempted", "growing"]
-LISTENING_S = 0.1
-"""Between two looks while something is known to be wrong."""
 
 
 class Generation:
-    """``outcomes``: what became of each rank, as far as it is known; ``returned``: the ranks whose process lives on.
+    """The ranks of ``plan``, from forming their group to the end of all their parts in it.
 
-    ``paused``: why all ranks were asked to end it after a step, for the next generation to go on with other workers.
-    ``paused_at``: when, in seconds since the epoch. ``leaving``: the ranks that have to go by then.
+    ``outcomes``: how each rank's part ended, as far as it is known. ``returned``: the ranks whose process lives.
+    ``stop_sent``: the ranks were asked to stop because of a signal.
+    ``paused``: why all ranks were asked to end this generation after a step, so that the next one can continue with
+    other workers; None if they were not. ``paused_at``: when, in seconds since the epoch.
+    ``draining``: the ranks to replace then.
     """
 
     def __init__(
@@ -55,8 +60,8 @@ class Generation:
         stop: StopSignals,
         nodes: NodeWatch,
         lease: Lease,
-        emit: Callable[[Event], None],
-        growth: Callable[[], RankAssignment | None],
+        events: EventStream,
+        growth: Growth,
     ):
         self.number = number
         self.outcomes: dict[int, Outcome] = {}
@@ -64,7 +69,7 @@ class Generation:
         self.stop_sent = False
         self.paused: Pause | None = None
         self.paused_at = 0.0
-        self.leaving: tuple[int, ...] = ()
+        self.draining: tuple[int, ...] = ()
         self._gang = gang
         self._environment = environment
         self._config = environment.config
@@ -74,9 +79,9 @@ class Generation:
         self._stop = stop
         self._nodes = nodes
         self._lease = lease
-        self._emit = emit
+        self._events = events
         self._growth = growth
-        self._pending: dict[Any, Member] = {}
+        self._pending: dict[Any, Member] = {}  # by the reference to its outcome
         self._silent_since: dict[int, float] = {}
         self._unreachable: tuple[str, ...] = ()
         self._hang_detector = HangDetector(self._config.recovery)
@@ -90,24 +95,29 @@ class Generation:
         checkpoint: Path | None,
         faults: tuple[Fault, ...],
     ) -> None:
-        """Have every rank join and train; ``recovery_plan``: where it goes on from, after another generation.
+        """Let every rank join the group and train.
 
-        ``recoverable_steps``: what the workers have from before.
+        Args:
+            run_uid: the id that checkpoints of this run carry.
+            recovery_plan: where the state comes from; None in the first generation.
+            recoverable_steps: the state that the workers hold from earlier generations, by rank.
+            checkpoint: what ranks load that get their state from no survivor; None to start from the beginning.
+            faults: those still to be injected.
 
         Raises:
-            GangError: Ray is gone.
+            GangError: rank 0 does not answer in time, or Ray is dead.
         """
-        members, cluster = self._gang.members, self._config.cluster
-        timeout_s = cluster.rendezvous_timeout_s
+        members = self._gang.members
+        timeout_s = self._config.cluster.rendezvous_timeout_s
         try:
-            host, port = self._gang.ask_one(0, "open_store", timeout_s, timeout_s=timeout_s)
+            host, port = self._gang.ask_one(0, Worker.open_store, timeout_s, timeout_s=timeout_s)
         except ray.exceptions.RayError as e:
-            self._lost_before(members[0], e, recoverable_steps)
+            self._record_early_death(members[0], e, recoverable_steps)
             return
         backend: Literal["gloo", "nccl"] = "nccl" if all(m.info.gpu_uuid for m in members) else "gloo"
         if backend == "gloo" and self._plan.device == "cuda":
-            self._emit(Warned(message="Ray has GPUs, the workers see no CUDA device: on CPUs with gloo"))
-        self._emit(
+            self._events.warn("Ray has GPUs, but the workers see no CUDA device; they train on CPUs with gloo")
+        self._events.emit(
             GenerationStarted(
                 generation=self.number,
                 backend=backend,
@@ -116,10 +126,10 @@ class Generation:
             )
         )
         fence = f"{uuid.uuid4().hex} generation {self.number}"
-        with contextlib.suppress(OSError):  # a full disk is told of where something is lost by it
+        with contextlib.suppress(OSError):  # a full disk is reported when a checkpoint or the journal fails
             write_json(self._run_dir.fence_file, {"generation": fence})
         for member in members:
-            orders = Assignment(
+            assignment = Assignment(
                 generation=self.number,
                 global_rank=member.global_rank,
                 local_rank=member.local_rank,
@@ -136,183 +146,215 @@ class Generation:
                 checkpoint=None if checkpoint is None else str(checkpoint),
                 faults=faults,
             )
-            self._pending[member.actor.train.remote(orders)] = member
+            self._pending[member.actor.train.remote(assignment)] = member
 
-    def watch(self) -> None:
-        """Returns when every rank has come to an end, when one has failed and the others have had time to notice, or
-        when the time after a stop is over."""
+    def watch(self) -> Iterator[Event]:
+        """Yield the events that workers report, which have been emitted, until the generation is over.
+
+        It is over when every rank has ended, when one has failed and the others have had time to notice, or when the
+        grace period after a stop has passed.
+
+        Raises:
+            GangError: Ray is dead.
+            SupersededError: another driver has taken over the run.
+        """
         give_up_at: float | None = None
         abandoned = False
         while self._pending:
-            wait_s = self._config.cluster.heartbeat_s if give_up_at is None else LISTENING_S
+            wait_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
             check_ray()
             self._lease.renew()
             for reference in ready:
-                self._take_outcome(reference, self._pending.pop(reference))
+                self._record_outcome(reference, self._pending.pop(reference))
             if give_up_at is not None and time.monotonic() > give_up_at:
                 return
-            self._look_after(self._telemetry.collect(self._gang), time.monotonic())
+            collected = self._telemetry.collect(self._gang)
+            yield from collected.events
+            self._check_workers(collected.heartbeats, time.monotonic())
             if not abandoned and self._failed():
                 abandoned = True
-                give_up_at = time.monotonic() + max(SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
-                left = [m.global_rank for m in self._pending.values()]
-                self._gang.tell("abandon", self.number, self._unreachable, ranks=left)
-            if self._stop.received and not self.stop_sent and self.paused is None:
-                self._coordinate_stop()
+                give_up_at = time.monotonic() + max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
+                remaining = [m.global_rank for m in self._pending.values()]
+                self._gang.tell(Worker.abandon, self.number, self._unreachable, ranks=remaining)
+            if self._stop.received is not None and not self.stop_sent and self.paused is None:
+                self._coordinate_stop(self._stop.received.name)
                 give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
 
-    def guilty(self) -> int | None:
-        """The rank that failed first; where the others only waited in vain, the one that stands still."""
-        guilty = first_failure(self.outcomes)
-        failure = None if guilty is None else self.outcomes[guilty].failure
-        still = [rank for rank in range(self._plan.world_size) if rank not in self.outcomes]
-        if failure is None or not failure.collateral or not still:
-            return guilty
-        rank = min(still, key=lambda r: (self._telemetry.last_step.get(r, 0), r))
-        self._fail(rank, standstill(self._config.cluster.collective_timeout_s, time=time.time()))
+    def find_failed_rank(self) -> int | None:
+        """Return the rank that failed first; None if none did.
+
+        If all reported failures are broken connections, the cause is the least advanced rank that has not ended. It is
+        recorded as failed.
+        """
+        rank = first_failure(self.outcomes)
+        failure = None if rank is None else self.outcomes[rank].failure
+        unfinished = [rank for rank in range(self._plan.world_size) if rank not in self.outcomes]
+        if failure is None or not failure.collateral or not unfinished:
+            return rank
+        rank = min(unfinished, key=lambda r: (self._telemetry.last_step.get(r, 0), r))
+        self._record_failure(rank, standstill(self._config.cluster.collective_timeout_s, time=time.time()))
         return rank
 
     def survivors(self) -> dict[int, RecoverableSteps]:
-        """The ranks whose process can go on, and what they hold."""
+        """Return the state that each rank holds whose process can continue."""
         return {
             rank: outcome.recoverable_steps
             for rank, outcome in self.outcomes.items()
             if rank in self.returned and (outcome.failure is None or outcome.failure.collateral)
         }
 
+    def all_ended(self, status: Literal["done", "stopped"]) -> bool:
+        """Return whether every rank has ended with ``status``."""
+        return len(self.outcomes) == self._plan.world_size and all(o.status == status for o in self.outcomes.values())
+
+    def last_step(self) -> int:
+        """Return the last step that any rank has completed."""
+        ended = [o.step for o in self.outcomes.values()]
+        return max([*ended, *self._telemetry.last_step.values()], default=0)
+
+    def failure(self, rank: int) -> Failure:
+        """Return the failure of a rank that has failed."""
+        failure = self.outcomes[rank].failure
+        assert failure is not None
+        return failure
+
     def _failed(self) -> bool:
         return any(o.status == "failed" for o in self.outcomes.values())
 
-    def _take_outcome(self, reference: Any, member: Member) -> None:
-        info, rank = member.info, member.global_rank
+    def _record_outcome(self, reference: Any, member: Member) -> None:
+        rank = member.global_rank
         try:
             outcome = cast(Outcome, ray.get(reference))
         except ray.exceptions.RayError as e:
-            if rank not in self.outcomes:  # otherwise it has been ended for a reason that is known
-                self._fail(rank, death(cause_of_death(e), pid=info.pid, hostname=info.hostname, time=time.time()))
+            if rank not in self.outcomes:  # otherwise the driver has killed it, for the reason recorded there
+                self._record_death(member, e)
             return
         self.returned.add(rank)
         self.outcomes.setdefault(rank, outcome)
 
-    def _lost_before(self, member: Member, error: Exception, recoverable_steps: Mapping[int, RecoverableSteps]) -> None:
-        """A worker is gone before the generation has begun; the others are as they were."""
-        info = member.info
+    def _record_early_death(
+        self, member: Member, error: Exception, recoverable_steps: Mapping[int, RecoverableSteps]
+    ) -> None:
+        """Record the death of a worker before the generation has begun; the others keep their state."""
         for other in self._gang.members:
+            rank = other.global_rank
             if other is not member:
-                rank = other.global_rank
+                step, states = self._telemetry.last_step.get(rank, 0), recoverable_steps.get(rank, {})
                 self.returned.add(rank)
-                step = self._telemetry.last_step.get(rank, 0)
-                self.outcomes[rank] = Outcome(
-                    status="stopped", step=step, recoverable_steps=recoverable_steps.get(rank, {})
-                )
-        self._fail(
-            member.global_rank, death(cause_of_death(error), pid=info.pid, hostname=info.hostname, time=time.time())
-        )
+                self.outcomes[rank] = Outcome(status="stopped", step=step, recoverable_steps=states)
+        self._record_death(member, error)
 
-    def _fail(self, rank: int, failure: Failure) -> None:
+    def _record_death(self, member: Member, error: Exception) -> None:
+        info = member.info
+        failure = death(cause_of_death(error), pid=info.pid, hostname=info.hostname, time=time.time())
+        self._record_failure(member.global_rank, failure)
+
+    def _record_failure(self, rank: int, failure: Failure) -> None:
         self.outcomes[rank] = Outcome(status="failed", step=self._telemetry.last_step.get(rank, 0), failure=failure)
 
-    def _look_after(self, beats: Mapping[int, Heartbeat], now: float) -> None:
-        """End what does not answer any more, or does not get on."""
-        waited_for = [m for m in self._pending.values() if m.global_rank not in self.outcomes]
-        for member in waited_for:
-            rank, beat = member.global_rank, beats.get(member.global_rank)
-            if beat is None:
+    def _check_workers(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
+        """Terminate ranks that do not answer, make no progress or slow the others down; pause if it is due."""
+        unfinished = [m for m in self._pending.values() if m.global_rank not in self.outcomes]
+        for member in unfinished:
+            rank = member.global_rank
+            if (heartbeat := heartbeats.get(rank)) is None:
                 self._silent_since.setdefault(rank, now)
             else:
                 self._silent_since.pop(rank, None)
-                self._hang_detector.observe(rank, beat, now)
-        silent = self._nodes.silent(self._nodes_heard(beats), now)
+                self._hang_detector.observe(rank, heartbeat, now)
+        silent_nodes = self._nodes.silent(self._nodes_heard(heartbeats), now)
         if self._failed():
             return
-        self._unreachable = tuple({m.info.node_ip for m in waited_for if m.info.node_id in silent})
-        for member in waited_for:
-            if member.info.node_id in silent:
-                timeout_s = self._config.cluster.node_timeout_s
-                self._end(member.global_rank, node_loss(timeout_s, hostname=member.info.hostname, time=time.time()))
+        on_silent_node = [m for m in unfinished if m.info.node_id in silent_nodes]
+        self._unreachable = tuple({m.info.node_ip for m in on_silent_node})
+        node_timeout_s = self._config.cluster.node_timeout_s
+        for member in on_silent_node:
+            failure = node_loss(node_timeout_s, hostname=member.info.hostname, time=time.time())
+            self._terminate(member.global_rank, failure)
         slow = self._telemetry.straggler
         if slow is not None and self._config.recovery.replace_stragglers and self._is_training(slow.rank):
-            self._end(slow.rank, too_slow(slow.slower_by, time=time.time()))
+            self._terminate(slow.rank, too_slow(slow.slower_by, time=time.time()))
             return
         timeout_s = self._config.cluster.heartbeat_timeout_s
-        for member in waited_for:
+        for member in unfinished:
             rank, info = member.global_rank, member.info
             if now - self._silent_since.get(rank, now) > timeout_s:
-                self._end(rank, silence(timeout_s, pid=info.pid, hostname=info.hostname, time=time.time()))
+                self._terminate(rank, silence(timeout_s, pid=info.pid, hostname=info.hostname, time=time.time()))
         if not self._failed() and any(rank not in self.outcomes for rank in self._hang_detector.hanging(now)):
-            self._end_hanging(now)
+            self._terminate_culprit(now)
         all_train = self._telemetry.has_trained(self.number) and not self.outcomes
         if all_train and self.paused is None and self._stop.received is None:
-            self._pause_if_due(beats)
+            self._pause_if_due(heartbeats)
 
     def _is_training(self, rank: int) -> bool:
         return rank not in self.outcomes and self._telemetry.last_step.get(rank, 0) < self._plan.steps
 
-    def _nodes_heard(self, beats: Mapping[int, Heartbeat]) -> dict[str, bool]:
-        """The nodes of the ranks, and whether one of those on each has answered."""
+    def _nodes_heard(self, heartbeats: Mapping[int, Heartbeat]) -> dict[str, bool]:
+        """For each node with ranks, whether one of them has answered."""
         heard: dict[str, bool] = {}
         for member in self._gang.members:
             node_id = member.info.node_id
-            heard[node_id] = heard.get(node_id, False) or member.global_rank in beats
+            heard[node_id] = heard.get(node_id, False) or member.global_rank in heartbeats
         return heard
 
-    def _pause_if_due(self, beats: Mapping[int, Heartbeat]) -> None:
-        """End the generation in good order, if workers have to leave or more could join."""
-        gone = self._nodes.leaving
-        leaving = [m.global_rank for m in self._gang.members if m.info.node_id in gone]
-        leaving += [rank for rank, beat in beats.items() if beat.leaving]
-        if leaving:
-            self.leaving = tuple(sorted(set(leaving)))
-            who = " and ".join(self._plan.display_name(rank) for rank in self.leaving)
-            why = "drained, or the process got SIGTERM"
-            self._emit(Warned(message=f"{who} must leave (the node is {why}): a checkpoint, and the place is given on"))
-            self._stop_all("preempted", save=True)
-        elif (larger := self._growth()) is not None:
-            self._stop_all("growing", save=larger.state_sources is None)
+    def _pause_if_due(self, heartbeats: Mapping[int, Heartbeat]) -> None:
+        """End the generation after a step if workers must leave, or if more could join."""
+        nodes = self._nodes.draining
+        draining = {m.global_rank for m in self._gang.members if m.info.node_id in nodes}
+        draining |= {rank for rank, heartbeat in heartbeats.items() if heartbeat.leaving}
+        if draining:
+            self.draining = tuple(sorted(draining))
+            who = " and ".join(self._plan.display_name(rank) for rank in self.draining)
+            self._events.warn(
+                f"{who} must leave (its node is draining, or its process got SIGTERM); "
+                "the run saves a checkpoint and replaces it"
+            )
+            self._pause("preempted", save=True)
+        elif (larger := self._growth.find()) is not None:
+            self._pause("growing", save=larger.state_sources is None)
 
-    def _stop_all(self, why: Pause | None, *, save: bool) -> None:
-        """Let all ranks finish the most advanced step that any of them has begun; ``why`` they pause."""
+    def _pause(self, why: Pause, *, save: bool) -> None:
         self.paused, self.paused_at = why, time.time()
+        self._finish_step(save=save)
+
+    def _coordinate_stop(self, signal_name: str) -> None:
+        self.stop_sent = True
+        self._events.emit(StopRequested(signal=signal_name))
+        self._finish_step(save=True)
+
+    def _finish_step(self, *, save: bool) -> None:
+        """Let all ranks stop after the most advanced step that any of them has begun."""
         grace_s = self._config.cluster.stop_grace_s
         try:
-            begun = self._gang.ask("hold", timeout_s=grace_s)
-            self._gang.ask("stop_after", max(begun), save, timeout_s=grace_s)
+            begun = self._gang.ask(Worker.hold, timeout_s=grace_s)
+            self._gang.ask(Worker.finish_step, max(begun), save, timeout_s=grace_s)
         except (GangError, ray.exceptions.RayError) as e:
-            self._emit(Warned(message=f"not every rank could be asked to stop: {e}"))
+            self._events.warn(f"some ranks did not get the request to stop: {e}")
 
-    def _end_hanging(self, now: float) -> None:
-        """Write down what every rank is doing, and end the one that is most likely to blame."""
+    def _terminate_culprit(self, now: float) -> None:
+        """Write the stacks of all ranks to a file, and terminate the rank that most likely causes the hang."""
         answering = [
             rank for rank in range(self._plan.world_size) if now - self._silent_since.get(rank, now) < STACKS_TIMEOUT_S
         ]
-        answers = self._gang.poll("stacks", ranks=answering, timeout_s=STACKS_TIMEOUT_S)
+        answers = self._gang.poll(Worker.stacks, ranks=answering, timeout_s=STACKS_TIMEOUT_S)
         stacks = cast("dict[int, Stacks]", answers)
-        waited_for = [m.global_rank for m in self._pending.values() if m.global_rank not in self.outcomes]
         rank, why = culprit(
-            waited_for,
+            [m.global_rank for m in self._pending.values() if m.global_rank not in self.outcomes],
             waiting={rank: stack.waiting for rank, stack in stacks.items()},
             steps=self._telemetry.last_step,
         )
         path = self._run_dir.stacks_file(self.number)
         path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
-        stood_s = self._hang_detector.standing_s(now)
-        message = f"it has not got on for {stood_s:.0f} s: {why}; the stacks of all ranks: {path}"
-        self._end(rank, hang(message, time=time.time()))
+        self._terminate(rank, hang(self._hang_detector.stalled_s(now), why, stacks=str(path), time=time.time()))
 
     def _stack(self, rank: int, stacks: Stacks | None) -> str:
         return f"==== {self._plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"
 
-    def _end(self, rank: int, failure: Failure) -> None:
-        """End a rank's process. That closes its connections, which frees the ranks that wait for it."""
-        self._fail(rank, failure)
+    def _terminate(self, rank: int, failure: Failure) -> None:
+        """Kill a rank's process. This closes its connections, which frees the ranks that wait for it."""
+        self._record_failure(rank, failure)
         self._gang.kill(rank)
-
-    def _coordinate_stop(self) -> None:
-        assert self._stop.received is not None
-        self.stop_sent = True
-        self._emit(StopRequested(signal=self._stop.received.name))
-        self._stop_all(None, save=True)
 
 
 def _describe(member: Member) -> str:

@@ -1,4 +1,4 @@
-"""Runs one after another on one Ray: checks everything first, then starts."""
+"""One launch: checks all runs of a command before the first one starts, then executes them on one Ray."""
 
 from __future__ import annotations
 
@@ -20,24 +20,29 @@ from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.driver import cluster
+from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.preflight import prepare
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.signals import StopSignals
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.protocol.events import RunEnded, Sink, Warned
+from orchestrator.protocol.events import RunEnded, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import SupersededError
-from orchestrator.records.run_dir import RunDir, process_started_at, write_json
+from orchestrator.records.run_dir import process_started_at
 from orchestrator.strategies import registry
-from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A run that passed every check. ``sizes``: None where the cluster has to be asked for its nodes."""
+    """A run that passed every check.
+
+    ``resume``: the run to continue; None for a new one. ``sizes``: None until the cluster is joined, if its nodes
+    decide.
+    """
 
     overrides: tuple[str, ...]
     config: Config
@@ -48,10 +53,10 @@ class Candidate:
 
 
 def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
-    """Check each run, given by its overrides, before the first one starts.
+    """Check all runs, each given by its overrides, before the first one starts.
 
     Raises:
-        ConfigError: with the faults of all of them.
+        ConfigError: with the errors of all of them.
     """
     address_error = functools.cache(cluster.address_error)
     candidates, errors = [], []
@@ -67,12 +72,12 @@ def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
 
 
 def _check(overrides: Sequence[str], address_error: Callable[[str], str | None], errors: list[str]) -> Candidate | None:
-    """Everything that can be checked before Ray starts or is joined, each part even if another has faults."""
+    """Check everything that can be checked before Ray starts or is joined; each part even if another has errors."""
     config, job_spec = compose(overrides, errors, registry.config_class)
     job = load_job(job_spec, errors) if job_spec is not None else None
-    surroundings = config or _surroundings(overrides)
-    if surroundings is not None:
-        errors += prepare.environment_errors(prepare.absolute_paths(surroundings))
+    paths = config or _paths_config(overrides)
+    if paths is not None:
+        errors += prepare.environment_errors(prepare.absolute_paths(paths))
     if config is None:
         return None
     config = prepare.absolute_paths(config)
@@ -92,10 +97,10 @@ def _check(overrides: Sequence[str], address_error: Callable[[str], str | None],
     )
 
 
-def _surroundings(overrides: Sequence[str]) -> Config | None:
-    """The configuration by the words alone that say where results go; None if they have faults too."""
-    words = [w for w in overrides if w.startswith(("output_dir=", "tracking=", "tracking."))]
-    config, _ = compose(words, [], registry.config_class)
+def _paths_config(overrides: Sequence[str]) -> Config | None:
+    """Compose only the overrides that say where results go; None if these have errors too."""
+    overrides = [o for o in overrides if o.startswith(("output_dir=", "tracking=", "tracking."))]
+    config, _ = compose(overrides, [], registry.config_class)
     return config
 
 
@@ -162,22 +167,24 @@ def _this_machine() -> Node:
 
 
 def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> list[RunResult]:
-    """Run each in turn on one Ray; several are a sweep under one parent.
+    """Execute the runs one after another on one Ray; several runs form a sweep.
 
-    ``owns_process``: SIGINT and SIGTERM may end the process while Ray starts.
+    Args:
+        candidates: what :func:`check_all` returned.
+        owns_process: SIGINT and SIGTERM may end the process while Ray starts.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or a plan does not fit it; nothing was started.
+        ConfigError: the cluster cannot be joined, or a plan does not fit it; nothing was started.
         KeyboardInterrupt: SIGINT or SIGTERM came while Ray was starting; nothing was started.
     """
     sweep = {"id": uuid.uuid4().hex, "name": _sweep_name(candidates)} if len(candidates) > 1 else None
     results: list[RunResult] = []
-    with StopSignals(impatient=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
+    with StopSignals(exit_at_once=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
         if candidates[0].config.plan:
             for sizes in all_sizes:
                 print(plan_table(sizes.first, nodes))
             return []
-        stop.impatient = False
+        stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
         recover_orphans(Path(candidates[0].config.output_dir))
@@ -191,43 +198,44 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
 
 
 def _sweep_name(candidates: Sequence[Candidate]) -> str:
-    """What differs between its runs, as it was asked for: ``strategy=single,ddp``."""
-    values: dict[str, dict[str, None]] = {}
+    """The overrides in which the runs differ, as typed: ``strategy=single,ddp``."""
+    values: dict[str, dict[str, None]] = {}  # dicts as ordered sets
     for candidate in candidates:
-        for word in candidate.overrides:
-            key, _, value = word.partition("=")
+        for override in candidate.overrides:
+            key, _, value = override.partition("=")
             values.setdefault(key, {})[value] = None
     return " ".join(f"{key}={','.join(given)}" for key, given in values.items() if len(given) > 1) or "sweep"
 
 
 @contextlib.contextmanager
 def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], list[Sizes]]]:
-    """A connection for all runs, and their sizes on it. An embedded Ray starts after planning."""
+    """Connect to one Ray for all runs; yields its nodes and the sizes of each run on them.
+
+    Without a cluster, a Ray is embedded; not for ``plan=true``, which needs none.
+    """
     config = candidates[0].config
     address = cluster.target_address(config.cluster)
     if address is not None:
-        connection = cluster.connect(address)
-        try:
+        with cluster.connected(address):
             nodes = cluster.nodes()
             yield nodes, _all_sizes(candidates, nodes)
-        finally:
-            cluster.disconnect(connection)
         return
     machine = _this_machine()
     sizes = [c.sizes for c in candidates if c.sizes is not None]
     if config.plan:
         yield (machine,), sizes
         return
-    needed = max((s.most.world_size + s.most.spares) * s.most.cpus_per_worker for s in sizes)
-    connection = cluster.embed(config.cluster, num_cpus=max(machine.cpus, needed), num_gpus=machine.gpus)
-    try:
+    needed = max(s.max_workers * s.most.cpus_per_worker for s in sizes)
+    with cluster.embedded(config.cluster, num_cpus=max(machine.cpus, needed), num_gpus=machine.gpus):
         yield (machine,), sizes
-    finally:
-        cluster.disconnect(connection)
 
 
 def _all_sizes(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list[Sizes]:
-    """On the nodes of a cluster."""
+    """Plan every run on the nodes of a cluster.
+
+    Raises:
+        ConfigError: some runs do not fit them.
+    """
     errors: list[str] = []
     sizes = [_sizes(c.config, c.job, nodes, errors, oversubscribe_cpus=False) for c in candidates]
     if errors:
@@ -243,7 +251,7 @@ def _run(
     command = prepare.command(candidate.overrides, secrets)
     run_dir, uid = prepare.open_run(config, candidate.job, plan, resume, command=command, sweep=sweep)
     console = make_console(steps=plan.steps, world_size=plan.world_size)
-    stop.last_words = console.close
+    stop.console = console
     journal = Journal(run_dir, secrets=secrets, warn=lambda m: console.emit(Warned(message=m)))
     spec = RunSpec(
         config=config,
@@ -257,79 +265,30 @@ def _run(
         secrets=secrets,
     )
     uploader = Uploader.start(run_dir, config.tracking)
-    again = prepare.command((*candidate.overrides, f"resume={run_dir.path}"), secrets)
-    finish = functools.partial(_finish, plan, run_dir, uploader, journal, console, config, again)
+    ending = RunEnding(
+        plan=plan,
+        run_dir=run_dir,
+        tracking=config.tracking,
+        uploader=uploader,
+        journal=journal,
+        console=console,
+        resume_command=prepare.command((*candidate.overrides, f"resume={run_dir.path}"), secrets),
+    )
     try:
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
         try:
-            result = Run(spec, [journal, console], stop, tracking_problem=uploader.problem).execute()
+            result = Run(spec, EventStream([journal, console]), stop, uploader).execute()
         except SupersededError as e:
+            # The directory belongs to the other driver now: write nothing more to it.
             console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))
             return RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=str(e))
         except Exception as e:
-            # A fault of ours; the records tell the truth about the run all the same.
+            # A bug in the orchestrator; the records still say that the run failed.
             reason = redact_text(f"{type(e).__name__}: {e}", secrets)
-            ended = RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason)
-            finish(ended)
+            ending.finish(RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason))
             raise
-        result = finish(result)
+        return ending.finish(result)
     finally:
         journal.close()
         console.close()
-    return result
-
-
-def _finish(
-    plan: Plan,
-    run_dir: RunDir,
-    uploader: Uploader,
-    journal: Journal,
-    console: Sink,
-    config: Config,
-    again: str,
-    result: RunResult,
-) -> RunResult:
-    """Write the end down, let MLflow have the rest, say the verdict last. ``again``: what continues the run."""
-    run_dir.update_record(state=result.status.lower(), ended=time.time(), summary=dict(result.summary))
-    summary = {**result.summary, **_write_timeline(result, plan, run_dir, console)}
-    if run_dir.profile.is_dir():
-        summary["profile"] = str(run_dir.profile)
-    ended = RunEnded(
-        status=result.status,
-        exit_code=result.exit_code,
-        reason=result.reason,
-        summary=summary,
-    )
-    journal.emit(ended)
-    stopped = result.status == "KILLED"
-    upload = uploader.leave() if stopped else uploader.finish(timeout_s=config.tracking.flush_timeout_s)
-    summary = {**summary, "mlflow_run_id": upload.run_id}
-    run_dir.update_record(summary=summary, mlflow_run_id=upload.run_id)
-    commands = _next_commands(result, config, again, missing_points=0 if stopped else upload.missing)
-    console.emit(replace(ended, summary=summary, next_commands=commands))
-    return replace(result, summary=summary)
-
-
-def _write_timeline(result: RunResult, plan: Plan, run_dir: RunDir, console: Sink) -> dict[str, str]:
-    """Where the timeline is, for the summary; nothing if there is none."""
-    if result.timeline is None or plan.pipeline is None:
-        return {}
-    title = f"{plan.job}: {plan.strategy}, {plan.pipeline.schedule}"
-    try:
-        write_json(run_dir.timeline_trace, trace(result.timeline))
-        draw(result.timeline, run_dir.timeline_picture, title=title)
-    except Exception as e:  # whatever hinders a picture, it is no reason to fail a run
-        console.emit(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
-        return {}
-    return {"timeline": str(run_dir.timeline_picture)}
-
-
-def _next_commands(result: RunResult, config: Config, again: str, *, missing_points: int) -> tuple[str, ...]:
-    commands = [] if result.status == "FINISHED" else [again]
-    if missing_points:
-        commands.append(f"python -m orchestrator.sync {result.run_dir}")
-    commands.append("python -m orchestrator.compare --last 5")
-    if config.tracking.uri is not None and config.tracking.uri.startswith("sqlite"):
-        commands.append(f"mlflow ui --backend-store-uri {config.tracking.uri}")
-    return tuple(commands)

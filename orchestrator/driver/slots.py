@@ -1,4 +1,4 @@
-"""Slots: room for a worker each in the cluster, and the actors in them."""
+"""Slots: resources for one worker each, reserved in the cluster, and the actors that run in them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
@@ -20,17 +19,17 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrator.driver.calls import GangError, check_ray
+from orchestrator.driver.waiting import ResourceWait
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import WorkerInfo
 from orchestrator.worker.actor import remote_worker
 
-WAITING_MESSAGE_EVERY_S = 5.0
 RELEASE_TIMEOUT_S = 5.0
-STARTS_TRIED = 3
+START_ATTEMPTS = 3
 
 
 class Slots:
-    """Those of a run, by number. Those that are reserved together Ray gives together; more can follow."""
+    """The slots of a run, by number. Those reserved together become available together; more can be added later."""
 
     def __init__(self, plan: Plan, *, heartbeat_timeout_s: float, label: str):
         self._resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
@@ -42,22 +41,30 @@ class Slots:
         self._actors: dict[int, Any] = {}
         self._started = 0
 
-    def reserve_all(self, count: int, *, one_node: bool, waiting: Waiting) -> list[int]:
-        """Room for ``count`` workers, once it is there; the slots of a node follow each other."""
+    def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait) -> list[int]:
+        """Reserve ``count`` slots and wait until they are available; returns them node by node.
+
+        Raises:
+            GangError, Interrupted: see :meth:`ResourceWait.check`.
+        """
         group = self._reserve(count, "STRICT_PACK" if one_node else "PACK")
         while not group.wait(timeout_seconds=0.5):
-            waiting.go_on()
-        # Ray promises no order of its own.
+            wait.check()
+        # Ray may place the bundles of a group in any order.
         nodes = placement_group_table(group)["bundles_to_node_id"]
         return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
 
     def reserve(self) -> int:
-        """Room for one more, wherever and whenever the cluster has it."""
+        """Reserve one more slot, on any node, and return it at once; it is available when the cluster has room."""
         self._reserve(1, "PACK")
         return len(self._bundles) - 1
 
     def start(self, slot: int) -> Any:
-        """Start an actor; returns its answer to come, where it is, once it is up."""
+        """Start an actor in ``slot``.
+
+        Returns:
+            A reference to its :class:`WorkerInfo`, which is ready when the actor is up.
+        """
         name = f"{self._label}/worker-{self._started}"
         self._started += 1
         group, bundle = self._bundles[slot]
@@ -75,34 +82,37 @@ class Slots:
         self._actors[slot] = actor
         return actor.worker_info.remote()
 
-    def start_and_wait(self, slot: int, waiting: Waiting) -> WorkerInfo:
-        """Where a new actor landed.
+    def start_and_wait(self, slot: int, wait: ResourceWait) -> WorkerInfo:
+        """Start an actor in ``slot`` and wait until it is up; one that dies while it starts is started again.
 
         Raises:
-            GangError: not in time, or each one dies at once.
+            GangError: no worker came up in time, each one died at once, or Ray is dead.
+            Interrupted: a stop was requested.
         """
-        for _ in range(STARTS_TRIED):
-            up = self.start(slot)
-            while not ray.wait([up], timeout=0.2)[0]:
+        for _ in range(START_ATTEMPTS):
+            info = self.start(slot)
+            while not ray.wait([info], timeout=0.2)[0]:
                 check_ray()
-                waiting.go_on()
+                wait.check()
             with contextlib.suppress(ray.exceptions.RayError):
-                return cast(WorkerInfo, ray.get(up))
-        raise GangError(f"{STARTS_TRIED} workers died one after another while they started; see Ray's logs")
+                return cast(WorkerInfo, ray.get(info))
+        raise GangError(f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs")
 
     def actor(self, slot: int) -> Any:
+        """Return the handle of the actor that was last started in ``slot``."""
         return self._actors[slot]
 
     def kill(self, slot: int) -> None:
+        """Kill the actor in ``slot``; the slot stays reserved. Never raises."""
         with contextlib.suppress(Exception):
             ray.kill(self._actors[slot])
 
     def release(self) -> None:
-        """Kill the actors and give the room back. Never raises."""
+        """Kill the actors and give the resources back. Never raises."""
         with contextlib.suppress(Exception):
             for actor in self._actors.values():
                 ray.kill(actor)
-        # Where Ray is dead, this call would wait a minute for it.
+        # In a thread of its own, because the call takes a minute if Ray is dead.
         groups = {group.id: group for group, _ in self._bundles}
         thread = threading.Thread(target=_remove, args=(list(groups.values()),), daemon=True)
         thread.start()
@@ -118,55 +128,14 @@ class Slots:
         return group
 
 
-class Waiting:
-    """For resources for ``what``, with a word now and then, and not for ever."""
-
-    def __init__(
-        self, what: str, label: str, timeout_s: float, on_wait: Callable[[float, str], None], poll: Callable[[], None]
-    ):
-        self._what = what
-        self._label = label
-        self._timeout_s = timeout_s
-        self._on_wait = on_wait
-        self._poll = poll
-        self._began = self._said = time.monotonic()
-
-    def go_on(self) -> None:
-        """To be called several times a second.
-
-        Raises:
-            GangError: for long enough.
-        """
-        self._poll()
-        now = time.monotonic()
-        if now - self._began > self._timeout_s:
-            raise GangError(
-                f"no room for {self._what} within {now - self._began:.0f} s (held by {_holders(self._label)}); free "
-                "some, lower strategy.num_workers, or raise cluster.pending_timeout_s"
-            )
-        if now - self._said > WAITING_MESSAGE_EVERY_S:
-            self._said = now
-            self._on_wait(now - self._began, _holders(self._label))
-
-
-def _holders(label: str) -> str:
-    """The placement groups of others that hold resources."""
-    others = [
-        f"{group['name'] or 'unnamed'} ({len(group['bundles'])} bundles)"
-        for group in placement_group_table().values()
-        if group["state"] == "CREATED" and not group["name"].startswith(f"{label}/")
-    ]
-    return ", ".join(others) or "other Ray tasks"
-
-
 def kill_process(info: WorkerInfo) -> None:
-    """End a process on its own node, at once: a stopped one outlives Ray's own way for seconds."""
+    """Kill a process with a signal on its own node: ``ray.kill`` takes seconds if the process is stopped (SIGSTOP)."""
     if info.node_id == ray.get_runtime_context().get_node_id():
         with contextlib.suppress(ProcessLookupError):
             os.kill(info.pid, signal.SIGKILL)
     else:
-        there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
-        _kill_process.options(scheduling_strategy=there).remote(info.pid)
+        on_node = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+        _kill_process.options(scheduling_strategy=on_node).remote(info.pid)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -1,12 +1,13 @@
-"""What the workers tell, a few times a second: the heartbeat, and with it progress, figures and events."""
+"""Heartbeats of the workers, a few times a second, and the progress, metrics and events that come with them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 
 from orchestrator.config.schema import Config
+from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
@@ -18,31 +19,31 @@ from orchestrator.protocol.events import (
     RankProgress,
     StragglerFound,
     SystemMetricsLogged,
-    Warned,
 )
 from orchestrator.protocol.messages import Heartbeat, TrainPoint
+from orchestrator.tracking.uploader import Uploader
 
 TRACKING_CHECK_EVERY_S = 5.0
-ANSWER_S = 0.2
-"""For a heartbeat; one that takes longer comes with the next."""
+HEARTBEAT_WAIT_S = 0.2
+"""Wait this long for the heartbeats of one round; a later one is merged into the next."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """One round of heartbeats, by rank, and the ``events`` that the workers reported, which have been emitted."""
+
+    heartbeats: Mapping[int, Heartbeat]
+    events: tuple[Event, ...]
 
 
 class Telemetry:
-    """Collects for the whole run and passes on.
+    """Collects from the workers during the whole run and emits what it learns.
 
-    ``last_step`` is the last completed one of each rank; ``straggler`` the one found in this generation, if any.
-    ``tracking_problem()`` says why nothing reaches the tracking server at present, if so.
+    ``last_step``: the last completed step of each rank.
+    ``straggler``: the straggler found in this generation; None if there is none.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        aggregator: Aggregator,
-        emit: Callable[[Event], None],
-        *,
-        tracking_problem: Callable[[], str | None],
-    ):
+    def __init__(self, config: Config, plan: Plan, aggregator: Aggregator, events: EventStream, uploader: Uploader):
         self.last_step: dict[int, int] = {}
         self.straggler: Straggler | None = None
         self._trained_generation = 0
@@ -50,56 +51,49 @@ class Telemetry:
         self._plan = plan
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
         self._aggregator = aggregator
-        self._emit = emit
-        self._tracking_problem = tracking_problem
-        self._known_problem: str | None = None
+        self._events = events
+        self._uploader = uploader
+        self._upload_failing = False
         self._next_tracking_check = time.monotonic() + TRACKING_CHECK_EVERY_S
         self._system_readings = 0
         self._next_system_reading = time.monotonic()
 
-    def collect(self, gang: Gang, *, wait_s: float = ANSWER_S) -> Mapping[int, Heartbeat]:
-        """Ask every worker where it stands, and pass on what it has to tell; the answers of those that gave one."""
-        every = self._config.tracking.system_metrics_every_s
+    def collect(self, gang: Gang, *, wait_s: float = HEARTBEAT_WAIT_S) -> Collected:
+        """Collect one round of heartbeats and emit what they report."""
+        every_s = self._config.tracking.system_metrics_every_s
         now = time.monotonic()
-        due = every > 0 and now >= self._next_system_reading
-        if due:
-            self._next_system_reading = now + every
-        beats = gang.heartbeats(with_system_metrics=due, wait_s=wait_s)
-        names = node_names(gang.members)
+        system_due = every_s > 0 and now >= self._next_system_reading
+        if system_due:
+            self._next_system_reading = now + every_s
+        heartbeats = gang.heartbeats(with_system_metrics=system_due, wait_s=wait_s)
+        nodes = node_names(gang.members)
         system: dict[str, float] = {}
-        told: list[Event] = []
-        for rank, beat in sorted(beats.items()):
-            node = names[gang.members[rank].info.node_id]
-            self.last_step[rank] = beat.step
-            system |= {f"system/{node}/{name}": value for name, value in beat.system.items()}
-            told += beat.events
-            for point in beat.points:
-                logged = self._aggregator.add(rank, point)
-                if logged is not None:
-                    self._emit(logged)
-                if rank in self._plan.mesh.shards:
-                    continue
-                if isinstance(point, TrainPoint) and (found := self._stragglers.add(rank, point)):
-                    self._name_straggler(found, names[gang.members[found.rank].info.node_id])
-            self._emit(RankProgress(rank=rank, step=beat.step, phase=beat.phase, step_ms=beat.busy_ms, node=node))
-        for event in told:  # after the figures of all ranks: a checkpoint of a step after its loss
-            if isinstance(event, FirstStepDone):  # each rank tells, for any of them may be lost before it is asked
-                if event.generation <= self._trained_generation:
-                    continue
-                self._trained_generation = event.generation
-            self._emit(event)
+        for rank, heartbeat in sorted(heartbeats.items()):
+            node = nodes[gang.members[rank].info.node_id]
+            self.last_step[rank] = heartbeat.step
+            system |= {f"system/{node}/{name}": value for name, value in heartbeat.system.items()}
+            self._add_points(rank, heartbeat, gang.members, nodes)
+            self._events.emit(
+                RankProgress(
+                    rank=rank, step=heartbeat.step, phase=heartbeat.phase, step_ms=heartbeat.busy_ms, node=node
+                )
+            )
+        # After the metrics of all ranks, so that the loss of a step stands before its checkpoint.
+        events = self._worker_events(heartbeats)
+        for event in events:
+            self._events.emit(event)
         if system:
             self._system_readings += 1
-            self._emit(SystemMetricsLogged(step=self._system_readings, metrics=system))
+            self._events.emit(SystemMetricsLogged(step=self._system_readings, metrics=system))
         self._check_tracking(now)
-        return beats
+        return Collected(heartbeats, events)
 
     def has_trained(self, generation: int) -> bool:
-        """Whether a step of the generation, or of a later one, is done."""
+        """Return whether a step of ``generation``, or of a later one, is complete."""
         return self._trained_generation >= generation
 
     def begin_generation(self, plan: Plan, lost: Collection[int], step: int) -> None:
-        """All ranks of ``plan`` are at ``step``; the ``lost`` have new workers."""
+        """Prepare for a generation under ``plan``: all ranks are at ``step``, those in ``lost`` have new workers."""
         self._aggregator.begin_generation(plan.mesh)
         self.last_step = dict.fromkeys(range(plan.world_size), step)
         self.straggler = None
@@ -108,30 +102,61 @@ class Telemetry:
         for rank in lost:
             self._stragglers.forget(rank)
 
-    def _name_straggler(self, found: Straggler, node: str) -> None:
-        self.straggler = found
-        figures = {f.name: getattr(found, f.name) for f in fields(found)}
-        self._emit(
+    def _add_points(
+        self, rank: int, heartbeat: Heartbeat, members: tuple[Member, ...], nodes: Mapping[str, str]
+    ) -> None:
+        for point in heartbeat.points:
+            logged = self._aggregator.add(rank, point)
+            if logged is not None:
+                self._events.emit(logged)
+            if rank in self._plan.mesh.shards or not isinstance(point, TrainPoint):
+                continue
+            if (straggler := self._stragglers.add(rank, point)) is not None:
+                self.straggler = straggler
+                self._report_straggler(straggler, nodes[members[straggler.rank].info.node_id])
+
+    def _worker_events(self, heartbeats: Mapping[int, Heartbeat]) -> tuple[Event, ...]:
+        """The workers' events by rank, with one :class:`FirstStepDone` for each generation.
+
+        Every rank reports its first step, because any of them may die before the driver hears of it.
+        """
+        events = []
+        for _, heartbeat in sorted(heartbeats.items()):
+            for event in heartbeat.events:
+                if isinstance(event, FirstStepDone):
+                    if event.generation <= self._trained_generation:
+                        continue
+                    self._trained_generation = event.generation
+                events.append(event)
+        return tuple(events)
+
+    def _report_straggler(self, straggler: Straggler, node: str) -> None:
+        times = {f.name: getattr(straggler, f.name) for f in fields(straggler)}
+        self._events.emit(
             StragglerFound(
-                **figures, slower_by=found.slower_by, display_name=self._plan.display_name(found.rank), node=node
+                **times,
+                slower_by=straggler.slower_by,
+                display_name=self._plan.display_name(straggler.rank),
+                node=node,
             )
         )
-        self._emit(MetricsLogged(step=found.step, metrics={"recovery/straggler_rank": float(found.rank)}))
+        metrics = {"recovery/straggler_rank": float(straggler.rank)}
+        self._events.emit(MetricsLogged(step=straggler.step, metrics=metrics))
 
     def _check_tracking(self, now: float) -> None:
-        """Say once that the tracking server is away, and once that it is back."""
+        """Warn once when uploads begin to fail, and once when they work again."""
         if now < self._next_tracking_check:
             return
         self._next_tracking_check = now + TRACKING_CHECK_EVERY_S
-        problem = self._tracking_problem()
-        if problem and not self._known_problem:
-            self._emit(Warned(message=f"MLflow is not reached ({problem}); training goes on, no point is lost"))
-        elif self._known_problem and not problem:
-            self._emit(Warned(message="MLflow is reached again"))
-        self._known_problem = problem
+        problem = self._uploader.problem()
+        if problem and not self._upload_failing:
+            self._events.warn(f"MLflow cannot be reached ({problem}); training continues, and no point is lost")
+        elif self._upload_failing and not problem:
+            self._events.warn("MLflow can be reached again")
+        self._upload_failing = bool(problem)
 
 
 def node_names(members: tuple[Member, ...]) -> dict[str, str]:
-    """``node_0``, ``node_1``, ... in the order of the ranks: MLflow charts such names together."""
+    """Return ``node_0``, ``node_1``, ... by node id, in rank order; MLflow groups the charts of such names."""
     ordered = dict.fromkeys(m.info.node_id for m in members)
     return {node_id: f"node_{number}" for number, node_id in enumerate(ordered)}

@@ -1,1 +1,1 @@
-"""Decisions as pure functions."""
+"""The decisions of a run, as pure functions: no Ray, no torch."""

@@ -1,4 +1,4 @@
-"""Which size a run has, and who sits where when that changes. Pure."""
+"""The sizes that an elastic run may have, and which worker gets which rank when its size changes. Pure."""
 
 from __future__ import annotations
 
@@ -12,26 +12,37 @@ from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan, newest_
 
 @dataclass(frozen=True)
 class Sizes:
-    """``plans``: those that a run may have, the smallest first; ``first``: the one that it begins with."""
+    """The plans that a run may have.
+
+    ``plans``: in order of size, the smallest first. ``first``: the plan that the run starts with.
+    """
 
     plans: tuple[Plan, ...]
     first: Plan
 
     @property
     def most(self) -> Plan:
+        """The largest plan."""
         return self.plans[-1]
 
     @property
+    def max_workers(self) -> int:
+        """The number of workers of the largest plan, spares included."""
+        return self.most.world_size + self.most.spares
+
+    @property
     def is_elastic(self) -> bool:
+        """Whether the run may change its size."""
         return len(self.plans) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankAssignment:
-    """The workers of the next generation under ``plan``.
+    """Which worker gets which rank of ``plan`` in the next generation.
 
-    ``before``: for each rank the one that its worker had; None: the worker is new. ``state_sources``: for each rank
-    one of the old ranks that have its state; None: no rank has, the model is divided in another way.
+    ``before``: for each rank the one that its worker had before; None for a new worker.
+    ``state_sources``: for each rank an old rank with the same state; None if ``plan`` divides the model in another
+    way, so that no old rank has it.
     """
 
     plan: Plan
@@ -42,51 +53,62 @@ class RankAssignment:
 def find_rank_assignment(
     plan: Plan, sizes: Sizes, alive: Collection[int], *, ready: int, saved: bool = False
 ) -> RankAssignment | None:
-    """The largest one for the ranks of ``plan`` that are ``alive`` and so many new workers that are ``ready``; rather
-    a smaller one in which everybody keeps what it has, unless all of it is ``saved``.
+    """Find the largest size for the workers that there are.
 
-    None: there are too few of them for any size.
+    A size in which all workers keep their state is preferred to a larger one in which they do not, unless ``saved``.
+
+    Args:
+        plan: the present plan.
+        sizes: the plans to choose from.
+        alive: the ranks of ``plan`` whose workers continue.
+        ready: the number of new workers that could take a rank at once.
+        saved: a checkpoint holds all of the state.
+
+    Returns:
+        None if there are too few workers for the smallest size.
     """
     larger_first = tuple(reversed(sizes.plans))
-    in_place = [_assign_ranks(plan.mesh, other, alive) for other in larger_first]
-    anew = [_assign_anywhere(other, alive) for other in larger_first]
-    possible = [s for s in (*in_place, *anew) if s.before.count(None) <= ready]
+    in_place = [_assign_in_place(plan.mesh, other, alive) for other in larger_first]
+    from_checkpoint = [_assign_in_order(other, alive) for other in larger_first]
+    possible = [a for a in (*in_place, *from_checkpoint) if a.before.count(None) <= ready]
     if saved:
-        possible.sort(key=lambda s: -s.plan.world_size)
-    return next((s for s in possible if s.state_sources is not None or saved), next(iter(possible), None))
+        possible.sort(key=lambda a: -a.plan.world_size)
+    return next((a for a in possible if a.state_sources is not None or saved), next(iter(possible), None))
 
 
-def _assign_ranks(old: Mesh, plan: Plan, alive: Collection[int]) -> RankAssignment:
-    """Everybody keeps the stages that they have, if the model stays divided as it was."""
+def reassigned(
+    decision: RecoveryPlan, assignment: RankAssignment, recoverable_steps: Mapping[int, RecoverableSteps]
+) -> RecoveryPlan:
+    """Return ``decision`` for the ranks of ``assignment``; the keys of ``recoverable_steps`` are the old ranks."""
+    before = assignment.before
+    step, sources = 0, None
+    if assignment.state_sources is not None:
+        staying = {rank: states for rank, states in recoverable_steps.items() if rank in before}
+        step, sources = newest_state(staying, assignment.state_sources)
+    if sources is not None:
+        sources = tuple(before.index(source) for source in sources)
+    new = tuple(rank for rank, old in enumerate(before) if old is None)
+    return RecoveryPlan(lost=new, sources=sources, step=step, pause_s=decision.pause_s)
+
+
+def _assign_in_place(old: Mesh, plan: Plan, alive: Collection[int]) -> RankAssignment:
+    """Let every worker keep its stage, if ``plan`` divides the model as before."""
     new = plan.mesh
     if new.pipeline_parallel_size != old.pipeline_parallel_size:
-        return _assign_anywhere(plan, alive)
+        return _assign_in_order(plan, alive)
     of_stage = [[r for r in sorted(alive) if old.pp_rank(r) == stage] for stage in range(old.pipeline_parallel_size)]
     before: list[int | None] = []
     state_sources: list[int] = []
     for rank in range(new.world_size):
         stage, dp_rank = new.pp_rank(rank), new.dp_rank(rank)
-        before.append(of_stage[stage][dp_rank] if dp_rank < len(of_stage[stage]) else None)
-        taken = before[-1]
-        state_sources.append(old.global_rank(dp_rank=0, pp_rank=stage) if taken is None else taken)
+        own = of_stage[stage][dp_rank] if dp_rank < len(of_stage[stage]) else None
+        before.append(own)
+        state_sources.append(old.global_rank(dp_rank=0, pp_rank=stage) if own is None else own)
     return RankAssignment(plan=plan, before=tuple(before), state_sources=tuple(state_sources))
 
 
-def _assign_anywhere(plan: Plan, alive: Collection[int]) -> RankAssignment:
-    left: Sequence[int] = sorted(alive)
-    before = tuple(left[rank] if rank < len(left) else None for rank in range(plan.world_size))
+def _assign_in_order(plan: Plan, alive: Collection[int]) -> RankAssignment:
+    """Give the first ranks to the workers that are alive, and the others to new ones; all load a checkpoint."""
+    old: Sequence[int] = sorted(alive)
+    before = tuple(old[rank] if rank < len(old) else None for rank in range(plan.world_size))
     return RankAssignment(plan=plan, before=before, state_sources=None)
-
-
-def reassigned(
-    decision: RecoveryPlan, rank_assignment: RankAssignment, recoverable_steps: Mapping[int, RecoverableSteps]
-) -> RecoveryPlan:
-    """``decision`` by the ranks of a new seating; ``recoverable_steps``: what the workers have, by the old ones."""
-    new = tuple(rank for rank, before in enumerate(rank_assignment.before) if before is None)
-    step, sources = 0, None
-    if rank_assignment.state_sources is not None:
-        seated = {rank: of_rank for rank, of_rank in recoverable_steps.items() if rank in rank_assignment.before}
-        step, sources = newest_state(seated, rank_assignment.state_sources)
-    if sources is not None:
-        sources = tuple(rank_assignment.before.index(source) for source in sources)
-    return RecoveryPlan(lost=new, sources=sources, step=step, pause_s=decision.pause_s)

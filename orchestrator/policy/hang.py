@@ -1,4 +1,4 @@
-"""Whether a rank still gets on, by the time that a batch usually takes it. Pure."""
+"""Whether a rank still makes progress, judged by the usual time of a batch. Pure."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ from orchestrator.config.schema import RecoveryConfig
 from orchestrator.protocol.messages import Heartbeat, Phase
 
 STEADY = ("train", "eval")
-"""The phases with steady progress. In the others a rank may take its time, and the others may wait for it."""
+"""The phases with steady progress. In the other phases a rank may take longer, and the others may wait for it."""
 BOUNDED = (*STEADY, "checkpoint")
-"""Those that do not go on for ever: what a start may take, with downloads and all, nobody knows."""
+"""The phases with a time limit. The others have none: a start may include downloads of any size."""
 
 
 @dataclass
 class _Rank:
     ticks: int
-    moved_at: float
+    progressed_at: float
     phase: Phase
     usual_tick_s: float | None
 
 
 class HangDetector:
-    """The ranks of one generation. Times are seconds of one monotonic clock."""
+    """Follows the ranks of one generation. All times are seconds of one monotonic clock."""
 
     def __init__(self, config: RecoveryConfig):
         self._config = config
         self._ranks: dict[int, _Rank] = {}
 
-    def observe(self, rank: int, beat: Heartbeat, now: float) -> None:
-        """A rank has answered."""
+    def observe(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        """Record a heartbeat."""
         known = self._ranks.get(rank)
-        moved = known is None or (beat.phase, beat.ticks) != (known.phase, known.ticks)
-        moved_at = now if known is None or moved else known.moved_at
-        self._ranks[rank] = _Rank(beat.ticks, moved_at, beat.phase, beat.usual_tick_s)
+        progressed = known is None or (heartbeat.phase, heartbeat.ticks) != (known.phase, known.ticks)
+        progressed_at = now if known is None or progressed else known.progressed_at
+        self._ranks[rank] = _Rank(heartbeat.ticks, progressed_at, heartbeat.phase, heartbeat.usual_tick_s)
 
     def hanging(self, now: float) -> list[int]:
-        """The ranks that have not got on for too long."""
+        """Return the ranks that have made no progress for longer than allowed."""
         all_steady = all(state.phase in STEADY for state in self._ranks.values())
         return [
             rank
             for rank, state in self._ranks.items()
-            if state.phase in BOUNDED and now - state.moved_at > self._patience_s(state, all_steady)
+            if state.phase in BOUNDED and now - state.progressed_at > self._limit_s(state, all_steady)
         ]
 
     @property
     def usual_s(self) -> float:
-        """What a batch takes the slowest rank."""
+        """The usual time of a batch on the slowest rank, in seconds; 0 if unknown."""
         return max((state.usual_tick_s or 0.0 for state in self._ranks.values()), default=0.0)
 
-    def standing_s(self, now: float) -> float:
-        """For how long some rank has not got on."""
-        return now - min(state.moved_at for state in self._ranks.values())
+    def stalled_s(self, now: float) -> float:
+        """Return the seconds since the last progress of the rank that has been without it for longest."""
+        return now - min(state.progressed_at for state in self._ranks.values())
 
-    def _patience_s(self, state: _Rank, all_steady: bool) -> float:
+    def _limit_s(self, state: _Rank, all_steady: bool) -> float:
         config = self._config
         if state.usual_tick_s is None or not all_steady:
             return config.hang_max_s
@@ -62,18 +62,21 @@ class HangDetector:
 
 
 def culprit(ranks: list[int], *, waiting: Mapping[int, bool], steps: Mapping[int, int]) -> tuple[int, str]:
-    """Which of ``ranks`` a standstill is most likely the fault of, and why.
+    """Return which of ``ranks`` most likely causes a hang, and why.
 
-    ``waiting``: of those that answer, whether they wait in a collective operation.
+    Args:
+        ranks: the ranks that have not ended.
+        waiting: for each rank that answers, whether it waits in a collective operation.
+        steps: the last completed step of each rank.
     """
     silent = [rank for rank in ranks if rank not in waiting]
     if silent:
-        return min(silent), "its process does not answer: it was stopped, or holds the interpreter"
+        return min(silent), "its process does not answer: it was stopped, or holds the interpreter lock"
 
-    def advance(rank: int) -> tuple[int, int]:
+    def progress(rank: int) -> tuple[int, int]:
         return steps.get(rank, 0), rank
 
     busy = [rank for rank in ranks if not waiting[rank]]
     if busy:
-        return min(busy, key=advance), "it is elsewhere while the others wait for it"
-    return min(ranks, key=advance), "every rank waits for another; this one is the least advanced"
+        return min(busy, key=progress), "it has not joined the collective operation that the others wait in"
+    return min(ranks, key=progress), "all ranks wait for each other, and this one has completed the fewest steps"

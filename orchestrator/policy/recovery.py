@@ -1,4 +1,4 @@
-"""What to do when a generation fails. Pure: from the failures so far and from who is left."""
+"""What to do after a failure, from the failures so far and the state that survives. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from orchestrator.config.schema import RecoveryConfig
 
 GENERATIONS_WITHOUT_PROGRESS = 3
-MOST_PAUSE_S = 60.0
+"""Give up after this many failures in a row without a completed step in between."""
+MAX_BACKOFF_S = 60.0
 
 RecoverableSteps = Mapping[int, tuple[int, ...]]
-"""The ranks whose state a worker has, and after which steps."""
+"""For each rank whose state a worker holds, the steps after which it holds that state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
     """The end of a generation that failed.
 
-    ``step``: the last one that any rank had completed. ``raised``: by an exception, which the same code may well raise
-    again. ``final``: trying again would end the same.
+    ``rank``: the one that failed first. ``step``: the last step that any rank completed.
+    ``raised``: the code raised an exception, which it may well raise again.
+    ``final``: another attempt would end in the same way.
     """
 
     rank: int
@@ -31,10 +33,11 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
-    """The next generation: ``lost`` ranks get new workers, after ``pause_s``.
+    """How the next generation starts.
 
-    ``sources``: for each rank the survivor that holds its state after ``step``; None: all are built anew, from the
-    newest checkpoint.
+    ``lost``: the ranks that get a new worker, after ``pause_s`` seconds.
+    ``sources``: for each rank the survivor that holds its state after ``step``; None if all ranks load the newest
+    checkpoint instead, or start from the beginning.
     """
 
     lost: tuple[int, ...]
@@ -45,7 +48,7 @@ class RecoveryPlan:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """``why`` is empty where the failure speaks for itself."""
+    """End the run. ``why`` is empty if the failure itself explains it."""
 
     why: str = ""
 
@@ -57,40 +60,42 @@ def decide(
     world_size: int,
     config: RecoveryConfig,
 ) -> RecoveryPlan | GiveUp:
-    """How the run goes on after the last of ``failures``; ``survivors``: the ranks that can, and what they hold."""
+    """Decide what to do about the last of ``failures``; ``survivors`` holds the state of each surviving rank."""
     last = failures[-1]
     if config.max_failures == 0 or last.final:
         return GiveUp()
     if last.raised and len(failures) == 1 and last.step == 0:
-        return GiveUp()  # the job has never done a step: its code is at fault, not the machine
-    if len(failures) > 1 and _same(last, failures[-2]):
-        return GiveUp("the same error at the same step as before: no accident")
+        return GiveUp()  # the job has never completed a step: a bug in its code is more likely than a bad machine
+    if len(failures) > 1 and _is_repeated(last, failures[-2]):
+        return GiveUp("the same error occurred twice at the same step")
     if len(failures) > config.max_failures:
         return GiveUp(f"{len(failures)} failures, recovery.max_failures={config.max_failures}")
-    standing = _standing(failures)
-    if standing + 1 >= GENERATIONS_WITHOUT_PROGRESS:
-        return GiveUp(f"{GENERATIONS_WITHOUT_PROGRESS} times without progress in between")
-    pause_s = min(MOST_PAUSE_S, config.backoff_s * 2 ** (standing - 1)) if standing else 0.0
+    repeats = _failures_without_progress(failures)
+    if repeats + 1 >= GENERATIONS_WITHOUT_PROGRESS:
+        return GiveUp(f"{GENERATIONS_WITHOUT_PROGRESS} failures in a row without progress")
+    pause_s = min(MAX_BACKOFF_S, config.backoff_s * 2 ** (repeats - 1)) if repeats else 0.0
     step, sources = newest_state(survivors, range(world_size))
     lost = tuple(rank for rank in range(world_size) if rank not in survivors)
     return RecoveryPlan(lost=lost, sources=sources, step=step, pause_s=pause_s)
 
 
 def plan_after_pause(
-    recoverable_steps: Mapping[int, RecoverableSteps], leaving: Sequence[int], *, world_size: int
+    recoverable_steps: Mapping[int, RecoverableSteps], draining: Sequence[int], *, world_size: int
 ) -> RecoveryPlan:
-    """The plan after a planned pause, without the ranks that are ``leaving``."""
-    staying = {rank: of_rank for rank, of_rank in recoverable_steps.items() if rank not in leaving}
+    """Return the plan after a planned pause, in which the ``draining`` ranks are replaced."""
+    staying = {rank: states for rank, states in recoverable_steps.items() if rank not in draining}
     step, sources = newest_state(staying, range(world_size))
-    return RecoveryPlan(lost=tuple(leaving), sources=sources, step=step, pause_s=0.0)
+    return RecoveryPlan(lost=tuple(draining), sources=sources, step=step, pause_s=0.0)
 
 
 def newest_state(survivors: Mapping[int, RecoverableSteps], ranks: Sequence[int]) -> tuple[int, tuple[int, ...] | None]:
-    """The last step after which the survivors together hold the states of all ``ranks``, and for each who holds it:
-    itself, if it does. None: there is no such step."""
-    steps = {
-        step for recoverable_steps in survivors.values() for of_rank in recoverable_steps.values() for step in of_rank
-    }
+    """Find the last step after which the survivors together hold the state of every rank in ``ranks``.
+
+    Returns:
+        The step, and for each rank the survivor to take its state from: the rank itself if it holds its own.
+        ``(0, None)`` if there is no such step.
+    """
+    steps = {step for states in survivors.values() for of_rank in states.values() for step in of_rank}
     for step in sorted(steps, reverse=True):
         sources = [_holder(survivors, rank, step) for rank in ranks]
         found = [source for source in sources if source is not None]
@@ -100,18 +105,16 @@ def newest_state(survivors: Mapping[int, RecoverableSteps], ranks: Sequence[int]
 
 
 def _holder(survivors: Mapping[int, RecoverableSteps], rank: int, step: int) -> int | None:
-    holders = [
-        other for other, recoverable_steps in sorted(survivors.items()) if step in recoverable_steps.get(rank, ())
-    ]
+    holders = [survivor for survivor, states in sorted(survivors.items()) if step in states.get(rank, ())]
     return rank if rank in holders else next(iter(holders), None)
 
 
-def _same(one: FailureRecord, other: FailureRecord) -> bool:
+def _is_repeated(one: FailureRecord, other: FailureRecord) -> bool:
     return one.raised and other.raised and (one.step, one.message) == (other.step, other.message)
 
 
-def _standing(failures: Sequence[FailureRecord]) -> int:
-    """How many of the last setbacks came without progress after the one before."""
+def _failures_without_progress(failures: Sequence[FailureRecord]) -> int:
+    """How many of the last failures happened no later in training than the failure before them."""
     number = 0
     for before, after in zip(reversed(failures[:-1]), reversed(failures), strict=False):
         if after.step > before.step:

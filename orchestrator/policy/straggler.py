@@ -1,4 +1,4 @@
-"""Which rank is persistently slower than the others, by its own time: without waiting for other ranks. Pure."""
+"""Which rank is persistently slower than the others, not counting the time it waits for them. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from orchestrator.protocol.messages import TrainPoint
 
-CLEARLY_SLOWER = 1.5
-WORTH_SAYING_MS = 2.0
-"""Less than this per step is what the machine's other work costs now one rank, now another."""
-POINTS_IN_A_ROW = 2
-STEPS_AT_LEAST = 10
-"""A rank has to be slower in so many logged points in a row, over so many steps together."""
+MIN_SLOWDOWN = 1.5
+"""A straggler's step takes at least this many times the median of the others."""
+MIN_DIFFERENCE_MS = 2.0
+"""Ignore smaller differences per step: other processes on the machine cause them, on changing ranks."""
+MIN_POINTS = 2
+MIN_STEPS = 10
+"""A straggler is slower in this many consecutive logged points, which cover this many steps in total."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """Mean times of a step in milliseconds, of the rank and of the median of the others."""
+    """A slow rank: its mean times per step, in milliseconds, and the median of those of the others."""
 
     rank: int
     step: int
@@ -29,6 +30,7 @@ class Straggler:
 
     @property
     def slower_by(self) -> float:
+        """How many times longer the rank takes than the others."""
         return (self.compute_ms + self.data_wait_ms) / (self.others_compute_ms + self.others_data_wait_ms)
 
 
@@ -44,16 +46,16 @@ class _Times:
 
 
 class StragglerWatch:
-    """Names each straggler once, until it is itself again."""
+    """Reports each straggler once, and again if it recovers and then falls behind again."""
 
     def __init__(self, world_size: int):
         self._world_size = world_size
         self._points: dict[int, dict[int, _Times]] = defaultdict(dict)
-        self._slow_points: dict[int, list[int]] = defaultdict(list)  # by rank: the steps in each point in a row
-        self._named: set[int] = set()
+        self._slow_points: dict[int, list[int]] = defaultdict(list)  # by rank: the steps of each consecutive point
+        self._reported: set[int] = set()
 
     def add(self, rank: int, point: TrainPoint) -> Straggler | None:
-        """One rank's part of a logged point; a straggler, if the parts of all ranks show a new one."""
+        """Add one rank's part of a logged point; returns a new straggler once the parts of all ranks show one."""
         if not point.step_ms or self._world_size < 2:
             return None
         parts = self._points[point.step]
@@ -64,27 +66,27 @@ class StragglerWatch:
         return self._judge(point.step, parts)
 
     def forget(self, rank: int) -> None:
-        """The rank has a new worker."""
+        """Discard what is known about a rank, which has a new worker."""
         self._points.clear()
         self._slow_points.pop(rank, None)
-        self._named.discard(rank)
+        self._reported.discard(rank)
 
     def _judge(self, step: int, parts: dict[int, _Times]) -> Straggler | None:
         slowest = max(parts, key=lambda r: parts[r].own_ms)
         others = [t for r, t in parts.items() if r != slowest]
         usual_ms = statistics.median(t.own_ms for t in others)
-        slow = parts[slowest].own_ms > max(CLEARLY_SLOWER * usual_ms, usual_ms + WORTH_SAYING_MS)
+        slow = parts[slowest].own_ms > max(MIN_SLOWDOWN * usual_ms, usual_ms + MIN_DIFFERENCE_MS)
         for rank in parts:
             if rank != slowest or not slow:
                 self._slow_points.pop(rank, None)
-                self._named.discard(rank)
+                self._reported.discard(rank)
         if not slow:
             return None
         row = self._slow_points[slowest]
         row.append(parts[slowest].steps)
-        if slowest in self._named or len(row) < POINTS_IN_A_ROW or sum(row) < STEPS_AT_LEAST:
+        if slowest in self._reported or len(row) < MIN_POINTS or sum(row) < MIN_STEPS:
             return None
-        self._named.add(slowest)
+        self._reported.add(slowest)
         return Straggler(
             rank=slowest,
             step=step,

@@ -1,8 +1,8 @@
-"""What it costs a run to go from one generation to the next: time, and steps that are made again. Pure."""
+"""The cost of each transition from one generation to the next: time, and repeated steps. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.policy.recovery import RecoveryPlan
@@ -11,10 +11,11 @@ from orchestrator.protocol.events import Recovered
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """What was decided, since when (seconds since the epoch), how far training had come and where it goes on.
+    """The change from one generation to the next.
 
-    ``planned``: why all paused; None: something had failed. ``num_workers_before``: their number in the generation
-    before, ``num_workers`` in the next one.
+    ``began``: seconds since the epoch.
+    ``reached``: the last step that any rank completed before. ``resumed_at``: the step that training continues from.
+    ``planned``: why the run paused (``preempted`` or ``growing``); None after a failure.
     """
 
     began: float
@@ -27,29 +28,29 @@ class Transition:
 
 
 class TransitionLog:
-    """The regroupings of a run. The time of one ends with the first step after it."""
+    """The transitions of a run. Each ends when the next step completes."""
 
     def __init__(self) -> None:
         self._open: Transition | None = None
         self._done: list[Recovered] = []
 
     def begin(self, transition: Transition) -> Transition:
-        """One that begins before the last has ended counts with it, as one, from the first failure on."""
+        """Record the start of a transition and return it.
+
+        One that begins before the last has ended is merged into it: both count as one, from the first failure on.
+        """
         if (earlier := self._open) is not None:
-            transition = Transition(
+            transition = replace(
+                transition,
                 began=earlier.began,
                 reached=max(earlier.reached, transition.reached),
-                resumed_at=transition.resumed_at,
-                decision=transition.decision,
                 num_workers_before=earlier.num_workers_before,
-                num_workers=transition.num_workers,
-                planned=transition.planned,
             )
         self._open = transition
         return transition
 
     def end(self, generation: int, time: float) -> Recovered | None:
-        """The first step of ``generation`` is done; None: nothing had to be regrouped for it."""
+        """Record that the first step of ``generation`` completed at ``time``; None if no transition led to it."""
         transition, self._open = self._open, None
         if transition is None:
             return None
@@ -68,7 +69,7 @@ class TransitionLog:
         return recovered
 
     def summary(self) -> dict[str, Any]:
-        """Failures and preemptions apart; the list of times is of failures."""
+        """Return the totals for ``run.json``: recoveries from failures, with their times, apart from preemptions."""
         recovery_s = [r.seconds for r in self._done if r.planned is None]
         preemptions = sum(r.planned == "preempted" for r in self._done)
         summary: dict[str, Any] = {
@@ -83,6 +84,9 @@ class TransitionLog:
         return summary
 
     def effective_time_pct(self, elapsed_s: float, *, step_s: float) -> float:
-        """How much of the time since the first step was not spent on regrouping and on steps that were made again."""
+        """Return the share of the time since the first step, in percent, without transitions and repeated steps.
+
+        ``step_s`` is the usual time of one step.
+        """
         lost_s = sum(r.seconds + r.steps_lost * step_s for r in self._done)
         return 100 * max(0.0, 1 - lost_s / max(elapsed_s, 1e-9))

@@ -358,4 +358,4 @@ def test_a_damaged_checkpoint_is_named(harm: Callable[[Path], None], name: str, 
     found = refused("resume=auto", "job.hidden=8")
     assert found.startswith(f"resume=auto: checkpoint {run.checkpoints / 'step-00000003'}: ")
     assert name in found
-    assert "resume=never starts anew" in found
+    assert "resume=never starts a new run" in found

@@ -26,7 +26,7 @@ RULES = {
     "timeline":     ("",                                                                       ""),
     "protocol":     ("config planning timeline",                                               ""),
     "records":      ("config protocol",                                                        ""),
-    "compat":       ("",                                                                       "torch"),
+    "compat":       ("",                                                                       "torch ray"),
     "state":        ("",                                                                       "torch"),
     "model":        ("config compat",                                                          "torch"),
     "strategies":   ("job config planning timeline protocol compat state model",               "torch"),
@@ -45,6 +45,7 @@ KNOWS = {
     ("config", "hydra"): {"config.overrides", "config.compose"},
     ("config", "omegaconf"): {"config.compose"},
     ("worker", "ray"): {"worker.actor"},
+    ("compat", "ray"): {"compat.ray"},
 }
 
 

@@ -166,9 +166,9 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
     found, warnings = resume(config_of(tmp_path, "resume=auto", "train.global_batch_size=65", "train.log_every=7"))
     assert found is not None
     assert warnings == [
-        "train.global_batch_size was 64 in this run so far and is 65 from here on",
-        f"job.lr was 0.5 in this run so far and is {JOB.lr} from here on",
-        "the optimizer goes on with its settings in the checkpoint, the learning rate among them",
+        "train.global_batch_size was 64 in this run so far; it is 65 from now on",
+        f"job.lr was 0.5 in this run so far; it is {JOB.lr} from now on",
+        "the optimizer keeps its settings from the checkpoint, including the learning rate",
     ]
 
 

@@ -77,7 +77,7 @@ def test_no_failure_is_outlived_where_none_is_allowed_or_all_are_used_up() -> No
 
 def test_three_generations_without_progress_end_the_run() -> None:
     assert isinstance(after(DEATH, DEATH), RecoveryPlan)
-    assert after(DEATH, DEATH, DEATH) == GiveUp("3 times without progress in between")
+    assert after(DEATH, DEATH, DEATH) == GiveUp("3 failures in a row without progress")
     assert isinstance(after(DEATH, DEATH, replace(DEATH, step=41)), RecoveryPlan)
 
 
@@ -91,7 +91,7 @@ def test_an_error_of_the_code_is_not_tried_for_ever() -> None:
     assert after(replace(ERROR, step=0)) == GiveUp()
     assert isinstance(after(replace(DEATH, step=0)), RecoveryPlan)
     assert isinstance(after(ERROR), RecoveryPlan)
-    assert after(ERROR, ERROR) == GiveUp("the same error at the same step as before: no accident")
+    assert after(ERROR, ERROR) == GiveUp("the same error occurred twice at the same step")
     assert isinstance(after(ERROR, replace(ERROR, message="another")), RecoveryPlan)
     assert after(replace(ERROR, final=True)) == GiveUp()
 

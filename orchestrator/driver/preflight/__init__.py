@@ -1,1 +1,1 @@
-"""What is checked before anything starts."""
+"""The checks on the driver before a run starts."""

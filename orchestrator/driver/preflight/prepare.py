@@ -1,4 +1,4 @@
-"""From a configuration to a run that may start: resume point, run directory, records. No Ray."""
+"""Prepare a run on the driver, without Ray: resume point, run directory, records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|pr
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """The run to continue and where it continues."""
+    """The run to continue, and the checkpoint and step that it continues from."""
 
     run_dir: RunDir
     checkpoint: Path
@@ -48,14 +48,17 @@ class Resume:
 
 
 def base_dir() -> Path:
-    """Where relative paths start: the working directory, unless Ray unpacked that for one job and
-    throws it away afterwards; then a directory of the user's."""
+    """Return the directory that relative paths start from.
+
+    This is the working directory, or ``~/orchestrator`` if Ray unpacked the working directory for a submitted job and
+    will delete it afterwards.
+    """
     here = Path.cwd()
     return Path.home() / "orchestrator" if "runtime_resources" in here.parts else here
 
 
 def absolute_paths(config: Config) -> Config:
-    """``output_dir`` and a SQLite tracking URI made absolute."""
+    """Return ``config`` with absolute paths in ``output_dir`` and in a SQLite tracking URI."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = dataclasses.replace(tracking, uri=absolute_uri(tracking.uri, base_dir()))
@@ -64,7 +67,7 @@ def absolute_paths(config: Config) -> Config:
 
 
 def environment_errors(config: Config) -> list[str]:
-    """What is wrong around the run: the tracking URI, the output directory."""
+    """Return what is wrong with the tracking URI and the output directory."""
     errors = []
     if config.tracking.uri is not None and (error := validate_uri(config.tracking.uri)):
         errors.append(error)
@@ -78,12 +81,18 @@ def environment_errors(config: Config) -> list[str]:
 
 
 def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resume | None:
-    """The run that ``resume`` asks for; None: start a new one.
+    """Find the run that ``resume`` asks for.
 
-    ``job``: None where it has faults of its own, and its model cannot be compared.
+    Args:
+        config: with absolute paths.
+        job: to compare its model with the checkpoint; None if it has errors itself.
+        warnings: receives what the user should know, such as damaged checkpoints and changed settings.
+
+    Returns:
+        None to start a new run.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it is of another model.
+        ConfigError: there is no such run, it is still running, it is damaged, or its model differs.
     """
     if config.resume == "never":
         return None
@@ -114,7 +123,7 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resu
             warnings.append(f"resume=auto: {run_dir.path} has no checkpoint yet; this is a new run")
             return None
         why = "; ".join(str(e) for e in damaged) or "it has no checkpoint"
-        raise ConfigError([f"resume={config.resume}: {why}; resume=never starts anew"])
+        raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
     errors = [] if job is None else _job_errors(job, checkpoint, manifest["meta"])
@@ -137,10 +146,15 @@ def open_run(
     command: str,
     sweep: Mapping[str, str] | None,
 ) -> tuple[RunDir, str]:
-    """Make or reopen the run directory and write its records; returns it with the run's uid.
+    """Create or reopen the run directory and write its records.
+
+    ``command`` is the command line of the run, ``sweep`` the id and name of the sweep that it belongs to.
+
+    Returns:
+        The run directory and the uid of the run.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the directory cannot be written.
     """
     try:
         run_dir = resume.run_dir if resume else rundir.create(Path(config.output_dir), plan.run_name)
@@ -196,7 +210,7 @@ def _named_run(output_dir: Path, text: str) -> RunDir:
 
 
 def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
-    """How the job's model and optimizer differ from the checkpoint's. Needs memory for neither."""
+    """Return how the job's model and optimizer differ from those of the checkpoint, without allocating either."""
     deferred_dynamo.install()
     model = on_meta_device(job.model)
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
@@ -210,22 +224,22 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The settings by which the continued loss curve may not be that of the run so far."""
+    """Return which settings have changed that change the loss curve."""
     changed = [
-        f"{key} was {before[key]} in this run so far and is {value} from here on"
+        f"{key} was {before[key]} in this run so far; it is {value} from now on"
         for key, value in now.items()
         if key in before and before[key] != value and _SHAPES_CURVE.fullmatch(key)
     ]
     if any(change.startswith("job.") for change in changed):
-        changed.append("the optimizer goes on with its settings in the checkpoint, the learning rate among them")
+        changed.append("the optimizer keeps its settings from the checkpoint, including the learning rate")
     return changed
 
 
 def command(overrides: Sequence[str], secrets: tuple[str, ...]) -> str:
-    """The command line of a run, to be typed again; of several ``resume`` the last counts, secrets are masked."""
-    *_, last = [None, *(w for w in overrides if w.startswith("resume="))]
-    words = [redact_text(w, secrets) for w in overrides if w == last or not w.startswith("resume=")]
-    return shlex.join(["python", "-m", "orchestrator.launch", *words])
+    """Return the command line of a run, with secrets masked and only the last of several ``resume=``."""
+    *_, last = [None, *(o for o in overrides if o.startswith("resume="))]
+    kept = [redact_text(o, secrets) for o in overrides if o == last or not o.startswith("resume=")]
+    return shlex.join(["python", "-m", "orchestrator.launch", *kept])
 
 
 def _resolved(config: Config, job: Job) -> dict[str, Any]:
@@ -242,7 +256,7 @@ def _job_dict(config: Config, job: Job) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML and JSON can hold it: a person's job may have fields of any type."""
+    """Convert a value to types that YAML and JSON have; the fields of a user's job may be of any type."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,4 +1,4 @@
-"""What regroupings cost, counted."""
+"""The cost of transitions, counted."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ LOSS = Transition(
 
 
 def test_a_failure_costs_until_the_first_step_after_it() -> None:
-    ledger = TransitionLog()
-    ledger.begin(replace(LOSS, reached=47, resumed_at=40))
-    recovered = ledger.end(2, 100.5)
+    log = TransitionLog()
+    log.begin(replace(LOSS, reached=47, resumed_at=40))
+    recovered = log.end(2, 100.5)
     assert recovered is not None
     assert (recovered.seconds, recovered.steps_lost, recovered.replaced, recovered.in_place) == (0.5, 7, (1,), True)
-    assert ledger.summary() == {"restarts": 1, "steps_lost": 7, "recovery_s": [0.5], "recovery_s_max": 0.5}
-    assert ledger.effective_time_pct(10.0, step_s=0.1) == pytest.approx(100 * (1 - (0.5 + 0.7) / 10))
+    assert log.summary() == {"restarts": 1, "steps_lost": 7, "recovery_s": [0.5], "recovery_s_max": 0.5}
+    assert log.effective_time_pct(10.0, step_s=0.1) == pytest.approx(100 * (1 - (0.5 + 0.7) / 10))
 
 
 def test_a_failure_while_it_recovers_belongs_to_the_same_recovery() -> None:
-    ledger = TransitionLog()
-    ledger.begin(replace(LOSS, reached=47, num_workers=1))
-    ledger.begin(replace(LOSS, began=103.0, reached=0, resumed_at=30, num_workers_before=1, num_workers=1))
-    recovered = ledger.end(3, 104.0)
+    log = TransitionLog()
+    log.begin(replace(LOSS, reached=47, num_workers=1))
+    log.begin(replace(LOSS, began=103.0, reached=0, resumed_at=30, num_workers_before=1, num_workers=1))
+    recovered = log.end(3, 104.0)
     assert recovered is not None
     assert (recovered.seconds, recovered.steps_lost) == (4.0, 17)
     assert (recovered.num_workers_before, recovered.num_workers) == (2, 1)
-    assert ledger.summary()["restarts"] == 1
+    assert log.summary()["restarts"] == 1
 
 
 def test_what_was_planned_is_no_failure_but_takes_time() -> None:
-    ledger = TransitionLog()
+    log = TransitionLog()
     for why in ("preempted", "growing"):
-        ledger.begin(replace(LOSS, planned=why))
-        ledger.end(2, 101.0)
-    assert ledger.summary() == {"restarts": 0, "steps_lost": 0, "recovery_s": [], "preemptions": 1}
-    assert ledger.effective_time_pct(10.0, step_s=0.1) == 80
+        log.begin(replace(LOSS, planned=why))
+        log.end(2, 101.0)
+    assert log.summary() == {"restarts": 0, "steps_lost": 0, "recovery_s": [], "preemptions": 1}
+    assert log.effective_time_pct(10.0, step_s=0.1) == 80
 
 
 def test_a_start_is_no_recovery() -> None:

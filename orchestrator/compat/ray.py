@@ -1,0 +1,181 @@
+"""Every use of Ray's private interfaces, written against Ray 2.60.0.
+
+Ray may move these names in any release. Each is looked up at the moment of its use, so that an error names the one
+that moved, and ``tests/unit/test_compat_ray.py`` checks all of :data:`INTERNALS` against the installed Ray.
+What is patched here is restored when the context manager that patched it exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import grpc
+import ray
+
+CHECKED_VERSION = "2.60.0"
+
+_SET_SIGTERM_HANDLER = "ray._private.utils.set_sigterm_handler"
+_POPEN = "ray._private.services.ConsolePopen"
+_PRINT = "ray._private.worker.print_to_stdstream"
+_NODE = "ray._private.worker._global_node"
+_DEAD_PROCESSES = "ray._private.node.Node.dead_processes"
+_DRAINING_NODES = "ray._private.state.state.get_draining_nodes"
+_READ_ADDRESS = "ray._private.services.find_bootstrap_address"
+_USE_TOKEN = "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available"
+_OPEN_CHANNEL = "ray._private.grpc_utils.init_grpc_channel"
+_GCS_STUB = "ray.core.generated.gcs_service_pb2_grpc.NodeInfoGcsServiceStub"
+_GCS_REQUEST = "ray.core.generated.gcs_service_pb2.GetClusterIdRequest"
+
+INTERNALS = (
+    _SET_SIGTERM_HANDLER,
+    _POPEN,
+    _PRINT,
+    _NODE,
+    _DEAD_PROCESSES,
+    _DRAINING_NODES,
+    _READ_ADDRESS,
+    _USE_TOKEN,
+    _OPEN_CHANNEL,
+    _GCS_STUB,
+    _GCS_REQUEST,
+)
+"""The dotted names of all private objects that this module uses."""
+
+
+class MovedError(RuntimeError):
+    """The installed Ray no longer has a private name that this module uses."""
+
+    def __init__(self, name: str):
+        super().__init__(f"Ray {ray.__version__} moved {name} (checked with {CHECKED_VERSION}); see compat/ray.py")
+
+
+def find_internal(name: str) -> Any:
+    """Return Ray's private object with the dotted ``name``.
+
+    Raises:
+        MovedError: the installed Ray has no such object.
+    """
+    owner, attribute = _owner(name)
+    try:
+        return getattr(owner, attribute)
+    except AttributeError as e:
+        raise MovedError(name) from e
+
+
+@contextlib.contextmanager
+def signals_kept_from_ray() -> Iterator[None]:
+    """Start Ray in this context to keep the handling of SIGINT and SIGTERM with the caller.
+
+    Ray then leaves the handler of SIGTERM alone, and each process that it starts gets its own process group, so a
+    signal to the caller's group (Ctrl-C, ``timeout``) reaches only the caller.
+    """
+    popen = functools.partial(find_internal(_POPEN), process_group=0)
+    with _replaced(_SET_SIGTERM_HANDLER, lambda handler: None), _replaced(_POPEN, popen):
+        try:
+            yield
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                # Below Python, Ray has set a handler that prints the stack and aborts three seconds later.
+                signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+                signal.alarm(0)
+
+
+def raylet_messages_muted() -> contextlib.AbstractContextManager[None]:
+    """Keep Ray's own messages about lost workers and nodes off the console; the run reports them itself."""
+    return _replaced(_PRINT, lambda *_, **__: None)
+
+
+@contextlib.contextmanager
+def environment_defaults(values: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables that are not set yet, for Ray to read as it starts; remove them again on exit."""
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def own_ray_has_died() -> bool:
+    """Return whether this process started a Ray whose GCS server or raylet is dead; no call to it would return."""
+    node = find_internal(_NODE)
+    return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+
+
+def draining_nodes() -> Collection[str]:
+    """Return the ids of the nodes that have been told to drain. Blocks while the GCS server does not answer."""
+    ids: Collection[str] = find_internal(_DRAINING_NODES)()
+    return ids
+
+
+def address_of_ray_start() -> str | None:
+    """Return ``host:port`` of the Ray that ``ray start`` left running on this machine; None if there is none."""
+    address: str | None = find_internal(_READ_ADDRESS)(None)
+    return address
+
+
+def use_token_of_user() -> None:
+    """Send the user's Ray token, if one is stored, to the Ray that this process talks to, as ``ray.init`` does.
+
+    Ray records this in ``RAY_AUTH_MODE``, and keeps it there.
+    """
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        find_internal(_USE_TOKEN)(warn_if_disabled=False)
+    finally:
+        logger.setLevel(level)
+
+
+def probe_gcs(address: str, *, timeout_s: float) -> str | None:
+    """Call the GCS server at ``address`` (``host:port``).
+
+    Returns:
+        None if it answers, or else the gRPC status in lower case: ``unavailable``, ``unauthenticated``, ...
+    """
+    request = find_internal(_GCS_REQUEST)()
+    stub = find_internal(_GCS_STUB)(find_internal(_OPEN_CHANNEL)(address))
+    try:
+        stub.GetClusterId(request, timeout=timeout_s)
+    except grpc.RpcError as e:
+        status: str = e.code().name.lower()
+        return status
+    return None
+
+
+def _owner(name: str) -> tuple[Any, str]:
+    """The object that holds the last part of a dotted ``name``, and that part."""
+    parts, attribute = name.split(".")[:-1], name.rpartition(".")[2]
+    for end in range(len(parts), 0, -1):
+        try:
+            owner: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for part in parts[end:]:
+                owner = getattr(owner, part)
+        except AttributeError as e:
+            raise MovedError(name) from e
+        return owner, attribute
+    raise MovedError(name)
+
+
+@contextlib.contextmanager
+def _replaced(name: str, value: Any) -> Iterator[None]:
+    original = find_internal(name)
+    owner, attribute = _owner(name)
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)

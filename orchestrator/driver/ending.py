@@ -1,0 +1,71 @@
+"""The end of a run: its records, its upload to MLflow and the verdict on the console."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from orchestrator.config.schema import TrackingConfig
+from orchestrator.driver.run import RunResult
+from orchestrator.planning.plan import Plan
+from orchestrator.protocol.events import RunEnded, Sink, Warned
+from orchestrator.records.run_dir import RunDir, write_json
+from orchestrator.timeline.draw import draw, trace
+from orchestrator.tracking.uploader import Uploader
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnding:
+    """Writes down how a run ended. ``resume_command`` continues the run."""
+
+    plan: Plan
+    run_dir: RunDir
+    tracking: TrackingConfig
+    uploader: Uploader
+    journal: Sink
+    console: Sink
+    resume_command: str
+
+    def finish(self, result: RunResult) -> RunResult:
+        """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
+
+        Returns:
+            ``result`` with the complete summary.
+        """
+        run_dir = self.run_dir
+        run_dir.update_record(state=result.status.lower(), ended=time.time(), summary=dict(result.summary))
+        summary = {**result.summary, **self._write_timeline(result)}
+        if run_dir.profile.is_dir():
+            summary["profile"] = str(run_dir.profile)
+        ended = RunEnded(status=result.status, exit_code=result.exit_code, reason=result.reason, summary=summary)
+        self.journal.emit(ended)
+        stopped = result.status == "KILLED"
+        upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self.tracking.flush_timeout_s)
+        summary = {**summary, "mlflow_run_id": upload.run_id}
+        run_dir.update_record(summary=summary, mlflow_run_id=upload.run_id)
+        commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
+        self.console.emit(replace(ended, summary=summary, next_commands=commands))
+        return replace(result, summary=summary)
+
+    def _write_timeline(self, result: RunResult) -> dict[str, str]:
+        """Draw the timeline of the pipeline stages, if there is one; returns where it is, for the summary."""
+        plan, run_dir = self.plan, self.run_dir
+        if result.timeline is None or plan.pipeline is None:
+            return {}
+        title = f"{plan.job}: {plan.strategy}, {plan.pipeline.schedule}"
+        try:
+            write_json(run_dir.timeline_trace, trace(result.timeline))
+            draw(result.timeline, run_dir.timeline_picture, title=title)
+        except Exception as e:  # a missing picture is no reason to fail a run
+            self.console.emit(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
+            return {}
+        return {"timeline": str(run_dir.timeline_picture)}
+
+    def _next_commands(self, result: RunResult, *, missing_points: int) -> tuple[str, ...]:
+        commands = [] if result.status == "FINISHED" else [self.resume_command]
+        if missing_points:
+            commands.append(f"python -m orchestrator.sync {result.run_dir}")
+        commands.append("python -m orchestrator.compare --last 5")
+        if self.tracking.uri is not None and self.tracking.uri.startswith("sqlite"):
+            commands.append(f"mlflow ui --backend-store-uri {self.tracking.uri}")
+        return tuple(commands)

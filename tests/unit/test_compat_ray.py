@@ -1,0 +1,101 @@
+"""Ray's private interfaces are where ``compat/ray.py`` expects them, and every patch is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from orchestrator.compat import ray as compat
+from orchestrator.compat.ray import INTERNALS, MovedError, find_internal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", INTERNALS)
+def test_ray_has_the_name(name: str) -> None:
+    try:
+        find_internal(name)
+    except MovedError as e:
+        pytest.fail(str(e))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "keywords"),
+    [
+        ("ray._private.utils.set_sigterm_handler", ["handler"], {}),
+        ("ray._private.services.find_bootstrap_address", [None], {}),
+        ("ray._private.grpc_utils.init_grpc_channel", ["127.0.0.1:1"], {}),
+        (
+            "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available",
+            [],
+            {"warn_if_disabled": False},
+        ),
+    ],
+)
+def test_a_function_takes_the_arguments_that_it_is_given(
+    name: str, args: list[object], keywords: dict[str, object]
+) -> None:
+    assert name in INTERNALS
+    try:
+        inspect.signature(find_internal(name)).bind(*args, **keywords)
+    except TypeError as e:
+        pytest.fail(f"Ray changed the arguments of {name}: {e}; see compat/ray.py")
+
+
+@pytest.mark.parametrize(
+    "name", ["ray._private.utils.no_such_function", "ray._private.no_such_module.x", "ray._private.node.NoSuch.x"]
+)
+def test_a_moved_name_is_reported_with_the_file_to_change(name: str) -> None:
+    with pytest.raises(MovedError, match=rf"moved {re.escape(name)} .*; see compat/ray\.py"):
+        find_internal(name)
+
+
+def test_patches_are_undone_even_after_an_error() -> None:
+    names = [
+        "ray._private.utils.set_sigterm_handler",
+        "ray._private.services.ConsolePopen",
+        "ray._private.worker.print_to_stdstream",
+    ]
+    before = [find_internal(name) for name in names]
+    patched = []
+    with contextlib.suppress(ZeroDivisionError), compat.signals_kept_from_ray(), compat.raylet_messages_muted():
+        patched = [find_internal(name) for name in names]
+        raise ZeroDivisionError
+    assert all(now is not original for now, original in zip(patched, before, strict=True))
+    assert [find_internal(name) for name in names] == before
+
+
+def test_the_handler_of_sigterm_stays() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with compat.signals_kept_from_ray():
+        find_internal("ray._private.utils.set_sigterm_handler")(signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_environment_defaults_replace_nothing_and_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPAT_TEST_SET", "mine")
+    monkeypatch.delenv("COMPAT_TEST_UNSET", raising=False)
+    with compat.environment_defaults({"COMPAT_TEST_SET": "theirs", "COMPAT_TEST_UNSET": "theirs"}):
+        assert (os.environ["COMPAT_TEST_SET"], os.environ["COMPAT_TEST_UNSET"]) == ("mine", "theirs")
+    assert os.environ["COMPAT_TEST_SET"] == "mine"
+    assert "COMPAT_TEST_UNSET" not in os.environ
+
+
+def test_no_ray_of_this_process_is_no_dead_ray() -> None:
+    assert not compat.own_ray_has_died()
+
+
+def test_a_port_without_a_server_is_unavailable() -> None:
+    assert compat.probe_gcs("127.0.0.1:9", timeout_s=2) == "unavailable"
+
+
+def test_private_names_are_used_nowhere_else() -> None:
+    private = re.compile(r"ray\._private|ray\.core\.generated|ray\._raylet")
+    users = [p for p in sorted(ROOT.glob("orchestrator/**/*.py")) if private.search(p.read_text())]
+    assert [str(p.relative_to(ROOT)) for p in users] == ["orchestrator/compat/ray.py"]
