@@ -1,4 +1,7 @@
-"""``python -m orchestrator.compare --last 5``: runs side by side, as a table and as a picture."""
+"""Show runs side by side, as a table and as a picture: ``orchestrator compare --last 5``.
+
+Exit codes: 0 done; 1 the picture cannot be written; 2 wrong arguments, or no run that can be read.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from pathlib import Path
 
 from orchestrator.display.comparison import CompareError, Run, read_run, table
 from orchestrator.display.comparison_plot import draw
-from orchestrator.display.report import writable
+from orchestrator.display.text import writable
 from orchestrator.records.run_dir import all_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     options = _parser().parse_args(argv)
     try:
-        runs = _chosen(options)
+        runs = _chosen_runs(options)
     except CompareError as e:
         print(writable(f"compare: {e}", sys.stderr), file=sys.stderr)
         return 2
@@ -35,12 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.compare", description="Compare runs side by side.")
-    parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: the last N)")
-    parser.add_argument("--last", type=_positive, default=5, metavar="N", help="newest runs (5)")
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs are")
-    parser.add_argument("--picture", type=Path, help="where to draw (<output-dir>/compare.png)")
-    parser.add_argument("--no-picture", action="store_true", help="the table alone")
+    parser = argparse.ArgumentParser(
+        prog="orchestrator compare", description="Show runs side by side, as a table and as a picture."
+    )
+    parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: the newest ones)")
+    parser.add_argument(
+        "--last",
+        type=_positive,
+        default=5,
+        metavar="N",
+        help="number of newest runs (default: 5)",
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("outputs"), help="directory with the runs (default: outputs)"
+    )
+    parser.add_argument("--picture", type=Path, help="the file for the picture (default: <output-dir>/compare.png)")
+    parser.add_argument("--no-picture", action="store_true", help="print only the table")
     return parser
 
 
@@ -50,15 +64,15 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _chosen(options: argparse.Namespace) -> list[Run]:
-    """The named runs in the order given, or the last ones, oldest first."""
+def _chosen_runs(options: argparse.Namespace) -> list[Run]:
+    """The given runs in their order, or the newest ones, oldest first."""
     if options.runs:
         return [read_run(path) for path in options.runs]
     found = list(itertools.islice(all_runs(options.output_dir), options.last))
     if not found:
         raise CompareError(
             f"no runs in {options.output_dir.resolve()}; start one with "
-            "`python -m orchestrator.launch`, or name the place with --output-dir"
+            "`python -m orchestrator.launch`, or pass another directory with --output-dir"
         )
     return [read_run(run.path) for run in reversed(found)]
 

@@ -1,7 +1,7 @@
-"""The front door: ``python -m orchestrator.launch strategy=ddp``.
+"""Train a job: ``orchestrator launch strategy=ddp``, or ``python -m orchestrator.launch strategy=ddp``.
 
-Exit codes: 0 done, 1 training failed, 2 the configuration or the plan is wrong and nothing was
-started, 130 and 143 interrupted after a checkpoint.
+Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, and nothing was
+started; 130 and 143 interrupted after a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ from collections.abc import Sequence
 from orchestrator.config.build import ConfigError, did_you_mean
 
 BAD_INPUT = 2
-OPTIONS = ("-h", "--help", "-m", "--multirun")
-COMPLETION = ("-sc", "--shell-completion")
+"""Exit code for wrong arguments or a wrong configuration."""
+
+HELP_OPTIONS = ("-h", "--help")
+COMPLETION_OPTIONS = ("-sc", "--shell-completion")
+_OPTIONS = (*HELP_OPTIONS, "-m", "--multirun")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    options = [w for w in words if w.startswith("-")]
-    overrides = [w for w in words if not w.startswith("-")]
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = [w for w in arguments if w.startswith("-")]
+    overrides = [w for w in arguments if not w.startswith("-")]
     try:
-        if any(o in COMPLETION for o in options):
+        if any(o in COMPLETION_OPTIONS for o in options):
             _complete()
-        elif unknown := [o for o in options if o not in OPTIONS]:
-            raise ConfigError(f"{o}: unknown option; {did_you_mean(o, OPTIONS + COMPLETION)}" for o in unknown)
-        elif "-h" in options or "--help" in options:
+        elif unknown := [o for o in options if o not in _OPTIONS]:
+            valid = _OPTIONS + COMPLETION_OPTIONS
+            raise ConfigError(f"{o}: unknown option; {did_you_mean(o, valid)}" for o in unknown)
+        elif any(o in HELP_OPTIONS for o in options):
             from orchestrator.config.help import help_text
             from orchestrator.strategies import registry
 
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(overrides: Sequence[str], *, sweep: bool) -> int:
     from orchestrator.config.overrides import expand_sweep
 
-    # Imported here, because torch and Ray take seconds that --help need not wait for.
+    # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.driver.session import check_all, run_all
 
     candidates = check_all(expand_sweep(overrides) if sweep else [list(overrides)])
@@ -57,7 +61,7 @@ def _complete() -> None:
     from orchestrator.config.compose import shell_completion
 
     if sys.argv[0].endswith(".py"):
-        raise ConfigError(["--shell-completion: only the `orchestrator` command can be completed; install it with pip"])
+        raise ConfigError(["--shell-completion: works only for the `orchestrator` command; install it with pip"])
     shell_completion()
 
 

@@ -1,6 +1,6 @@
-"""``python -m orchestrator.sync <run directory> [--uri URI]``: upload to MLflow what it lacks of one run.
+"""Upload to MLflow what it lacks of a run: ``orchestrator sync <run directory> [--uri URI]``.
 
-Exit status: 0 all is there; 1 the server could not be reached; 2 wrong arguments.
+Exit codes: 0 everything is uploaded; 1 the server cannot be reached; 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.records.run_dir import RunDir
+from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import (
     Transfer,
     count_points,
@@ -21,56 +22,61 @@ from orchestrator.tracking.transfer import (
 from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, validate_uri
 
 _DEFAULT_REQUEST_TIMEOUT_S = 10.0
+_DESCRIPTION = """\
+Upload to MLflow what it lacks of a run: points, final status, artifacts. It may be repeated; no point is stored twice.
+"""
+_EXIT_CODES = "Exit codes: 0 everything is uploaded; 1 the server cannot be reached; 2 wrong arguments."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.sync", description=__doc__)
-    parser.add_argument("run_dir", type=Path, help="a run directory, as outputs/<date>/<time>-<name>")
-    parser.add_argument("--uri", help="MLflow tracking URI; default: the one of the run")
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = argparse.ArgumentParser(prog="orchestrator sync", description=_DESCRIPTION, epilog=_EXIT_CODES)
+    parser.add_argument("run_dir", type=Path, help="a run directory, such as outputs/<date>/<time>-<name>")
+    parser.add_argument("--uri", help="MLflow tracking URI (default: the tracking.uri of the run)")
     args = parser.parse_args(argv)
 
     run_dir = RunDir(args.run_dir.resolve())
     record = run_dir.read_record()
     if not record:
-        return _refuse(f"{args.run_dir}: no run directory (it has no run.json)")
+        return _refuse(f"{args.run_dir}: not a run directory (it has no run.json)")
     tracking = record.get("tracking") or {}
     uri = args.uri or tracking.get("uri")
     if uri is None:
-        return _refuse("this run was not tracked; pass --uri sqlite:///mlflow.db or another one")
+        return _refuse("this run was not tracked; pass a tracking URI, such as --uri sqlite:///mlflow.db")
     if is_redacted(uri):
-        return _refuse(f"the password in {uri} is not stored; pass the whole address with --uri")
+        return _refuse(f"the password in {uri} is not stored; pass the full URI with --uri")
     if error := validate_uri(uri):
         return _refuse(error)
 
-    with exclusive(run_dir) as alone:
-        if not alone:
+    with exclusive(run_dir) as acquired:
+        if not acquired:
             return _refuse("this run is still being uploaded by its own process; try again later")
-        alive = run_dir.driver_if_running() is not None
-        mark_killed(run_dir, reason="the driver process died without a word")
+        driver_alive = run_dir.driver_if_running() is not None
+        mark_killed(run_dir, reason="the driver process died without reporting an end")
         timeout_s = tracking.get("request_timeout_s", _DEFAULT_REQUEST_TIMEOUT_S)
-        transfer = Transfer(run_dir, absolute_uri(uri, Path.cwd()), request_timeout_s=timeout_s)
-        return _upload(transfer, run_dir, given_uri=args.uri, alive=alive)
+        backend = MlflowBackend(absolute_uri(uri, Path.cwd()), request_timeout_s=timeout_s)
+        return _upload(Transfer(run_dir, backend), run_dir, given_uri=args.uri, driver_alive=driver_alive)
 
 
-def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, alive: bool) -> int:
+def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, driver_alive: bool) -> int:
     server = transfer.cursor.uri
     before = transfer.cursor
     try:
-        transfer.push(None if alive else final_ending(run_dir))
-    except Exception:  # MLflow, its database drivers and HTTP raise all kinds; the cursor has the text
-        waiting = count_points(run_dir, offset=transfer.cursor.offset)
+        transfer.push(None if driver_alive else final_ending(run_dir))
+    except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
+        missing = count_points(run_dir, offset=transfer.cursor.offset)
         again = f"python -m orchestrator.sync {run_dir.path}"
         if given_uri:
             again += f" --uri {redact_uri(given_uri)}"
         print(f"{server}: {transfer.cursor.error}", file=sys.stderr)
-        print(f"{waiting} points wait, none is lost; try again with: {again}", file=sys.stderr)
+        print(f"{missing} points are not uploaded, and none is lost; try again with: {again}", file=sys.stderr)
         return 1
     cursor = transfer.cursor
     run_dir.update_record(mlflow_run_id=cursor.run_id)
     start = before.points if before.run_id == cursor.run_id else 0
     print(f"uploaded {cursor.points - start} points; all {cursor.points} are on {server}")
-    if alive:
-        print("the run is still going: sync it again when it has ended")
+    if driver_alive:
+        print("the run is still training; sync it again when it has ended")
     return 0
 
 

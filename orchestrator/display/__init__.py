@@ -1,1 +1,1 @@
-"""What a person sees: console, panel, report."""
+"""What users see of a run: console, panel, report, comparison."""

@@ -1,7 +1,4 @@
-"""Runs side by side: what their directories say, as a table.
-
-Reads files alone: neither MLflow nor torch is imported.
-"""
+"""A table of runs side by side, from their run directories. Imports neither MLflow nor torch."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,25 +16,27 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.display.report import bar, figure, first_few, plain_table, rate, render, takes_unicode
+from orchestrator.display.text import bar, first_few, format_value, plain_table, render, takes_unicode
+from orchestrator.protocol.core_metrics import CORE_METRICS, SAMPLES_PER_S
+from orchestrator.protocol.metrics import Column, MetricRegistry, MetricSpec, Summary, from_record
 from orchestrator.records.run_dir import RunDir
 
+_RATE = SAMPLES_PER_S.summaries[0].key
 _BAR_WIDTH = 10
-_LEAST_WANTED = ("restarts", "start-up s", "job", "state", "p95 ms", "p50 ms", "val acc", "bar", "bubble (theory)")
 _SHORTEST_NAME = 12
 _WIDEST = 1000
 _WIDTH_WITHOUT_TERMINAL = 160
 
 
 class CompareError(Exception):
-    """There is nothing to compare, or a run cannot be read."""
+    """There are no runs, or one cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run directory says; a figure that it does not have is None.
+    """A run as its directory describes it.
 
-    ``work`` is equal where the same job was done, with the same fields.
+    ``work`` is equal for runs of the same job with the same fields. ``metrics`` are those that the run declares.
     """
 
     path: Path
@@ -47,12 +46,12 @@ class Run:
     work: str
     workers: int | None
     summary: Mapping[str, Any]
+    metrics: tuple[MetricSpec, ...] = ()
 
-    def figure(self, name: str) -> float | None:
-        value = self.summary.get(name)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            return float(value)
-        return None
+    def value(self, key: str) -> float | None:
+        """Return the number under ``key`` of the summary; None if there is none or it is not finite."""
+        found = self.summary.get(key)
+        return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
 
 
 def read_run(path: Path) -> Run:
@@ -65,11 +64,11 @@ def read_run(path: Path) -> Run:
     try:
         record = json.loads(file.read_text())
     except FileNotFoundError:
-        raise CompareError(f"{path}: no run directory, it has no run.json") from None
+        raise CompareError(f"{path}: not a run directory, it has no run.json") from None
     except (OSError, ValueError) as e:
         raise CompareError(f"{file}: not readable: {e}; leave this run out or remove it") from None
     if not isinstance(record, dict):
-        raise CompareError(f"{file}: not readable: not a JSON object; leave this run out")
+        raise CompareError(f"{file}: not readable: not a JSON object; leave this run out or remove it")
     return Run(
         path=path.resolve(),
         state=str(record.get("state") or "-"),
@@ -78,7 +77,14 @@ def read_run(path: Path) -> Run:
         work=_work(record),
         workers=_workers(record.get("plan")),
         summary=record.get("summary") or {},
+        metrics=_metrics(record.get("metrics")),
     )
+
+
+def _metrics(records: object) -> tuple[MetricSpec, ...]:
+    """The metrics that the run declares; none for a directory from before ``run.json`` had them."""
+    found = [from_record(record) for record in records] if isinstance(records, list) else []
+    return tuple(spec for spec in found if spec is not None)
 
 
 def _work(record: Mapping[str, Any]) -> str:
@@ -95,7 +101,7 @@ def _workers(plan: object) -> int | None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Short names that tell the runs apart: strategy and workers, and more only where needed."""
+    """Return short names that distinguish the runs: strategy and workers, job and time only if necessary."""
     jobs = {run.job for run in runs}
     short = []
     for run in runs:
@@ -114,103 +120,130 @@ def _time_of_day(name: str) -> str:
 
 
 def baseline(runs: Sequence[Run], work: str) -> Run | None:
-    """What speeds are relative to: of the same work the first ``single`` run with a throughput, else the first."""
-    measured = [run for run in runs if run.work == work and run.figure("samples_per_s")]
+    """Return the run of the same work that speeds are relative to: the first ``single`` one, else the first.
+
+    Only runs with a throughput count; None if there is none.
+    """
+    measured = [run for run in runs if run.work == work and run.value(_RATE)]
     single = [run for run in measured if run.strategy == "single"]
     return next(iter(single or measured), None)
 
 
 def relative_speed(run: Run, runs: Sequence[Run]) -> float | None:
+    """Return the throughput of ``run`` relative to that of its :func:`baseline`; None if either is unknown."""
     base = baseline(runs, run.work)
-    speed, base_speed = run.figure("samples_per_s"), base and base.figure("samples_per_s")
+    speed, base_speed = run.value(_RATE), base and base.value(_RATE)
     return speed / base_speed if speed and base_speed else None
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The runs, one a row.
+    """Return a table with one row per run.
 
-    In a narrow terminal names of runs are cut first, then columns left out and named below.
+    A narrow terminal first shortens the names of runs, then leaves out columns, which a line below names.
     """
     unicode = takes_unicode(sys.stdout)
     width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
     columns = _columns(runs, unicode=unicode)
-    left_out: list[str] = []
-    room = 0
+    dispensable = sorted((c for c in columns if c.priority is not None), key=lambda c: c.priority or 0)
+    omitted: list[str] = []
+    name_width = 0
     longest = max(len(run.path.name) for run in runs)
-    for name in (None, *_LEAST_WANTED):
-        if name in columns:
-            del columns[name]
-            left_out.append(name)
-        grid = _grid(runs, columns, longest, unicode=unicode)
+    for column in (None, *dispensable):
+        if column is not None:
+            columns.remove(column)
+            omitted.append(column.heading or column.name)
+        grid = _grid(columns, longest, unicode=unicode)
         needed = Console(width=_WIDEST).measure(grid).maximum
-        room = longest - max(0, needed - width)
-        if room >= min(longest, _SHORTEST_NAME):
+        name_width = longest - max(0, needed - width)
+        if name_width >= min(longest, _SHORTEST_NAME):
             break
-    lines = [render(_grid(runs, columns, max(room, _SHORTEST_NAME), unicode=unicode), width=_WIDEST)]
+    lines = [render(_grid(columns, max(name_width, _SHORTEST_NAME), unicode=unicode), width=_WIDEST)]
     names = dict(zip((run.path for run in runs), labels(runs), strict=True))
     shared = [work for work, number in Counter(run.work for run in runs).items() if number > 1]
     bases = [names[base.path] for work in shared if (base := baseline(runs, work))]
     if bases:
         lines.append(f"speed: relative to {first_few(bases)}" + (", of the same job" if len(bases) > 1 else ""))
-    if left_out:
-        lines.append(f"no room for: {first_few(left_out)}")
+    if omitted:
+        lines.append(f"columns left out: {first_few(omitted)}")
     return "\n".join(lines)
 
 
-Column = tuple[Literal["left", "right"], Callable[[Run], str]]
-"""How a column is justified, and its text for a run."""
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    """A column of the table with the cell of each run.
+
+    ``name`` identifies a column without a heading. For ``priority`` see
+    :class:`~orchestrator.protocol.metrics.Column`.
+    """
+
+    heading: str
+    cells: Sequence[str]
+    name: str = ""
+    justify: Literal["left", "right"] = "right"
+    priority: int | None = None
 
 
-def _columns(runs: Sequence[Run], *, unicode: bool) -> dict[str, Column]:
-    def shown(name: str, text: Callable[[float], str]) -> Column:
-        return "right", lambda run: "-" if (v := run.figure(name)) is None else text(v)
-
-    most = max((run.figure("samples_per_s") or 0.0 for run in runs), default=0.0)
-
-    def speed_bar(run: Run) -> str:
-        value = run.figure("samples_per_s")
-        return bar(value / most, width=_BAR_WIDTH, unicode=unicode) if value and most else ""
-
-    def relative(run: Run) -> str:
-        value = relative_speed(run, runs)
-        return f"{value:.2f}x" if value else "-"
-
-    def bubble(run: Run) -> str:
-        measured, theory = run.figure("bubble_pct"), run.figure("bubble_theory_pct")
-        return "-" if measured is None or theory is None else f"{measured:.0f}% ({theory:.0f}%)"
-
-    columns: dict[str, Column] = {
-        "run": ("left", lambda run: run.path.name),
-        "state": ("left", lambda run: run.state.lower()),
-        "job": ("left", lambda run: run.job),
-        "strategy": ("left", lambda run: run.strategy),
-        "workers": ("right", lambda run: str(run.workers or "-")),
-        "samples/s": shown("samples_per_s", rate),
-        "bar": ("left", speed_bar),
-        "speed": ("right", relative),
-        "p50 ms": shown("step_ms_p50", lambda v: f"{v:.1f}"),
-        "p95 ms": shown("step_ms_p95", lambda v: f"{v:.1f}"),
-        "bubble (theory)": ("right", bubble),
-        "loss": shown("final_loss", figure),
-        "val acc": shown("val_accuracy", figure),
-        "start-up s": shown("startup_s", lambda v: f"{v:.1f}"),
-        "restarts": shown("restarts", lambda v: f"{v:.0f}"),
-    }
-    if len({run.job for run in runs}) == 1:
-        del columns["job"]
-    if all(run.figure("bubble_pct") is None for run in runs):
-        del columns["bubble (theory)"]
-    return columns
+def _columns(runs: Sequence[Run], *, unicode: bool) -> list[_Column]:
+    """The columns in their order: what a run is, its metrics, its start-up and restarts."""
+    columns = [
+        _Column(heading="run", justify="left", cells=[run.path.name for run in runs]),
+        _Column(heading="state", justify="left", priority=4, cells=[run.state.lower() for run in runs]),
+    ]
+    if len({run.job for run in runs}) > 1:
+        columns.append(_Column(heading="job", justify="left", priority=3, cells=[run.job for run in runs]))
+    columns += [
+        _Column(heading="strategy", justify="left", cells=[run.strategy for run in runs]),
+        _Column(heading="workers", cells=[str(run.workers or "-") for run in runs]),
+    ]
+    for spec, summary, column in _declared_columns(runs):
+        cells = [_cell(run, summary.key, spec.format, beside=column.beside) for run in runs]
+        columns.append(_Column(heading=column.heading, priority=column.priority, cells=cells))
+        if spec is SAMPLES_PER_S:
+            columns += _speed_columns(runs, unicode=unicode)
+    return [
+        *columns,
+        _Column(heading="start-up s", priority=2, cells=[_cell(run, "startup_s", "{:.1f}") for run in runs]),
+        _Column(heading="restarts", priority=1, cells=[_cell(run, "restarts", "{:.0f}") for run in runs]),
+    ]
 
 
-def _grid(runs: Sequence[Run], columns: Mapping[str, Column], name_width: int, *, unicode: bool) -> Table:
-    """The table; names of runs are cut to ``name_width``."""
-    grid = plain_table(unicode=unicode)
-    for name, (justify, _) in columns.items():
-        grid.add_column("" if name == "bar" else name, justify=justify, no_wrap=True)
+def _declared_columns(runs: Sequence[Run]) -> list[tuple[MetricSpec, Summary, Column]]:
+    """The columns that the metrics of the runs declare, without those that are optional and empty."""
+    registry = MetricRegistry(CORE_METRICS)
     for run in runs:
-        first, *rest = (text(run) for _, text in columns.values())
-        if len(first) > name_width:
-            first = first[: max(1, name_width - 1)] + ("…" if unicode else "~")
-        grid.add_row(first, *rest)
+        for spec in run.metrics:
+            registry.add(spec)
+    declared = [(spec, s, s.column) for spec in registry for s in spec.summaries if s.column is not None]
+    shown = [d for d in declared if d[2].always or any(run.value(d[1].key) is not None for run in runs)]
+    return sorted(shown, key=lambda d: d[2].position)
+
+
+def _cell(run: Run, key: str, template: str, *, beside: str | None = None) -> str:
+    value, second = run.value(key), run.value(beside or key)
+    if value is None or second is None:
+        return "-"
+    text = format_value(value, template)
+    return text if beside is None else f"{text} ({format_value(second, template)})"
+
+
+def _speed_columns(runs: Sequence[Run], *, unicode: bool) -> list[_Column]:
+    """A bar for the throughput of each run, and its relative speed."""
+    rates = [run.value(_RATE) for run in runs]
+    most = max((r or 0.0 for r in rates), default=0.0)
+    bars = [bar(r / most, width=_BAR_WIDTH, unicode=unicode) if r and most else "" for r in rates]
+    speeds = [relative_speed(run, runs) for run in runs]
+    return [
+        _Column(heading="", name="bar", justify="left", priority=8, cells=bars),
+        _Column(heading="speed", cells=[f"{speed:.2f}x" if speed else "-" for speed in speeds]),
+    ]
+
+
+def _grid(columns: Sequence[_Column], name_width: int, *, unicode: bool) -> Table:
+    """The table, with the names of runs cut to ``name_width`` characters."""
+    grid = plain_table(unicode=unicode)
+    for column in columns:
+        grid.add_column(column.heading, justify=column.justify, no_wrap=True)
+    for name, *others in zip(*(column.cells for column in columns), strict=True):
+        cut = name[: max(1, name_width - 1)] + ("…" if unicode else "~") if len(name) > name_width else name
+        grid.add_row(cut, *others)
     return grid

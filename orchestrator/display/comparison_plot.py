@@ -1,4 +1,4 @@
-"""Runs side by side as a picture: loss by samples, loss by time, throughput."""
+"""A picture of runs side by side: loss by samples, loss by time, throughput."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.display.comparison import Run, baseline, labels, relative_speed
-from orchestrator.display.report import rate
+from orchestrator.display.text import rate
+from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S, SAMPLES_SEEN
 from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes; yellow is too pale for lines.
+# Okabe and Ito's colours, which colour-blind people can distinguish; yellow is too pale for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1.5)), (0, (8, 3)))
 _SMOOTH_FROM_POINTS = 80
@@ -32,14 +33,14 @@ class Curve:
 
 
 def read_curve(run_dir: RunDir) -> Curve:
-    """The loss points of a run; empty where it has logged none."""
+    """Return the loss curve of a run; empty if it has logged no loss."""
     curve = Curve(losses=[], samples=[], seconds=[])
     start: float | None = None
     for _, time, metrics in read_metrics(run_dir):
-        if "train/loss" in metrics and "train/samples_seen" in metrics:
+        if LOSS.name in metrics and SAMPLES_SEEN.name in metrics:
             start = time if start is None else start
-            curve.losses.append(metrics["train/loss"])
-            curve.samples.append(metrics["train/samples_seen"])
+            curve.losses.append(metrics[LOSS.name])
+            curve.samples.append(metrics[SAMPLES_SEEN.name])
             curve.seconds.append(time - start)
     return curve
 
@@ -94,7 +95,7 @@ def _draw_losses(by_samples: Axes, by_seconds: Axes, curves: Sequence[Curve], na
     from matplotlib.ticker import LogLocator, NullLocator
 
     for i, (curve, name) in enumerate(zip(curves, names, strict=True)):
-        # Equal curves are the rule: earlier ones are wider, so that they show beneath later ones.
+        # Curves are often equal: earlier ones are wider, so that they show beneath later ones.
         style: dict[str, Any] = {
             "color": _COLOURS[i % len(_COLOURS)],
             "linestyle": _DASHES[i % len(_DASHES)],
@@ -120,7 +121,7 @@ def _draw_losses(by_samples: Axes, by_seconds: Axes, curves: Sequence[Curve], na
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """A running mean over a fortieth of the points where there are many of them."""
+    """A running mean over a fortieth of the points; few points stay as they are."""
     if len(values) <= _SMOOTH_FROM_POINTS:
         return list(values)
     half = len(values) // 80
@@ -136,7 +137,7 @@ def _thousands(value: float, _: float) -> str:
 
 
 def _draw_rates(axes: Axes, runs: Sequence[Run], names: Sequence[str]) -> None:
-    rates = [run.figure("samples_per_s") for run in runs]
+    rates = [run.value(SAMPLES_PER_S.summaries[0].key) for run in runs]
     colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(runs))]
     axes.barh(range(len(runs)), [r or 0.0 for r in rates], height=0.62, color=colours)
     for i, (run, value) in enumerate(zip(runs, rates, strict=True)):

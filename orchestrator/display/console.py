@@ -1,4 +1,4 @@
-"""The console: a live panel on a terminal, plain lines elsewhere; the verdict stands last."""
+"""The console: a live panel on a terminal, plain lines elsewhere, and the verdict at the end."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ from rich.text import Text
 
 from orchestrator.display.panel import (
     RunView,
-    checkpoint_words,
+    checkpoint_text,
     draw,
     status_line,
-    stop_words,
-    waiting_words,
+    stop_text,
+    waiting_text,
 )
-from orchestrator.display.report import clean, count, crew, first_few, first_line, takes_unicode, verdict, writable
+from orchestrator.display.report import verdict
+from orchestrator.display.text import (
+    clean,
+    count,
+    first_few,
+    first_line,
+    takes_unicode,
+    workers_text,
+    writable,
+)
 from orchestrator.protocol.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -53,7 +62,7 @@ from orchestrator.protocol.events import (
 )
 
 Line = tuple[str, str]
-"""Text and its style; the style counts on a terminal alone."""
+"""Text and its style, which is used only on a terminal."""
 
 _REFRESH_PER_S = 4
 _LINE_INTERVAL_S = 1.0
@@ -62,9 +71,9 @@ _VERDICT_STYLES = {"FINISHED": "bold green", "KILLED": "bold yellow"}
 
 
 def make_console(*, steps: int, world_size: int, stream: IO[str] | None = None) -> Sink:
-    """The console of one run on ``stream`` (default: standard output).
+    """Return the console of one run on ``stream`` (default: standard output).
 
-    Close it after every other sink: what they warn about then stands above the verdict.
+    Close it after every other sink, so that their warnings come before the verdict.
     """
     out = cast("IO[str]", _ForgivingStream(stream or sys.stdout))
     view = RunView(steps=steps, world_size=world_size)
@@ -78,30 +87,31 @@ def make_console(*, steps: int, world_size: int, stream: IO[str] | None = None) 
 
 
 class PlainConsole:
-    """One line per event that matters; metrics about once a second, first and last always."""
+    """Prints one line per event; metrics at most once a second, but always the first and the last ones."""
 
     def __init__(self, view: RunView, console: Console):
         self._view = view
         self._console = console
-        # Reentrant: a signal handler may emit while the same thread is emitting.
+        # Reentrant, because a signal handler may emit while the same thread is emitting.
         self._lock = threading.RLock()
         self._unshown: dict[str, float] = {}
         self._unshown_step = 0
         self._shown_at: dict[str, float] = {}
         self._verdict: list[Line] = []
         self._printed_after_verdict = False
-        self._faulty = False
+        self._error_logged = False
 
     def emit(self, event: Event) -> None:
+        """Show ``event``."""
         try:
             self._emit(event)
         except Exception:
-            if not self._faulty:  # once: a console that is at fault must not flood the log as well
-                self._faulty = True
-                logging.getLogger(__name__).exception("the console cannot show %s", event.kind)
+            if not self._error_logged:  # once, to keep a broken console from flooding the log
+                self._error_logged = True
+                logging.getLogger(__name__).exception("the console cannot show the event %s", event.kind)
 
     def close(self) -> None:
-        """Print what is left, and the verdict once more if anything came after it."""
+        """Print the last metrics, and repeat the verdict if anything was printed after it."""
         try:
             self._print(self._last_metrics())
             if self._printed_after_verdict:
@@ -126,23 +136,23 @@ class PlainConsole:
     def _lines(self, event: Event) -> list[Line]:
         match event:
             case MetricsLogged() if all(name.startswith("recovery/") for name in event.metrics):
-                return []  # what they say has been said in words
+                return []  # an event of its own has reported them
             case MetricsLogged():
                 if event.step != self._unshown_step:
-                    self._unshown = {}  # figures of another step would pass for this one's
+                    self._unshown = {}  # a line has the metrics of one step only
                 self._unshown_step = event.step
                 self._unshown.update(event.metrics)
                 validated = any(name.startswith("val/") for name in event.metrics)
                 due = self._is_due("validation" if validated else "metrics", event.time)
                 return self._last_metrics() if due else []
             case CheckpointSaved():
-                return [*self._last_metrics(), *words(event)] if self._is_due("checkpoint", event.time) else []
+                return [*self._last_metrics(), *describe(event)] if self._is_due("checkpoint", event.time) else []
             case WorkerFailed() | StopRequested():
-                return [*self._last_metrics(), *words(event)]
+                return [*self._last_metrics(), *describe(event)]
             case RunEnded():
                 return [*self._last_metrics(), *self._ending(event)]
             case _:
-                return words(event)
+                return describe(event)
 
     def _is_due(self, what: str, now: float) -> bool:
         due = now - self._shown_at.get(what, -math.inf) >= _LINE_INTERVAL_S
@@ -155,7 +165,7 @@ class PlainConsole:
             return []
         metrics, self._unshown = self._unshown, {}
         eta_s = self._view.eta_s()
-        return [(status_line(self._unshown_step, self._view.steps, metrics, eta_s), "")]
+        return [(status_line(self._unshown_step, self._view.steps, metrics, eta_s, self._view.metrics), "")]
 
     def _ending(self, event: RunEnded) -> list[Line]:
         view = self._view
@@ -176,7 +186,7 @@ class PlainConsole:
 
 
 class LiveConsole(PlainConsole):
-    """A panel that is redrawn in place; messages go above it, and it leaves nothing behind."""
+    """Redraws a panel in place and prints messages above it. At the end it removes the panel."""
 
     def __init__(self, view: RunView, console: Console):
         super().__init__(view, console)
@@ -190,6 +200,7 @@ class LiveConsole(PlainConsole):
         )
 
     def close(self) -> None:
+        """Remove the panel, then close like :class:`PlainConsole`."""
         self._stop()
         super().close()
 
@@ -218,14 +229,14 @@ class LiveConsole(PlainConsole):
         self._erase_wrapped(width)
         with self._lock:
             panel = draw(self._view, width=width, height=height, now=time.time(), unicode=self._unicode)
-            # The empty last row takes the ^C that the terminal echoes, which would wrap behind a full one.
+            # The empty last row is for the ^C that a terminal echoes: after a full row it would wrap.
             self._frame_lines = [*self._console.render_lines(panel, options, pad=False), []]
         return SegmentLines(self._frame_lines, new_lines=True)
 
     def _erase_wrapped(self, width: int) -> None:
-        """If a narrower terminal has wrapped the frame that stands, erase all its rows.
+        """Erase all rows of the present frame if a terminal that became narrower has wrapped it.
 
-        Leaves the cursor where it would stand below an unwrapped frame, as Rich expects it.
+        Leaves the cursor below an unwrapped frame, where Rich expects it.
         """
         lengths = [Segment.get_line_length(line) for line in self._frame_lines]
         rows = sum(max(1, math.ceil(length / width)) for length in lengths)
@@ -234,22 +245,22 @@ class LiveConsole(PlainConsole):
             self._console.control(Control(*up, (ControlType.CURSOR_DOWN, len(lengths) - 1)))
 
 
-def words(event: Event) -> list[Line]:
-    """An event in readable words; nothing for the ones that are drawn or counted only."""
+def describe(event: Event) -> list[Line]:
+    """Return the lines that report an event; none for events that only update the progress."""
     match event:
         case RunStarted():
             return _started(event)
         case WaitingForResources():
-            return [(waiting_words(event), "")]
+            return [(waiting_text(event), "")]
         case GenerationStarted():
             return _generation(event)
         case ModelCut():
-            return [(stage_words(number, stage), "") for number, stage in enumerate(event.stages)]
+            return [(_stage_text(number, stage), "") for number, stage in enumerate(event.stages)]
         case CheckpointSaved():
-            return [(checkpoint_words(event), "")]
+            return [(checkpoint_text(event), "")]
         case CheckpointFailed():
-            text = f"warning: no checkpoint of step {event.step}: {first_line(event.reason)}"
-            return [(f"{text}; training goes on", "yellow")]
+            text = f"warning: cannot write the checkpoint of step {event.step}: {first_line(event.reason)}"
+            return [(f"{text}; training continues", "yellow")]
         case WorkerFailed():
             return _worker_failed(event)
         case WorkerLost():
@@ -259,7 +270,7 @@ def words(event: Event) -> list[Line]:
         case Recovered():
             return [(_recovered(event), "green")]
         case StopRequested():
-            return [(stop_words(event), "yellow")]
+            return [(stop_text(event), "yellow")]
         case Warned():
             return [(f"warning: {event.message}", "yellow")]
         case FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged() | TextSampled() | RunEnded():
@@ -270,7 +281,7 @@ def words(event: Event) -> list[Line]:
 
 def _started(event: RunStarted) -> list[Line]:
     what = f"{event.name}: strategy {event.strategy}, job {event.job}"
-    lines = [f"{what}, {crew(event.world_size, event.num_shards)}, {count(event.steps, 'step')}"]
+    lines = [f"{what}, {workers_text(event.world_size, event.num_shards)}, {count(event.steps, 'step')}"]
     lines.append(f"run directory: {event.run_dir}")
     if event.resumed_from_step is not None:
         lines.append(f"resumed from step {event.resumed_from_step}")
@@ -279,16 +290,16 @@ def _started(event: RunStarted) -> list[Line]:
 
 
 def _generation(event: GenerationStarted) -> list[Line]:
-    ranks = [f"rank {rank} on {where}" for rank, where in enumerate(event.workers)]
-    where = f"{event.backend} on {event.device}: {first_few(ranks)}"
-    return [(where if event.generation <= 1 else f"generation {event.generation}: {where}", "")]
+    ranks = [f"rank {rank} on {place}" for rank, place in enumerate(event.workers)]
+    text = f"{event.backend} on {event.device}: {first_few(ranks)}"
+    return [(text if event.generation <= 1 else f"generation {event.generation}: {text}", "")]
 
 
 def _straggler(event: StragglerFound) -> str:
-    compute = f"computing {event.compute_ms:.3g} ms a step (the others {event.others_compute_ms:.3g})"
-    data = f"waiting for data {event.data_wait_ms:.3g} ms (the others {event.others_data_wait_ms:.3g})"
-    who = f"{event.display_name} on {event.node}"
-    return f"warning: {who} is {event.slower_by:.1f} times slower than the others: {compute}, {data}"
+    compute = f"it computes {event.compute_ms:.3g} ms per step (the others {event.others_compute_ms:.3g} ms)"
+    data = f"waits {event.data_wait_ms:.3g} ms for data (the others {event.others_data_wait_ms:.3g} ms)"
+    rank = f"{event.display_name} on {event.node}"
+    return f"warning: {rank} is {event.slower_by:.1f} times slower than the others: {compute} and {data}"
 
 
 def _recovered(event: Recovered) -> str:
@@ -298,12 +309,13 @@ def _recovered(event: Recovered) -> str:
     elif ranks:
         how = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced"
     else:
-        how = "the group formed anew"
-    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "nothing lost"
-    return f"back at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
+        how = "process group formed again"
+    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "no step lost"
+    verb = "recovered" if event.planned is None else "continued"
+    return f"{verb} at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
 
 
-def stage_words(number: int, stage: StageSummary) -> str:
+def _stage_text(number: int, stage: StageSummary) -> str:
     share = "" if stage.time_share is None else f"{stage.time_share:.0%} of the time, "
     return f"stage {number}: {share}{count(stage.num_parameters, 'parameter')}: {first_few(stage.layers)}"
 
@@ -322,7 +334,7 @@ def _worker_failed(event: WorkerFailed) -> list[Line]:
 
 
 class _ForgivingStream(io.TextIOBase):
-    """A text stream whose reader may go away, and which replaces what its encoding cannot take."""
+    """A text stream that ignores a reader that has gone away and replaces characters that it cannot encode."""
 
     def __init__(self, stream: IO[str]):
         self._stream = stream

@@ -1,17 +1,28 @@
-"""The live panel: what the console remembers of a run, and how it is drawn at a given size."""
+"""The live panel: the state of a run as the console knows it, drawn at a given size."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from orchestrator.display.report import MOST_ROWS, crew, duration, figure, rate, size, sparkline
+from orchestrator.display.text import (
+    MOST_ROWS,
+    duration,
+    fill,
+    format_value,
+    number,
+    rate,
+    size,
+    sparkline,
+    workers_text,
+)
+from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.events import (
     CheckpointSaved,
     Event,
@@ -23,18 +34,19 @@ from orchestrator.protocol.events import (
     WaitingForResources,
     WorkerFailed,
 )
+from orchestrator.protocol.metrics import MetricRegistry, MetricSpec
 
-CLEARLY_SLOWER = 1.25
-"""A rank is marked from this multiple of the other ranks' median step time."""
+_SLOWEST_FROM = 1.25
+"""The panel marks a rank whose steps take at least this multiple of the other ranks' median."""
 
 _POINTS = 200
-_PACE_POINTS = 60
-_PACE_INTERVAL_S = 0.5
+_SPEED_POINTS = 60
+_SPEED_INTERVAL_S = 0.5
 _SMALLEST_WIDTH, _SMALLEST_HEIGHT = 48, 9
 
 
 class RunView:
-    """What the console remembers of a run: fed by events, bounded in size."""
+    """The state of a run, updated by events; its size is bounded."""
 
     def __init__(self, *, steps: int, world_size: int):
         self.steps = steps
@@ -46,15 +58,17 @@ class RunView:
         self.checkpoint: CheckpointSaved | None = None
         self.stop: StopRequested | None = None
         self.failure: WorkerFailed | None = None
+        self.metrics = MetricRegistry(CORE_METRICS)
         self.latest: dict[str, float] = {}
         self.val_step = 0
         self.losses: deque[float] = deque(maxlen=_POINTS)
         self.rates: deque[float] = deque(maxlen=_POINTS)
         self.ranks: dict[int, RankProgress] = {}
-        self._hang_detector: deque[tuple[float, int]] = deque(maxlen=_PACE_POINTS)
-        self._pace_from = 0.0
+        self._reached_at: deque[tuple[float, int]] = deque(maxlen=_SPEED_POINTS)
+        self._reached_from = 0.0
 
     def update(self, event: Event) -> None:
+        """Take over what ``event`` says."""
         match event:
             case RunStarted():
                 self.started, self.step = event, event.resumed_from_step or 0
@@ -64,7 +78,7 @@ class RunView:
                 self.generation, self.waiting, self.failure = event, None, None
                 self.world_size = len(event.workers)
                 self.ranks.clear()
-                self._hang_detector.clear()
+                self._reached_at.clear()
             case MetricsLogged():
                 self._metrics(event)
             case RankProgress():
@@ -81,87 +95,96 @@ class RunView:
 
     def _metrics(self, event: MetricsLogged) -> None:
         self._reached(event.step, event.time)
+        for spec in event.specs:
+            self.metrics.add(spec)
         self.latest.update(event.metrics)
-        if "train/loss" in event.metrics:
-            self.losses.append(event.metrics["train/loss"])
-        if "perf/samples_per_s" in event.metrics:
-            self.rates.append(event.metrics["perf/samples_per_s"])
+        if LOSS.name in event.metrics:
+            self.losses.append(event.metrics[LOSS.name])
+        if SAMPLES_PER_S.name in event.metrics:
+            self.rates.append(event.metrics[SAMPLES_PER_S.name])
         if any(name.startswith("val/") for name in event.metrics):
             self.val_step = event.step
 
     def _reached(self, step: int, time: float) -> None:
-        if not self._hang_detector:
-            self.step = step  # not the larger of the two: a recovery may go back
-            self._pace_from = time
-        elif step <= self._hang_detector[-1][1]:
+        if not self._reached_at:
+            self.step = step  # may be lower than before, after a recovery
+            self._reached_from = time
+        elif step <= self._reached_at[-1][1]:
             return
-        elif time - self._pace_from < _PACE_INTERVAL_S:
-            self._hang_detector.clear()  # points come in batches: the first of one says nothing of the pace
-        elif len(self._hang_detector) >= 2 and time - self._hang_detector[-2][0] < _PACE_INTERVAL_S:
-            self._hang_detector.pop()
-        self._hang_detector.append((time, step))
+        elif time - self._reached_from < _SPEED_INTERVAL_S:
+            self._reached_at.clear()  # the first point of a batch does not show the speed
+        elif len(self._reached_at) >= 2 and time - self._reached_at[-2][0] < _SPEED_INTERVAL_S:
+            self._reached_at.pop()
+        self._reached_at.append((time, step))
         self.step = max(self.step, step)
 
     def eta_s(self) -> float | None:
-        """Time left at the pace of the last points; None before there are two."""
-        if len(self._hang_detector) < 2:
+        """Return the seconds that remain at the speed of the last points; None before there are two."""
+        if len(self._reached_at) < 2:
             return None
-        (first_time, first_step), (last_time, last_step) = self._hang_detector[0], self._hang_detector[-1]
+        (first_time, first_step), (last_time, last_step) = self._reached_at[0], self._reached_at[-1]
         if last_time <= first_time:
             return None
-        left = max(0, self.steps - self.step)
-        return left * (last_time - first_time) / (last_step - first_step)
+        remaining = max(0, self.steps - self.step)
+        return remaining * (last_time - first_time) / (last_step - first_step)
 
     def slowest(self) -> int | None:
-        """The rank whose steps take clearly longer than those of the others."""
+        """Return the rank whose steps take clearly longer than those of the others, None if none do."""
         times = {r.rank: r.step_ms for r in self.ranks.values() if r.step_ms is not None}
         if len(times) < 2:
             return None
         rank = max(times, key=lambda r: times[r])
         others = statistics.median(ms for r, ms in times.items() if r != rank)
-        return rank if times[rank] > CLEARLY_SLOWER * others else None
+        return rank if times[rank] > _SLOWEST_FROM * others else None
 
 
-def status_line(step: int, steps: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
-    """``step 120/500  loss 0.2314  val_acc 0.9710  8,310 samples/s  eta 12s``."""
-    parts = [f"step {step}/{steps}"]
-    for name, word in (
-        ("train/loss", "loss"),
-        ("val/loss", "val_loss"),
-        ("val/accuracy", "val_acc"),
-    ):
-        if name in metrics:
-            parts.append(f"{word} {figure(metrics[name])}")
-    if "perf/samples_per_s" in metrics:
-        parts.append(f"{rate(metrics['perf/samples_per_s'])} samples/s")
+def status_line(
+    step: int, steps: int, values: Mapping[str, float], eta_s: float | None, metrics: Iterable[MetricSpec]
+) -> str:
+    """Return the progress of a run: ``step 120/500  loss 0.2314  val_acc 0.9710  8,310 samples/s  eta 12s``.
+
+    Args:
+        values: the newest values of metrics by name.
+        eta_s: the seconds that remain, None if unknown.
+        metrics: the declared metrics, in the order in which they appear.
+    """
+    parts = [f"step {step}/{steps}", *_progress_texts(values, metrics)]
     if eta_s is not None and step < steps:
         parts.append(f"eta {duration(eta_s)}")
     return "  ".join(parts)
 
 
+def _progress_texts(values: Mapping[str, float], metrics: Iterable[MetricSpec]) -> list[str]:
+    return [
+        fill(spec.progress, format_value(values[spec.name], spec.format))
+        for spec in metrics
+        if spec.progress is not None and spec.name in values
+    ]
+
+
 def draw(view: RunView, *, width: int, height: int, now: float, unicode: bool = True) -> RenderableType:
-    """The panel in at most ``height`` - 1 rows; a single line where there is no room for it."""
+    """Return the panel in at most ``height`` - 1 rows; a single line if the terminal is too small."""
     if width < _SMALLEST_WIDTH or height < _SMALLEST_HEIGHT:
         shown = {n: v for n, v in view.latest.items() if not n.startswith("val/")}
-        line = status_line(view.step, view.steps, shown, view.eta_s())
+        line = status_line(view.step, view.steps, shown, view.eta_s(), view.metrics)
         return _row(line)
     inside = width - 4
     rows = [_progress(view, now, width=inside, unicode=unicode), *_curves(view, width=inside, unicode=unicode)]
-    room = height - len(rows) - 4  # the frame, the last row, and one row of the terminal left free
+    room = height - len(rows) - 4  # the frame, the last row, and a free row of the terminal
     if view.ranks and room >= min(1 + len(view.ranks), 3):
         rows += _ranks(view, room=room, width=inside, unicode=unicode)
     return Panel(Group(*rows, _state(view)), title=_title(view), title_align="left", border_style="dim")
 
 
 def _row(*parts: str | tuple[str, str]) -> Text:
-    """One row of text and styles; what is too long for it is cut."""
+    """One row of text and styles, cut if it is too long."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def _title(view: RunView) -> Text:
     if view.started is None:
         return Text("starting")
-    about = f" ({view.started.strategy}, {view.started.job}, {crew(view.world_size, view.started.num_shards)})"
+    about = f" ({view.started.strategy}, {view.started.job}, {workers_text(view.world_size, view.started.num_shards)})"
     return _row((view.started.name, "bold"), about)
 
 
@@ -172,17 +195,17 @@ def _progress(view: RunView, now: float, *, width: int, unicode: bool) -> Text:
         parts.append(duration(max(0.0, now - view.started.time), whole=True))
     if (eta := view.eta_s()) is not None:
         parts.append(f"eta {duration(eta)}")
-    figures = "  " + "  ".join(parts)
-    length = max(0, width - len(figures))
+    text = "  " + "  ".join(parts)
+    length = max(0, width - len(text))
     done = int(share * length)
     full, rest = ("━", "─") if unicode else ("=", "-")
-    return _row((full * done, "magenta"), (rest * (length - done), "dim"), figures)
+    return _row((full * done, "magenta"), (rest * (length - done), "dim"), text)
 
 
 def _curves(view: RunView, *, width: int, unicode: bool) -> list[Text]:
     rows: list[Text] = []
     for label, values, text, style in (
-        ("loss", view.losses, figure, "cyan"),
+        ("loss", view.losses, number, "cyan"),
         ("samples/s", view.rates, rate, "green"),
     ):
         if values:
@@ -190,16 +213,18 @@ def _curves(view: RunView, *, width: int, unicode: bool) -> list[Text]:
             recent = list(values)[-max(1, width - len(head)) :]
             line = sparkline(recent, unicode=unicode, from_zero=label == "samples/s")
             rows.append(_row(head, (line, style)))
-    figures = {n[4:]: v for n, v in sorted(view.latest.items()) if n.startswith("val/")}
-    if figures:
-        shown = "  ".join(f"{name} {figure(value)}" for name, value in figures.items())
+    validation = {n[4:]: v for n, v in sorted(view.latest.items()) if n.startswith("val/")}
+    if validation:
+        shown = "  ".join(f"{name} {number(value)}" for name, value in validation.items())
         text_row = f"{'val':<11}{shown}  (step {view.val_step:,})"
         rows.append(_row(text_row))
+    if others := _progress_texts(view.latest, (spec for spec in view.metrics if spec not in CORE_METRICS)):
+        rows.append(_row(f"{'metrics':<11}{'  '.join(others)}"))
     return rows
 
 
 def _ranks(view: RunView, *, room: int, width: int, unicode: bool) -> list[Text]:
-    """A head, the ranks that there is room for, the slowest always among them, and the rest."""
+    """A head, as many ranks as fit, always including the slowest, and the number of the others."""
     ranks = [view.ranks[r] for r in sorted(view.ranks)]
     slowest = view.slowest()
     most = min(MOST_ROWS, room - 1)
@@ -227,29 +252,32 @@ def _ranks(view: RunView, *, room: int, width: int, unicode: bool) -> list[Text]
 
 
 def _state(view: RunView) -> Text:
-    """The last row: what the run waits for, or that it stops, or its backend and checkpoint."""
+    """The last row: a stop, what the run waits for, or its backend and checkpoint."""
     text, style = "starting the workers", "dim"
     if view.stop:
-        text, style = stop_words(view.stop), "yellow"
+        text, style = stop_text(view.stop), "yellow"
     elif view.waiting:
-        text, style = waiting_words(view.waiting), ""
+        text, style = waiting_text(view.waiting), ""
     elif view.generation:
         number = view.generation.generation
         text = f"{view.generation.backend} on {view.generation.device}"
         text += f", generation {number}" if number > 1 else ""
-        text += f"; {checkpoint_words(view.checkpoint)}" if view.checkpoint else ""
+        text += f"; {checkpoint_text(view.checkpoint)}" if view.checkpoint else ""
     return _row((text, style))
 
 
-def stop_words(event: StopRequested) -> str:
-    return f"{event.signal}: writing a checkpoint, then stopping; once more to stop at once"
+def stop_text(event: StopRequested) -> str:
+    """Return what a signal to stop causes."""
+    return f"{event.signal}: writing a checkpoint before stopping; send it again to stop at once"
 
 
-def waiting_words(event: WaitingForResources) -> str:
+def waiting_text(event: WaitingForResources) -> str:
+    """Return what the run waits for, and what occupies it."""
     held = f"; held by {event.holders}" if event.holders else ""
     return f"waiting {duration(event.waited_s)} for {event.wanted}{held}"
 
 
-def checkpoint_words(event: CheckpointSaved) -> str:
+def checkpoint_text(event: CheckpointSaved) -> str:
+    """Return that a checkpoint was saved, with its size and time."""
     cost = f"{size(event.size_bytes)} in {event.seconds:.2f} s"
     return f"checkpoint of step {event.step:,} saved ({cost})"

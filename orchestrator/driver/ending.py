@@ -9,6 +9,7 @@ from orchestrator.config.schema import TrackingConfig
 from orchestrator.driver.run import RunResult
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import RunEnded, Sink, Warned
+from orchestrator.protocol.metrics import to_record
 from orchestrator.records.run_dir import RunDir, write_json
 from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader
@@ -33,7 +34,12 @@ class RunEnding:
             ``result`` with the complete summary.
         """
         run_dir = self.run_dir
-        run_dir.update_record(state=result.status.lower(), ended=time.time(), summary=dict(result.summary))
+        run_dir.update_record(
+            state=result.status.lower(),
+            ended=time.time(),
+            summary=dict(result.summary),
+            metrics=[to_record(spec) for spec in result.metrics],
+        )
         summary = {**result.summary, **self._write_timeline(result)}
         if run_dir.profile.is_dir():
             summary["profile"] = str(run_dir.profile)

@@ -39,6 +39,7 @@ from orchestrator.protocol.events import (
     WorkerLost,
 )
 from orchestrator.protocol.messages import Failure, WorkerEnvironment
+from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.records.lease import Lease
 from orchestrator.records.run_dir import CRASH, RunDir, log_tail
 from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
@@ -64,6 +65,7 @@ class RunResult:
     reason: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
     timeline: Timeline | None = None
+    metrics: tuple[MetricSpec, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +374,7 @@ class Run:
             reason=reason,
             summary=summary,
             timeline=self._aggregator.timeline,
+            metrics=self._aggregator.specs(),
         )
 
     def _redact(self, text: str) -> str:

@@ -252,7 +252,7 @@ def _run(
     run_dir, uid = prepare.open_run(config, candidate.job, plan, resume, command=command, sweep=sweep)
     console = make_console(steps=plan.steps, world_size=plan.world_size)
     stop.console = console
-    journal = Journal(run_dir, secrets=secrets, warn=lambda m: console.emit(Warned(message=m)))
+    journal = Journal(run_dir, secrets=secrets, warnings=console)
     spec = RunSpec(
         config=config,
         sizes=sizes,

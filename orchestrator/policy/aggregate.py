@@ -1,24 +1,37 @@
-"""From the ranks' parts to figures of the whole run. Pure."""
+"""The metrics of the whole run, computed from the points of its ranks. Pure."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.planning.mesh import Mesh
+from orchestrator.protocol.core_metrics import (
+    BUBBLE_PCT,
+    BUBBLE_THEORY_PCT,
+    CORE_METRICS,
+    LOSS,
+    SAMPLES_PER_S,
+    STEP_MS,
+    VAL_LOSS,
+)
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.protocol.metrics import reduce_over_ranks
+from orchestrator.protocol.metrics import Derive, MetricRegistry, MetricSpec, Summary, reduce_over_ranks
 from orchestrator.timeline.ideal import theoretical_bubble
 from orchestrator.timeline.spans import Timeline
 
+PEAK_MEMORY_MB = MetricSpec(
+    name="perf/peak_memory_mb", reduce="max", format="{:.0f}", summaries=(Summary(key="peak_memory_mb"),)
+)
+
 
 class Aggregator:
-    """Collects the parts of each point until every rank has sent its own.
+    """Collects the points of a step until every rank has sent its own.
 
-    ``timeline`` is the last step after warm-up, where stages were timed.
+    ``timeline`` is the last step after warm-up whose stages were timed, None if there is none.
     """
 
     def __init__(self, *, mesh: Mesh, global_batch_size: int, tokens_per_sample: int | None):
@@ -26,15 +39,15 @@ class Aggregator:
         self._mesh = mesh
         self._global_batch_size = global_batch_size
         self._tokens_per_sample = tokens_per_sample
+        self._registry = MetricRegistry((*CORE_METRICS, PEAK_MEMORY_MB))
         self._train: dict[int, dict[int, TrainPoint]] = {}
         self._eval: dict[int, dict[int, EvalPoint]] = {}
-        self._step_ms: list[float] = []
-        self._bubbles: list[float] = []
+        self._values: dict[str, list[float]] = {}
         self._theoretical_bubble: float | None = None
         self._last: dict[str, float] = {}
 
     def add(self, rank: int, point: TrainPoint | EvalPoint) -> MetricsLogged | None:
-        """The figures of a step once all ranks' parts are there."""
+        """Add a rank's point; returns the metrics of its step once the points of all ranks are there, else None."""
         if isinstance(point, EvalPoint):
             evals = self._eval.setdefault(point.step, {})
             evals[rank] = point
@@ -48,81 +61,99 @@ class Aggregator:
                 return None
             metrics = self._train_metrics(self._train.pop(point.step))
         self._last.update(metrics)
-        return MetricsLogged(step=point.step, time=point.time, metrics=metrics)
+        specs = tuple(self._registry[name] for name in metrics if name in self._registry)
+        return MetricsLogged(step=point.step, time=point.time, metrics=metrics, specs=specs)
 
     def begin_generation(self, mesh: Mesh) -> None:
-        """Give up the points that a rank that is gone will never complete."""
+        """Drop incomplete points: a lost rank will never send its part."""
         self._mesh, self._theoretical_bubble = mesh, None
         self._train.clear()
         self._eval.clear()
 
+    def specs(self) -> tuple[MetricSpec, ...]:
+        """Return the specs of the metrics that this launch has logged."""
+        return tuple(spec for spec in self._registry if spec.name in self._last)
+
     def summary(self) -> dict[str, Any]:
-        """Figures of this launch; what is unknown is left out."""
-        summary: dict[str, Any] = {}
-        if self._step_ms:
-            summary["samples_per_s"] = self._global_batch_size * len(self._step_ms) / sum(self._step_ms) * 1e3
-            summary["step_ms_p50"] = statistics.median(self._step_ms)
-            summary["step_ms_p95"] = percentile(self._step_ms, 0.95)
-        for key, name in (
-            ("final_loss", "train/loss"),
-            ("val_loss", "val/loss"),
-            ("val_accuracy", "val/accuracy"),
-            ("peak_memory_mb", "perf/peak_memory_mb"),
-            ("bubble_theory_pct", "pipeline/bubble_theory_pct"),
-        ):
-            if name in self._last:
-                summary[key] = self._last[name]
-        if self._bubbles:
-            summary["bubble_pct"] = 100 * statistics.median(self._bubbles)
-        return summary
+        """Return the summary of this launch; unknown values are left out."""
+        return {
+            summary.key: derive(values, summary.derive)
+            for spec in self._registry
+            for summary in spec.summaries
+            if (values := self._values_of(spec, summary))
+        }
+
+    def _values_of(self, spec: MetricSpec, summary: Summary) -> Sequence[float]:
+        if summary.derive == "last":
+            return [self._last[spec.name]] if spec.name in self._last else []
+        return self._values.get(spec.name, [])
+
+    def _record(self, spec: MetricSpec, values: Iterable[float]) -> None:
+        """Keep values for the summaries that need more than the last one."""
+        if any(summary.derive != "last" for summary in spec.summaries):
+            self._values.setdefault(spec.name, []).extend(values)
 
     def _train_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
         lead = parts[0]
         weight = math.fsum(p.weight for p in parts.values())
-        metrics = {
-            "train/samples_seen": float(lead.samples_seen),
-            "train/epoch": lead.epoch,
-            "train/lr": lead.lr,
-        }
+        metrics: dict[str, float] = {}
         if weight > 0:
-            metrics["train/loss"] = math.fsum(p.loss_sum for p in parts.values()) / weight
-        if lead.grad_norm is not None:
-            metrics["train/grad_norm"] = lead.grad_norm
+            metrics[LOSS.name] = math.fsum(p.loss_sum for p in parts.values()) / weight
         if lead.step_ms:
-            self._step_ms.extend(lead.step_ms)
-            step_ms = statistics.fmean(lead.step_ms)
-            rate = self._global_batch_size / step_ms * 1e3
-            metrics["perf/step_ms"] = step_ms
-            metrics["perf/samples_per_s"] = rate
-            metrics["perf/samples_per_s_per_worker"] = rate / self._mesh.num_workers
-            if self._tokens_per_sample:
-                metrics["perf/tokens_per_s"] = rate * self._tokens_per_sample
-            workers = [p for rank, p in parts.items() if rank not in self._mesh.shards]
-            data_wait_ms = statistics.fmean(p.data_wait_ms for p in workers)
-            metrics["perf/data_wait_pct"] = 100 * data_wait_ms / step_ms
-            comm = [p.comm_share for p in workers if p.comm_share is not None]
-            if comm:
-                metrics["perf/comm_pct"] = 100 * statistics.fmean(comm)
+            metrics |= self._speed_metrics(parts, lead.step_ms)
         peaks = [p.peak_memory_mb for p in parts.values() if p.peak_memory_mb is not None]
         if peaks:
-            metrics["perf/peak_memory_mb"] = max(peaks)
-        for name in sorted({name for p in parts.values() for name in p.metrics}):
-            metrics[name] = reduce_over_ranks(p.metrics[name] for p in parts.values() if name in p.metrics)
+            metrics[PEAK_MEMORY_MB.name] = max(peaks)
+        metrics |= self._measured_metrics(parts)
         if all(p.spans for p in parts.values()):
             metrics |= self._pipeline_metrics(parts)
+        return metrics
+
+    def _speed_metrics(self, parts: Mapping[int, TrainPoint], steps_ms: Sequence[float]) -> dict[str, float]:
+        step_ms = statistics.fmean(steps_ms)
+        rate = self._global_batch_size / step_ms * 1e3
+        self._record(STEP_MS, steps_ms)
+        self._record(SAMPLES_PER_S, (self._global_batch_size / ms * 1e3 for ms in steps_ms if ms > 0))
+        metrics = {
+            STEP_MS.name: step_ms,
+            SAMPLES_PER_S.name: rate,
+            "perf/samples_per_s_per_worker": rate / self._mesh.num_workers,
+        }
+        if self._tokens_per_sample:
+            metrics["perf/tokens_per_s"] = rate * self._tokens_per_sample
+        workers = [p for rank, p in parts.items() if rank not in self._mesh.shards]
+        data_wait_ms = statistics.fmean(p.data_wait_ms for p in workers)
+        metrics["perf/data_wait_pct"] = 100 * data_wait_ms / step_ms
+        comm = [p.comm_share for p in workers if p.comm_share is not None]
+        if comm:
+            metrics["perf/comm_pct"] = 100 * statistics.fmean(comm)
+        return metrics
+
+    def _measured_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
+        """The metrics that ranks send as such, reduced as each of them says."""
+        metrics = {}
+        for name in sorted({name for p in parts.values() for name in p.metrics}):
+            by_rank = {rank: p.metrics[name] for rank, p in parts.items() if name in p.metrics}
+            value = reduce_over_ranks(by_rank)
+            if value is None:
+                continue
+            metric = next(iter(by_rank.values()))
+            self._registry.add(metric.spec or MetricSpec(name=name, reduce=metric.reduce))
+            self._record(self._registry[name], [value])
+            metrics[name] = value
         return metrics
 
     def _pipeline_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
         mesh = self._mesh
         replicas = [[parts[r].spans for r in mesh.pipeline(dp_rank)] for dp_rank in range(mesh.data_parallel_size)]
-        if self._theoretical_bubble is None:  # the order of actions is that of the schedule, in every step
+        if self._theoretical_bubble is None:  # every step has the same order of actions
             self._theoretical_bubble = theoretical_bubble(replicas[0])
         timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)
         self.timeline = timeline
-        self._bubbles.append(timeline.bubble)
+        self._record(BUBBLE_PCT, [100 * timeline.bubble])
         metrics = {
-            "pipeline/bubble_pct": 100 * timeline.bubble,
-            "pipeline/bubble_theory_pct": 100 * timeline.theoretical_bubble,
+            BUBBLE_PCT.name: 100 * timeline.bubble,
+            BUBBLE_THEORY_PCT.name: 100 * timeline.theoretical_bubble,
         }
         for stage, share in timeline.stage_busy().items():
             metrics[f"pipeline/stage_{stage}_busy_pct"] = 100 * share
@@ -140,10 +171,23 @@ def _eval_metrics(parts: list[EvalPoint]) -> dict[str, float]:
         return {}
     names = {name for p in parts for name in p.sums}
     metrics = {f"val/{name}": math.fsum(p.sums.get(name, 0.0) for p in parts) / weight for name in names}
-    return {"val/loss": math.fsum(p.loss_sum for p in parts) / weight, **metrics}
+    return {VAL_LOSS.name: math.fsum(p.loss_sum for p in parts) / weight, **metrics}
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The value that ``share`` of the values do not exceed (nearest rank)."""
+def derive(values: Sequence[float], how: Derive) -> float:
+    """Return one value for the summary from the ``values`` (at least one) of a metric, oldest first."""
+    match how:
+        case "last":
+            return values[-1]
+        case "median":
+            return statistics.median(values)
+        case "p95":
+            return percentile(values, 0.95)
+        case "harmonic_mean":  # of the rates of equal amounts of work: the rate of all the work
+            return len(values) / math.fsum(1 / v for v in values) if min(values) > 0 else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that ``share`` (0 to 1) of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,1 +1,1 @@
-"""What travels between driver and workers."""
+"""The messages between driver and workers, the events of a run, and its metrics."""

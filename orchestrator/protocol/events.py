@@ -1,4 +1,4 @@
-"""What happens in a run, as small dataclasses: one stream feeds journal, console and, from the journal, MLflow."""
+"""The events of a run. One stream of them feeds the journal and the console; MLflow is fed from the journal."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from orchestrator.protocol.metrics import MetricSpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """``time`` is wall-clock seconds since the epoch."""
+    """Something that happened in a run; ``time`` is in seconds since the epoch."""
 
     time: float = field(default_factory=time.time)
 
     @property
     def kind(self) -> str:
-        """The class name in snake case, as it stands in ``events.jsonl``."""
+        """The class name in snake case, which ``events.jsonl`` has as ``event``."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """``num_shards``: ranks of ``world_size`` that hold parameters. ``resumed_from_step`` is None for a new run;
-    ``notes``: what a person should know of the plan."""
+    """The run has started.
+
+    Args:
+        num_shards: how many of the ``world_size`` ranks are shards of a parameter server.
+        resumed_from_step: None for a new run.
+        notes: remarks on the plan for the user.
+    """
 
     name: str
     run_dir: str
@@ -39,6 +46,8 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingForResources(Event):
+    """The run waits for CPUs or GPUs (``wanted``); ``holders`` names what occupies them, empty if unknown."""
+
     waited_s: float
     wanted: str
     holders: str
@@ -46,7 +55,7 @@ class WaitingForResources(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStarted(Event):
-    """A process group has been formed; ``workers`` has one description per rank."""
+    """A process group has been formed; ``workers`` describes the node and device of each rank."""
 
     generation: int
     backend: str
@@ -56,7 +65,7 @@ class GenerationStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStepDone(Event):
-    """The first step of a generation has ended on some rank; ``startup``: the seconds of the parts before it, there."""
+    """A rank has completed its first step of a generation; ``startup`` has the seconds of each part of its start."""
 
     generation: int
     startup: Mapping[str, float]
@@ -64,7 +73,7 @@ class FirstStepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StageSummary:
-    """``time_share``: of the measured time of all layers, 0 to 1; None where nothing was measured."""
+    """A stage of the model; ``time_share`` is its share of the measured time, 0 to 1, None if it was not measured."""
 
     layers: tuple[str, ...]
     num_parameters: int
@@ -73,22 +82,23 @@ class StageSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCut(Event):
-    """How the model was cut, by stage."""
+    """The model has been cut into stages, in their order."""
 
     stages: tuple[StageSummary, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsLogged(Event):
-    """One point: figures of the whole run at a step, under their MLflow names."""
+    """Metrics of the whole run at a step, by the names that they have in MLflow, with the specs of those declared."""
 
     step: int
     metrics: Mapping[str, float]
+    specs: tuple[MetricSpec, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemMetricsLogged(Event):
-    """Readings of the nodes; ``step`` counts the readings."""
+    """System metrics of the nodes; ``step`` counts the readings."""
 
     step: int
     metrics: Mapping[str, float]
@@ -96,9 +106,9 @@ class SystemMetricsLogged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress(Event):
-    """Where a rank stands; for the console alone, not kept.
+    """The progress of a rank. Only the console uses it; the journal does not keep it.
 
-    ``step_ms`` is the mean time of its recent steps without waiting for other ranks.
+    ``step_ms`` is the mean time of recent steps, without the time spent waiting for other ranks.
     """
 
     rank: int
@@ -110,6 +120,8 @@ class RankProgress(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
+    """A checkpoint is on disk. Writing it took ``seconds``; training stood still for ``stall_ms``."""
+
     step: int
     path: str
     seconds: float
@@ -119,13 +131,18 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
+    """A checkpoint could not be written; training continues."""
+
     step: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """The first rank that failed; ``display_name`` is how people call it, ``log`` the path of its log file."""
+    """The run fails because of this rank, the first that failed.
+
+    ``display_name`` is the rank's name for users, ``log`` the path of its log file.
+    """
 
     rank: int
     display_name: str
@@ -138,7 +155,7 @@ class WorkerFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLost(Event):
-    """A generation has ended early, and the run goes on: fields as those of :class:`WorkerFailed`."""
+    """A rank has failed, and the run recovers; for the fields see :class:`WorkerFailed`."""
 
     rank: int
     display_name: str
@@ -150,7 +167,10 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerFound(Event):
-    """A rank is persistently slower than the others: its own mean times of a step, and the median of theirs."""
+    """A rank is persistently slower than the others.
+
+    Times are means per step; those of the others are medians over the other ranks.
+    """
 
     rank: int
     display_name: str
@@ -165,10 +185,13 @@ class StragglerFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """Training goes on after a failure, from ``step``; or after a pause, and ``planned`` says what for.
+    """Training continues from ``step`` after a failure or a planned pause.
 
-    ``replaced``: the ranks with new workers; ``in_place``: from what the survivors held, not from a checkpoint or the
-    beginning; ``seconds``: from the failure to the end of the next step.
+    Args:
+        replaced: the ranks that have new workers.
+        in_place: whether training continues from the state of the survivors, rather than from a checkpoint or anew.
+        seconds: the time from the failure to the end of the next step.
+        planned: the reason for the pause; None after a failure.
     """
 
     generation: int
@@ -184,26 +207,31 @@ class Recovered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
+    """A signal asks the run to stop after a checkpoint."""
+
     signal: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
+    """A message that the user should read; training continues."""
+
     message: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSampled(Event):
-    """What ``Job.sample`` returned after training."""
+    """The text that ``Job.sample`` returned after training."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """``status`` is FINISHED, FAILED or KILLED; ``reason`` is empty after a success.
+    """The run has ended.
 
-    ``next_commands`` is what the person may type next.
+    ``status`` is FINISHED, FAILED or KILLED; ``reason`` is empty after a success; ``next_commands`` suggests what the
+    user may run next.
     """
 
     status: str
@@ -214,7 +242,7 @@ class RunEnded(Event):
 
 
 class Sink(Protocol):
-    """Where events go. A sink never raises and never blocks for long."""
+    """A receiver of events. It never raises and never blocks for long."""
 
     def emit(self, event: Event) -> None: ...
 

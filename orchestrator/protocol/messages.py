@@ -1,4 +1,4 @@
-"""What travels between driver and workers: orders down, progress and outcomes up."""
+"""The messages between driver and workers: assignments down, progress and outcomes up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Phase = Literal["start", "join", "build", "train", "eval", "checkpoint", "end"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """Where a worker landed. ``gpu_index`` is its GPU's number on the node, ``gpu_uuid`` the device's own."""
+    """The node, process and GPU of a worker. ``gpu_index`` counts the GPUs of the node; it is None without a GPU."""
 
     node_id: str
     node_ip: str
@@ -30,10 +30,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnvironment:
-    """What holds for every worker of a run, whatever its rank.
+    """What is the same for every worker of a run.
 
-    ``working_dir`` and ``import_paths``: where the driver stands and finds modules, so that the
-    user's job and its relative paths mean the same there.
+    Workers take over ``working_dir`` and ``import_paths`` of the driver, so that the user's job can be imported and its
+    relative paths are valid there.
     """
 
     working_dir: str
@@ -43,11 +43,14 @@ class WorkerEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Orders for one worker in one generation.
+    """The driver's assignment for one worker in one generation.
 
-    Training goes on from the state after ``source_step``, which each rank gets from the one that ``sources`` names
-    for it; or else from ``checkpoint``; or it begins. ``fence``: what stands in the run directory's fence as long as
-    this generation may save. ``faults``: those to rehearse.
+    Args:
+        store_host: host of the rendezvous store, with ``store_port``.
+        fence: the token that the run directory's fence file holds as long as this generation may save.
+        sources: for each rank, the rank that has its state after ``source_step``; None to start from ``checkpoint``.
+        checkpoint: the checkpoint to start from; None, without ``sources``, for a new training.
+        faults: the faults to inject.
     """
 
     generation: int
@@ -75,21 +78,23 @@ class Assignment:
 class TrainPoint:
     """One rank's part of a logged point, over the steps since the last one.
 
-    ``time`` is wall-clock seconds. ``loss_sum`` and ``weight`` are this rank's share: the loss of
-    the run is the sum of the one over the sum of the other. ``step_ms`` has the steps after warm-up
-    only, without evaluation and checkpoints; ``comm_share`` is the part of step ``step``'s own time,
-    0 to 1, that it waited for other ranks; ``spans`` is what the stages of this rank did in it, after
-    warm-up only. ``peak_memory_mb`` is the most that this rank has held so far.
+    Args:
+        step: the last step.
+        time: wall-clock seconds since the epoch.
+        loss_sum: this rank's part of the loss; the loss of the run is the sum of it over the sum of ``weight``.
+        weight: see ``loss_sum``.
+        step_ms: the time of each step after warm-up, without evaluation and checkpoints.
+        data_wait_ms: the mean time that a step waited for its batch.
+        comm_share: the share of the last step, 0 to 1, that this rank waited for other ranks; None if unknown.
+        peak_memory_mb: the peak memory of this rank so far; None if unknown.
+        spans: what the stages of this rank did in the last step; empty during warm-up.
+        metrics: the other metrics by name.
     """
 
     step: int
     time: float
-    samples_seen: int
-    epoch: float
     loss_sum: float
     weight: float
-    lr: float
-    grad_norm: float | None
     step_ms: tuple[float, ...]
     data_wait_ms: float
     comm_share: float | None
@@ -100,7 +105,7 @@ class TrainPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPoint:
-    """One rank's part of an evaluation: sums over its samples."""
+    """One rank's part of an evaluation: sums over its samples, ``sums`` by the name of the job's metric."""
 
     step: int
     time: float
@@ -111,10 +116,14 @@ class EvalPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A worker's answer to the driver: where it stands, and what happened since the last one.
+    """A worker's answer to the driver: its progress, and what happened since the last heartbeat.
 
-    ``ticks`` counts the batches that it has trained on or evaluated, ``usual_tick_s`` is what one takes. ``leaving``:
-    its process has been asked to end (SIGTERM).
+    Args:
+        ticks: batches that the worker has trained on or evaluated.
+        usual_tick_s: the usual time of one of them; None if unknown.
+        busy_ms: the mean time of recent steps, without the time spent waiting for other ranks; None if unknown.
+        system: system metrics of the node, if the driver asked for them.
+        leaving: whether the process has received SIGTERM.
     """
 
     step: int
@@ -128,7 +137,7 @@ class Heartbeat:
     leaving: bool = False
 
     def after(self, earlier: Heartbeat | None) -> Heartbeat:
-        """This one, with what an ``earlier`` one had to tell."""
+        """Return this heartbeat with the points, events and system metrics of an ``earlier``, undelivered one added."""
         if earlier is None:
             return self
         return replace(
@@ -141,8 +150,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a worker's part ended. ``collateral``: a broken connection, most likely another rank's fault; the worker can
-    go on. ``final``: trying again would end the same.
+    """Why a worker failed.
+
+    ``collateral`` marks a broken connection, most likely caused by the failure of another rank; the worker itself can
+    continue. ``final`` means that a retry would fail in the same way.
     """
 
     message: str
@@ -155,7 +166,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """What every Python thread of a worker is doing. ``waiting``: its training thread waits for other ranks."""
+    """The stacks of all Python threads of a worker; ``waiting`` if its training thread waits for other ranks."""
 
     text: str
     waiting: bool
@@ -163,9 +174,10 @@ class Stacks:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a worker's part in a generation ended.
+    """How a generation ended for a worker.
 
-    ``recoverable_steps``: of which ranks the worker still has the state, and after which steps.
+    ``text`` is the sample of the job, if this rank made one. ``recoverable_steps`` has, by rank, the steps after which
+    this worker still has that rank's state.
     """
 
     status: Literal["done", "stopped", "failed"]

@@ -1,30 +1,158 @@
-"""Figures that a strategy reports of itself, and how those of several ranks become one. Pure."""
+"""Metrics: what one rank measured, and how the run's value of it is computed and shown.
+
+To add a metric, declare a :class:`MetricSpec` beside the code that measures it and put ``SPEC.of(value)`` into the
+metrics of a logged point: for the training loop in ``worker/metrics.py``, for a strategy in its ``metrics()``. The spec
+travels with the value, so that the progress line, the summary and ``compare`` show it without further changes. A metric
+that is only logged needs no spec: ``Metric(value, reduce="mean")``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+Reduce = Literal["sum", "mean", "max", "lead"]
+"""How the values of all ranks become the run's; ``lead`` is the value of rank 0."""
+
+Derive = Literal["last", "median", "p95", "harmonic_mean"]
+"""How the values of all steps become one value in the summary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of ``compare``.
+
+    Args:
+        heading: its heading.
+        position: columns stand in ascending order of it.
+        always: whether the column appears even if no run has a value.
+        beside: the key of a second summary value, shown in parentheses.
+        priority: a narrow terminal leaves out the columns of the lowest priority first; None if it never does.
+    """
+
+    heading: str
+    position: int = 100
+    always: bool = False
+    beside: str | None = None
+    priority: int | None = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A value under ``key`` in the summary of a run, derived from the values of a metric."""
+
+    key: str
+    derive: Derive = "last"
+    column: Column | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSpec:
+    """A declared metric.
+
+    Args:
+        name: the name that it is logged by, for example ``train/loss``.
+        reduce: how the values of all ranks become the run's.
+        format: ``number`` (four significant digits), ``rate``, or a ``str.format`` template such as ``{:.1f} ms``.
+        progress: its text on the progress line, for example ``loss {}``; None if it is not shown there.
+        summaries: the values in the run's summary that are derived from it.
+    """
+
+    name: str
+    reduce: Reduce = "lead"
+    format: str = "number"
+    progress: str | None = None
+    summaries: tuple[Summary, ...] = ()
+
+    def of(self, value: float) -> Metric:
+        """Return ``value`` as one rank's value of this metric."""
+        return Metric(value, self.reduce, self)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A rank's figure; ``reduce`` says what the run's is."""
+    """One rank's value of a metric. ``spec`` is None for a metric that is only logged."""
 
     value: float
-    reduce: Literal["sum", "mean", "max"]
+    reduce: Reduce
+    spec: MetricSpec | None = None
 
 
-def reduce_over_ranks(figures: Iterable[Metric]) -> float:
-    """One figure of several ranks'."""
-    found = list(figures)
-    values = [f.value for f in found]
-    match found[0].reduce:
+def measured(values: Mapping[MetricSpec, float | None]) -> dict[str, Metric]:
+    """Return one rank's metrics by name, leaving out those whose value is None."""
+    return {spec.name: spec.of(value) for spec, value in values.items() if value is not None}
+
+
+def reduce_over_ranks(metrics: Mapping[int, Metric]) -> float | None:
+    """Return the run's value of one metric.
+
+    Args:
+        metrics: the metric by rank; at least one.
+
+    Returns:
+        None if only rank 0 counts and it has no value.
+    """
+    values = [metrics[rank].value for rank in sorted(metrics)]
+    match next(iter(metrics.values())).reduce:
         case "sum":
             return math.fsum(values)
         case "mean":
             return statistics.fmean(values)
         case "max":
             return max(values)
+        case "lead":
+            return metrics[0].value if 0 in metrics else None
+
+
+class MetricRegistry:
+    """The metrics of a run by name, in the order of their declaration."""
+
+    def __init__(self, specs: Iterable[MetricSpec] = ()):
+        self._specs = {spec.name: spec for spec in specs}
+
+    def __iter__(self) -> Iterator[MetricSpec]:
+        return iter(self._specs.values())
+
+    def __getitem__(self, name: str) -> MetricSpec:
+        return self._specs[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._specs
+
+    def add(self, spec: MetricSpec) -> None:
+        """Register ``spec``, unless its name is already registered."""
+        self._specs.setdefault(spec.name, spec)
+
+
+def to_record(spec: MetricSpec) -> dict[str, Any]:
+    """Return ``spec`` as plain values for a JSON file, without the fields that have their default value."""
+    return dataclasses.asdict(spec, dict_factory=_without_defaults)
+
+
+def from_record(record: Any) -> MetricSpec | None:
+    """Return the spec that :func:`to_record` wrote; None if ``record`` is not one."""
+    try:
+        summaries = []
+        for summary in record.get("summaries", ()):
+            column = summary.get("column")
+            summaries.append(Summary(**{**summary, "column": None if column is None else Column(**column)}))
+        spec = MetricSpec(**{**record, "summaries": tuple(summaries)})
+    except (AttributeError, TypeError):
+        return None
+    return spec if isinstance(spec.name, str) and isinstance(spec.format, str) else None
+
+
+_DEFAULTS = {
+    field.name: field.default
+    for cls in (MetricSpec, Summary, Column)
+    for field in dataclasses.fields(cls)
+    if field.name != "reduce"
+}
+
+
+def _without_defaults(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if key not in _DEFAULTS or value != _DEFAULTS[key]}

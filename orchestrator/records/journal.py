@@ -1,6 +1,6 @@
-"""The journal of a run: ``metrics.jsonl`` and ``events.jsonl``, the truth that MLflow is fed from.
+"""The journal of a run: ``metrics.jsonl`` and ``events.jsonl``, from which MLflow is fed.
 
-One JSON object a line. NaN and infinities are strings, so that strict JSON readers survive:
+Each line is one JSON object. NaN and infinities are strings, because strict JSON has no such numbers:
     {"step": 10, "time": 1700000000.0, "train/loss": 2.3, "train/grad_norm": "NaN"}
     {"event": "run_ended", "time": 1700000000.0, "status": "FINISHED", ...}
 """
@@ -18,7 +18,7 @@ import posixpath
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +27,33 @@ from orchestrator.protocol.events import (
     Event,
     MetricsLogged,
     RankProgress,
+    Sink,
     SystemMetricsLogged,
+    Warned,
 )
 from orchestrator.records.run_dir import RunDir
 
 MAX_LINES_WAITING = 10_000
-"""Lines kept in memory while the disk refuses them; above it the oldest are lost."""
+"""Lines kept in memory while the disk is full; beyond that, the oldest are lost."""
 
 _MAX_NAME_LENGTH = 250
 _SYSTEM = "system/"
 
 
 class Journal:
-    """An event sink that writes everything but :class:`RankProgress` to the run directory.
+    """An event sink that writes every event except :class:`RankProgress` to the run directory.
 
-    On a directory that has a journal it goes on where that one ended: a torn last line is cut off, nothing at or
-    below the last step of a metric is written again, and the readings of ``system/`` metrics go on counting.
+    In a directory that already has a journal, it continues that journal: it cuts off an incomplete last line, writes
+    no metric again at or below its last step, and continues the numbering of ``system/`` readings.
 
-    A line that cannot be written is tried again with the next one; ``warn`` hears of it once.
+    A line that cannot be written is retried with the next one, and ``warnings`` receives one :class:`Warned`.
 
-    Raises (at construction only):
-        OSError: the files cannot be opened.
+    Args:
+        secrets: texts to be masked in events.
+        warnings: the sink for the warning about a disk that cannot be written; None to give none.
+
+    Raises:
+        OSError: the files cannot be opened. Later errors are not raised.
     """
 
     def __init__(
@@ -55,10 +61,10 @@ class Journal:
         run_dir: RunDir,
         *,
         secrets: tuple[str, ...] = (),
-        warn: Callable[[str], None] | None = None,
+        warnings: Sink | None = None,
     ):
         self._secrets = secrets
-        self._warn = warn
+        self._warnings = warnings
         self._lock = threading.Lock()
         self._metrics = _Appender(run_dir.metrics_file)
         self._events = _Appender(run_dir.events_file)
@@ -70,6 +76,7 @@ class Journal:
         self._readings_before = max(system) + 1 if system else 0
 
     def emit(self, event: Event) -> None:
+        """Write ``event``."""
         if isinstance(event, RankProgress):
             return
         with self._lock:
@@ -80,16 +87,19 @@ class Journal:
                 error = self._write_metrics(step, event.time, event.metrics)
             else:
                 error = self._events.write(_event_line(event, self._secrets))
-            warn = self._warn if error else None
-            if warn:
-                self._warn = None
-        if warn:
-            warn(
-                f"the journal cannot be written ({error}); training goes on, "
-                f"up to {MAX_LINES_WAITING} lines wait in memory: free some disk space"
+            warnings = self._warnings if error else None
+            if warnings:
+                self._warnings = None  # once
+        if warnings:
+            warnings.emit(
+                Warned(
+                    message=f"cannot write the journal ({error}); training continues, and up to {MAX_LINES_WAITING} "
+                    "lines are kept in memory: free some disk space"
+                )
             )
 
     def close(self) -> None:
+        """Close the files, after one more attempt to write the lines in memory."""
         with self._lock:
             self._metrics.close()
             self._events.close()
@@ -105,7 +115,7 @@ class Journal:
 
 
 class _Appender:
-    """Appends whole lines to a file; after a failed write the file still ends with a whole line."""
+    """Appends whole lines to a file; even after a failed write, the file ends with a whole line."""
 
     def __init__(self, path: Path):
         self._file = path.open("ab+", buffering=0)
@@ -116,13 +126,13 @@ class _Appender:
             self._file.truncate(whole)
 
     def write(self, line: bytes) -> str | None:
-        """None, or why ``line`` waits in memory."""
+        """Return None, or why ``line`` is still in memory."""
         self._waiting.append(line)
         return self._flush()
 
     def _flush(self) -> str | None:
         data = b"".join(self._waiting)
-        fault = os.strerror(errno.ENOSPC)
+        error = os.strerror(errno.ENOSPC)
         size = None
         try:
             size = os.fstat(self._file.fileno()).st_size
@@ -130,11 +140,11 @@ class _Appender:
                 self._waiting.clear()
                 return None
         except OSError as e:
-            fault = str(e)
+            error = str(e)
         if size is not None:
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
-        return fault
+        return error
 
     def close(self) -> None:
         if not self._file.closed:
@@ -144,7 +154,7 @@ class _Appender:
 
 
 def append_event(run_dir: RunDir, event: Event) -> None:
-    """Append one event to the journal of a run whose driver is gone. Disk errors are ignored."""
+    """Append one event to the journal of a run that has no driver any more. Disk errors are ignored."""
     with contextlib.suppress(OSError):
         events = _Appender(run_dir.events_file)
         events.write(_event_line(event, ()))
@@ -152,9 +162,9 @@ def append_event(run_dir: RunDir, event: Event) -> None:
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Every whole line of ``path`` from byte ``offset``, and the offset behind it.
+    """Yield every whole line of ``path`` from byte ``offset``, as an object, and the offset after it.
 
-    A missing file has no lines. A last line without its newline is left for later; a damaged one is passed over.
+    A missing file has no lines. A last line without a newline is not yielded yet; damaged lines are skipped.
     """
     try:
         file = path.open("rb")
@@ -175,13 +185,13 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], in
 
 
 def metrics_of(record: Mapping[str, Any]) -> tuple[int, float, dict[str, float]]:
-    """``(step, time, {name: value})`` of one line of ``metrics.jsonl``."""
+    """Return ``(step, time, {name: value})`` of one line of ``metrics.jsonl``."""
     metrics = {k: float(v) for k, v in record.items() if k not in ("step", "time")}
     return int(record["step"]), float(record["time"]), metrics
 
 
 def read_metrics(run_dir: RunDir) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """``(step, time, {name: value})`` of every point, in the order of logging."""
+    """Yield ``(step, time, {name: value})`` of every point, in the order of logging."""
     for record, _ in read_lines(run_dir.metrics_file):
         yield metrics_of(record)
 
@@ -196,13 +206,15 @@ class Ending:
 
 
 def read_ending(run_dir: RunDir, *, offset: int = 0, before: Ending | None = None) -> tuple[Ending | None, int]:
-    """The ending that the events from byte ``offset`` lead to, and the offset behind them.
+    """Return the ending of a run, None if it is running, and the offset after its events.
 
-    ``before`` is what the events up to ``offset`` had led to; a ``run_started`` makes it None again.
+    Args:
+        offset: the byte of ``events.jsonl`` to start from.
+        before: the ending according to the events before ``offset``; a later ``run_started`` revokes it.
     """
     ending = before
-    for record, offset_behind in read_lines(run_dir.events_file, offset):
-        offset = offset_behind
+    for record, line_end in read_lines(run_dir.events_file, offset):
+        offset = line_end
         if record.get("event") == "run_started":
             ending = None
         elif record.get("event") == "run_ended":
@@ -212,14 +224,15 @@ def read_ending(run_dir: RunDir, *, offset: int = 0, before: Ending | None = Non
 
 @functools.cache
 def clean_name(name: str) -> str:
-    """``name`` with what MLflow refuses in names of metrics, params and tags replaced by ``_``."""
+    """Return ``name`` with ``_`` for characters that MLflow refuses in names of metrics, parameters and tags."""
     name = posixpath.normpath(re.sub(r"[^a-zA-Z0-9_\-./: ]", "_", name))
     return name.lstrip("/.")[:_MAX_NAME_LENGTH]
 
 
 def metric_name(name: str) -> str:
+    """Return ``name`` as the journal and MLflow have it."""
     name = clean_name(name)
-    assert name not in ("", "step", "time"), f"{name!r} is no name for a metric"
+    assert name not in ("", "step", "time"), f"{name!r} cannot be the name of a metric"
     return name
 
 
@@ -234,7 +247,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any, secrets: tuple[str, ...] = ()) -> Any:
-    """``value`` as strict JSON can hold it, without secrets."""
+    """``value`` as strict JSON can represent it, with secrets masked."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (bool, int, float)):
@@ -247,7 +260,7 @@ def _plain(value: Any, secrets: tuple[str, ...] = ()) -> Any:
 
 
 def _size_of_whole_lines(path: Path) -> int:
-    """Bytes up to and with the last newline."""
+    """The number of bytes up to the last newline, including it."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:

@@ -1,4 +1,4 @@
-"""The run directory: where things lie, and the state of a run as others may read it."""
+"""The run directory: its files, and the state of a run as other processes read it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from typing import Any
 import psutil
 
 LEASE_S = 60.0
-"""A driver on another host that has been silent for so long is gone."""
+"""A driver on another host counts as dead after this time without a renewal of its lease."""
 
 CRASH = "Fatal Python error: "
-"""What a process that crashes (SIGSEGV, SIGABRT, ...) writes to its log before where it was."""
+"""What faulthandler writes to the log of a crashing process (SIGSEGV, SIGABRT, ...) before the stack."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """``<output_dir>/<date>/<time>-<name>/``."""
+    """The directory ``<output_dir>/<date>/<time>-<name>/`` of a run."""
 
     path: Path
 
     @property
     def record_file(self) -> Path:
+        """State, plan, configuration and summary of the run."""
         return self.path / "run.json"
 
     @property
@@ -45,7 +46,7 @@ class RunDir:
 
     @property
     def tracking_file(self) -> Path:
-        """How far the upload to MLflow has come."""
+        """The progress of the upload to MLflow."""
         return self.path / "tracking.json"
 
     @property
@@ -65,7 +66,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def stacks_file(self, generation: int) -> Path:
-        """What every rank was doing when one of this generation hung."""
+        """The file with the stacks of all ranks from when one of this generation hung."""
         return self.path / "logs" / f"stacks-generation-{generation}.txt"
 
     def log_file(self, rank: int) -> Path:
@@ -73,16 +74,18 @@ class RunDir:
 
     @property
     def lease_file(self) -> Path:
-        """Touched every few seconds by the driver, for other hosts to see that it lives."""
+        """The driver touches it every few seconds, which shows other hosts that it lives."""
         return self.path / "lease"
 
     @property
     def fence_file(self) -> Path:
-        """Which generation may save."""
+        """The generation that may save."""
         return self.path / "fence"
 
     def driver_if_running(self) -> dict[str, Any] | None:
-        """The process that drives the run, as far as can be told from here; None: none does.
+        """Return the process that drives the run, None if none does.
+
+        For a driver on another host, the lease decides.
 
         Raises:
             ValueError: the record is damaged.
@@ -102,18 +105,23 @@ class RunDir:
         return time.time() - renewed < LEASE_S
 
     def read_record(self) -> dict[str, Any]:
-        """``run.json``; empty if there is none yet."""
+        """Return the contents of ``run.json``; empty if it does not exist.
+
+        Raises:
+            ValueError: the record is damaged.
+        """
         return read_json(self.record_file)
 
     def update_record(self, **values: Any) -> None:
+        """Set keys of ``run.json`` and keep the others."""
         write_json(self.record_file, {**self.read_record(), **values})
 
 
 def create(output_dir: Path, name: str) -> RunDir:
-    """A new, empty run directory.
+    """Create an empty run directory below ``output_dir``.
 
     Raises:
-        OSError: the directory cannot be made or written.
+        OSError: the directory cannot be created.
     """
     now = datetime.now()
     day = output_dir / now.strftime("%Y-%m-%d")
@@ -128,26 +136,26 @@ def create(output_dir: Path, name: str) -> RunDir:
         for folder in ("logs", "checkpoints"):
             (path / folder).mkdir()
         return RunDir(path.resolve())
-    raise OSError(f"no free name for a run directory like {day / stem}")
+    raise OSError(f"no free name for a run directory: {day / stem} and its numbered variants exist")
 
 
 def all_runs(output_dir: Path) -> Iterator[RunDir]:
-    """Every run below ``output_dir``, the newest first."""
+    """Yield every run below ``output_dir``, the newest first."""
     records = output_dir.glob("*/*/run.json")
     for record in sorted(records, key=lambda p: p.parent.parts[-2:], reverse=True):
         yield RunDir(record.parent.resolve())
 
 
 def this_process() -> dict[str, Any]:
-    """Enough to tell later whether this very process still lives."""
+    """Return what :func:`is_alive` needs to recognise this process."""
     me = psutil.Process()
     return {"host": socket.gethostname(), "pid": me.pid, "created": me.create_time()}
 
 
 def process_started_at() -> float:
-    """When this process was created, seconds since the epoch, to 10 ms.
+    """Return when this process was created, in seconds since the epoch, accurate to 10 ms.
 
-    psutil's ``create_time`` counts from a boot time in whole seconds, and is up to a second off.
+    psutil's ``create_time`` is up to a second off, because it adds to a boot time in whole seconds.
     """
     started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
@@ -155,7 +163,7 @@ def process_started_at() -> float:
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:
-    """Whether the process of :func:`this_process`, which was one of this host, lives."""
+    """Return whether a process of this host, described by :func:`this_process`, lives."""
     try:
         found = psutil.Process(int(process["pid"]))
         return abs(found.create_time() - process["created"]) < 1 and found.status() != "zombie"
@@ -164,7 +172,7 @@ def is_alive(process: Mapping[str, Any]) -> bool:
 
 
 def log_tail(path: Path, lines: int = 20) -> str:
-    """The last lines of a log, or a crash report in it from its head on; empty if unreadable here."""
+    """Return the last lines of a log, or its last crash report; empty if the log cannot be read on this host."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -174,10 +182,10 @@ def log_tail(path: Path, lines: int = 20) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file.
+    """Return the object in a JSON file; empty if the file does not exist.
 
     Raises:
-        ValueError: the file is damaged; the text names it.
+        ValueError: the file is damaged; the message has its path.
     """
     try:
         data = json.loads(path.read_text())
@@ -191,7 +199,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write beside and rename, so that a reader never sees half a file."""
+    """Write a JSON file and rename it into place, so that readers never see half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(data, indent=2, default=str) + "\n")
     temporary.replace(path)

@@ -1,1 +1,1 @@
-"""What the stages of a pipeline did in a step."""
+"""The timeline of a pipeline step: what its stages did, ideally and measured."""

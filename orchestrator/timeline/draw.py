@@ -1,4 +1,4 @@
-"""A step of a pipeline as a picture, and as a trace for chrome://tracing or ui.perfetto.dev."""
+"""A pipeline step as a picture, and as a trace for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_ROWS = 16
-"""Workers in a picture; of more replicas than fit, the first are drawn."""
+"""Workers in a picture; if more replicas exist than fit, it shows the first ones."""
 
 _NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
-# Of Okabe and Ito's colours, which stay apart for colour-blind eyes; a worker's later stages are paler.
+# From Okabe and Ito's colours, which colour-blind people can distinguish; a worker's later stages are paler.
 _COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#D55E00", "I": "#E69F00", "W": "#009E73"}
 _WAIT_COLOUR = "#e8e8e8"
 _PALER = 0.35
@@ -25,7 +25,7 @@ _DIGIT_INCHES = 0.08
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """In the Trace Event Format: a process for each replica, a thread for each of its workers; microseconds."""
+    """Return the timeline in the Trace Event Format, in microseconds: replicas are processes, workers are threads."""
     origin = min(s.start for workers in timeline.replicas for spans in workers for s in spans)
     events: list[dict[str, Any]] = []
     for dp_rank, workers in enumerate(timeline.replicas):
@@ -46,8 +46,8 @@ def trace(timeline: Timeline) -> dict[str, Any]:
                         "args": {"stage": span.stage, "microbatch": span.microbatch},
                     }
                 )
-    figures = {"step": timeline.step, "bubble": timeline.bubble, "theoretical_bubble": timeline.theoretical_bubble}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": figures}
+    summary = {"step": timeline.step, "bubble": timeline.bubble, "theoretical_bubble": timeline.theoretical_bubble}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": summary}
 
 
 def _named(what: str, name: str, **where: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _named(what: str, name: str, **where: int) -> dict[str, Any]:
 
 
 def draw(timeline: Timeline, path: Path, *, title: str) -> None:
-    """A row for each worker, a bar for each piece of work with the number of its micro-batch, as a PNG at ``path``.
+    """Draw a PNG at ``path``: a row per worker, and a bar per action with the number of its micro-batch.
 
     Raises:
         OSError: ``path`` cannot be written.
@@ -88,8 +88,8 @@ def draw(timeline: Timeline, path: Path, *, title: str) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     more = f", {len(shown)} of {len(timeline.replicas)} replicas" if len(shown) < len(timeline.replicas) else ""
     axes.set_title(f"{title}, step {timeline.step}{more}", loc="left", fontweight="bold")
-    figures = f"bubble {timeline.bubble:.1%} measured, {timeline.theoretical_bubble:.1%} in theory"
-    axes.set_title(figures, loc="right")
+    bubbles = f"bubble {timeline.bubble:.1%} measured, {timeline.theoretical_bubble:.1%} in theory"
+    axes.set_title(bubbles, loc="right")
     kinds = sorted({s.kind for workers in shown for spans in workers for s in spans}, key="FBIW".index)
     handles = [Patch(color=_COLOURS[kind], label=_NAMES[kind]) for kind in kinds]
     handles.append(Patch(color=_WAIT_COLOUR, label="wait"))

@@ -1,4 +1,4 @@
-"""What the workers of a pipeline did when, and how busy that kept them. Pure."""
+"""What the workers of a pipeline did and when, and how busy they were. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
-"""F forward, B backward, or its two halves: I for the inputs and W for the weights."""
+"""F: forward; B: backward; I and W: the halves of a backward pass, for the inputs and for the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Work of a stage on a micro-batch, in wall-clock seconds; ``microbatch`` counts through the whole step."""
+    """An action of a stage on a micro-batch.
+
+    ``start`` and ``end`` are in wall-clock seconds; ``microbatch`` is counted over the whole step.
+    """
 
     kind: Kind
     stage: int
@@ -24,23 +27,23 @@ class Span:
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """How long the work took; one worker does one thing at a time."""
+    """Return the seconds of work in the spans of one worker, which do not overlap."""
     return math.fsum(s.end - s.start for s in spans)
 
 
 def extent_s(workers: Sequence[Sequence[Span]]) -> float:
-    """From the first start to the last end over the ``workers`` of a pipeline."""
+    """Return the seconds from the first start to the last end over the ``workers`` of a pipeline."""
     return max(s.end for w in workers for s in w) - min(s.start for w in workers for s in w)
 
 
 def bubble(workers: Sequence[Sequence[Span]]) -> float:
-    """The part of their time, 0 to 1, that the ``workers`` of a pipeline wait between its first start and last end."""
+    """Return the share of time, 0 to 1, that the ``workers`` of a pipeline are idle between its start and its end."""
     return 1 - math.fsum(busy_s(w) for w in workers) / (len(workers) * extent_s(workers))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A step of a pipeline and its replicas: ``replicas[dp_rank][pp_rank]`` is what that worker did."""
+    """A step of all replicas of a pipeline; ``replicas[dp_rank][pp_rank]`` has the spans of a worker."""
 
     step: int
     replicas: Sequence[Sequence[Sequence[Span]]]
@@ -48,11 +51,11 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """As measured, the mean of the replicas."""
+        """The measured bubble, 0 to 1: the mean over the replicas."""
         return statistics.fmean(bubble(workers) for workers in self.replicas)
 
     def stage_busy(self) -> dict[int, float]:
-        """The part of the time of a step, 0 to 1, that each stage works, the mean of its replicas."""
+        """Return, by stage, the share of a step, 0 to 1, that it works: the mean over the replicas."""
         shares: dict[int, float] = {}
         for workers in self.replicas:
             for spans in workers:

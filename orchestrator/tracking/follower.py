@@ -1,11 +1,12 @@
-"""The process that feeds MLflow beside a run: ``python -m orchestrator.tracking.follower <run directory>``.
+"""The process that uploads a run while it trains: ``python -m orchestrator.tracking.follower <run directory>``.
 
-It is no child of the driver, has its own session and runs only where the CPU would idle, so that neither Ctrl-C, nor
-``ray job stop``, nor a slow server touches the training or the upload. It reads the journal about once a second, and
-imports MLflow (seconds of CPU time) only when there is something to upload, so that it does not slow the start.
+It is not a child of the driver, has its own session, and runs only on CPUs that would idle. So Ctrl-C and
+``ray job stop`` do not end the upload, and a slow server does not slow the training. It reads the journal about once a
+second, and imports MLflow (seconds of CPU time) only when there is something to upload, so as not to slow the start of
+the run.
 
-stdin: one JSON line (:class:`Hello`), then nothing; its end says that the driver finished or died.
-stdout: its process id on one line; the stream ends with the process.
+stdin: one JSON line (:class:`FollowerOptions`), then nothing; its end means that the driver finished or died.
+stdout: the process id on one line; the stream ends with the process.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from typing import Any
 
 from orchestrator.records.journal import Ending, read_ending
 from orchestrator.records.run_dir import RunDir, is_alive
+from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed
 from orchestrator.tracking.uri import sqlite_path
 
 POLL_S = 1.0
 MAX_PAUSE_S = 30.0
 _MAX_PAUSE_AT_END_S = 2.0
-_HELLO_TIMEOUT_S = 10.0
+_OPTIONS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
-    """What the driver tells its follower, passwords included: this never stands on disk or in a process list.
+class FollowerOptions:
+    """What the driver tells its follower through a pipe: ``uri`` may contain passwords, which must not appear on disk
+    or in a process list.
 
-    ``events_offset`` leaves out the ending of a run that is being resumed. ``driver`` is
-    :func:`~orchestrator.records.run_dir.this_process`.
+    ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
+    :func:`~orchestrator.records.run_dir.this_process` there.
     """
 
     uri: str
@@ -49,65 +52,69 @@ class Hello:
 
 
 def main() -> int:
+    """Detach from the driver, upload until the run has ended, and return the exit code."""
     run_dir = RunDir(Path(sys.argv[1]).resolve())
-    hello = _read_hello()
-    if hello is None:
+    options = _read_options()
+    if options is None:
         return 1
     if os.fork():
-        os._exit(0)  # the driver's child ends here; the follower below belongs to nobody
+        os._exit(0)  # the driver's child ends here; the follower is the orphaned grandchild
     _detach()
-    # A predecessor may still be uploading what came before a resume.
-    with exclusive(run_dir, timeout_s=hello.flush_timeout_s + MAX_PAUSE_S) as alone:
-        if alone:
-            _follow(run_dir, hello)
+    # The follower of an interrupted launch may still be uploading what precedes the resume.
+    with exclusive(run_dir, timeout_s=options.flush_timeout_s + MAX_PAUSE_S) as acquired:
+        if acquired:
+            _follow(run_dir, options)
     return 0
 
 
-def _read_hello() -> Hello | None:
-    """None if the driver died before it had said anything."""
-    ready, _, _ = select.select([sys.stdin], [], [], _HELLO_TIMEOUT_S)
+def _read_options() -> FollowerOptions | None:
+    """None if the driver died before it sent them."""
+    ready, _, _ = select.select([sys.stdin], [], [], _OPTIONS_TIMEOUT_S)
     line = sys.stdin.readline() if ready else ""
-    return Hello(**json.loads(line)) if line.endswith("\n") else None
+    return FollowerOptions(**json.loads(line)) if line.endswith("\n") else None
 
 
 def _detach() -> None:
     os.nice(19)
     _yield_cpu(True)
     print(os.getpid(), flush=True)
-    # Kept open to show that this process lives; what libraries print must not fill the pipe.
+    # The duplicate keeps the pipe open as long as this process lives; output of libraries must not fill the pipe.
     os.dup(sys.stdout.fileno())
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
 
 
 def _yield_cpu(idle: bool) -> None:
-    """Run only on CPUs that would idle, or as any process of this niceness. Ray's workers are nice themselves."""
+    """Run only on CPUs that would idle, or again like other processes of this niceness.
+
+    Niceness alone is not enough: Ray's workers are nice themselves.
+    """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE if idle else os.SCHED_OTHER, os.sched_param(0))
 
 
-def _follow(run_dir: RunDir, hello: Hello) -> None:
-    database = sqlite_path(hello.uri)
+def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
+    database = sqlite_path(options.uri)
     os.chdir(database.parent if database and database.parent.is_dir() else run_dir.path)
-    transfer = Transfer(run_dir, hello.uri, request_timeout_s=hello.request_timeout_s)
-    driver = _Driver(hello.driver)
+    transfer = Transfer(run_dir, MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s))
+    driver = _Driver(options.driver)
     ending: Ending | None = None
-    offset, bounded = hello.events_offset, False
+    offset, bounded = options.events_offset, False
     pause = POLL_S
     while run_dir.path.is_dir():
-        gone = not driver.alive()
+        driver_died = not driver.alive()
         ending, offset = read_ending(run_dir, offset=offset, before=ending)
-        if gone and ending is None:
-            mark_killed(run_dir, reason="the driver process died without a word (kill -9?)")
+        if driver_died and ending is None:
+            mark_killed(run_dir, reason="the driver process died without reporting an end (kill -9?)")
             ending = final_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
         if ending and not bounded:
             bounded, pause = True, POLL_S
             _yield_cpu(False)
-            _exit_after(hello.flush_timeout_s)
+            _exit_after(options.flush_timeout_s)
         try:
             if ending or _has_points(run_dir):
                 transfer.push(ending)
-        except Exception:  # MLflow, its database drivers and HTTP raise all kinds; the cursor has the text
+        except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
             longest = _MAX_PAUSE_AT_END_S if ending else MAX_PAUSE_S
             pause = min(2 * pause, longest)
         else:
@@ -125,7 +132,7 @@ def _has_points(run_dir: RunDir) -> bool:
 
 
 class _Driver:
-    """Wakes this process when the driver closes the pipe; whether it died, its process id tells."""
+    """The driver process: its id tells whether it lives, and the end of its pipe wakes this process."""
 
     def __init__(self, process: Mapping[str, Any]):
         self._process = process
@@ -135,7 +142,7 @@ class _Driver:
         return is_alive(self._process)
 
     def wait(self, seconds: float) -> None:
-        """At most ``seconds``, less if the pipe closes meanwhile."""
+        """Wait ``seconds``, or less if the pipe closes meanwhile."""
         if not self._open:
             time.sleep(min(seconds, POLL_S))
         elif select.select([sys.stdin], [], [], seconds)[0]:
@@ -143,7 +150,7 @@ class _Driver:
 
 
 def _exit_after(seconds: float) -> None:
-    """Bound the end even where a library hangs in a call. The cursor on disk stays true."""
+    """End this process after ``seconds`` even if a library hangs in a call. The cursor on disk stays correct."""
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -1,7 +1,4 @@
-"""One run on one MLflow server. The only file that imports MLflow, and only once a connection is made.
-
-Every call here may be repeated: a run is found again by its uid, equal points are stored once.
-"""
+"""MLflow as a tracking server. The only module that imports MLflow, and only when it connects."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.journal import Ending, clean_name
 from orchestrator.records.run_dir import RunDir
+from orchestrator.tracking.backend import Point
 from orchestrator.tracking.uri import sqlite_path
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
-MAX_METRICS_PER_BATCH = 1000
 MAX_PARAMS_PER_BATCH = 100
 MAX_PARAM_LENGTH = 500
 MAX_TAG_LENGTH = 5000
@@ -34,16 +31,13 @@ _DESCRIPTION_TAG = "mlflow.note.content"
 _ARTIFACT_FILES = ("config.yaml", "report.md", "timeline.png", "timeline.json")
 _ARTIFACT_FOLDERS = ("logs", "plots", "profile")
 
-Point = tuple[str, float, float, int]
-"""``(name, value, time in seconds since the epoch, step)``"""
-
 
 def connect(uri: str, *, request_timeout_s: float) -> MlflowClient:
-    """A client that gives up on a silent server after ``request_timeout_s``: retrying is the caller's."""
+    """Return a client that gives up on a silent server after ``request_timeout_s`` and leaves retries to its caller."""
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, math.ceil(request_timeout_s)))
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked for it
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # opt-in only
     from mlflow.tracking import MlflowClient
 
     for name in ("mlflow", "alembic"):
@@ -51,70 +45,76 @@ def connect(uri: str, *, request_timeout_s: float) -> MlflowClient:
     return MlflowClient(uri, registry_uri=uri)
 
 
-def open_run(
-    client: MlflowClient,
-    record: Mapping[str, Any],
-    *,
-    uri: str,
-    run_id: str | None,
-    start_time: float,
-    running: bool,
-) -> str:
-    """Find or create the run of ``record`` (``run.json``) and return its id.
+class MlflowBackend:
+    """The :class:`~orchestrator.tracking.backend.TrackingBackend` for the MLflow server or database at ``uri``."""
 
-    Tags are set; params only where the server has none, for they cannot change. With ``running`` a run that had
-    ended is set back to RUNNING, and so is its sweep.
-    """
-    run = _active_run(client, run_id) if run_id else None
-    if run is None:
-        experiment_id = _experiment(client, record["tracking"]["experiment"], uri)
-        run = _find(client, experiment_id, UID_TAG, record["uid"])
+    max_points_per_request = 1000
+
+    def __init__(self, uri: str, *, request_timeout_s: float):
+        self._uri = uri
+        self._request_timeout_s = request_timeout_s
+        self._client: MlflowClient | None = None
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    def open_run(self, record: Mapping[str, Any], *, run_id: str | None, start_time: float, running: bool) -> str:
+        client = self._connected()
+        run = _active_run(client, run_id) if run_id else None
         if run is None:
-            run = client.create_run(
-                experiment_id,
-                start_time=_milliseconds(start_time),
-                tags={UID_TAG: record["uid"]},
-                run_name=record["name"],
-            )
-    run_id = run.info.run_id
-    tags = {clean_name(k): str(v)[:MAX_TAG_LENGTH] for k, v in record.get("tags", {}).items()}
-    if command := record.get("command"):
-        tags[_DESCRIPTION_TAG] = f"`{command}`"
-    if sweep := record.get("sweep"):
-        parent = _sweep_run(client, run.info.experiment_id, sweep, start_time, running)
-        tags[_PARENT_TAG] = parent
-    _log_labels(client, run, params=record.get("params", {}), tags=tags)
-    if running and run.info.status != "RUNNING":
-        client.update_run(run_id, status="RUNNING")
-    return str(run_id)
+            experiment_id = _experiment(client, record["tracking"]["experiment"], self._uri)
+            run = _find(client, experiment_id, UID_TAG, record["uid"])
+            if run is None:
+                run = client.create_run(
+                    experiment_id,
+                    start_time=_milliseconds(start_time),
+                    tags={UID_TAG: record["uid"]},
+                    run_name=record["name"],
+                )
+        run_id = str(run.info.run_id)
+        tags = {clean_name(k): str(v)[:MAX_TAG_LENGTH] for k, v in record.get("tags", {}).items()}
+        if command := record.get("command"):
+            tags[_DESCRIPTION_TAG] = f"`{command}`"
+        if sweep := record.get("sweep"):
+            tags[_PARENT_TAG] = _sweep_run(client, run.info.experiment_id, sweep, start_time, running)
+        _log_params_and_tags(client, run, params=record.get("params", {}), tags=tags)
+        if running and run.info.status != "RUNNING":
+            client.update_run(run_id, status="RUNNING")
+        return run_id
 
+    def log_points(self, run_id: str, points: Sequence[Point]) -> None:
+        client = self._connected()
+        from mlflow.entities import Metric
 
-def log_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
-    from mlflow.entities import Metric
+        metrics = [Metric(p.name, p.value, _milliseconds(p.time), p.step) for p in points]
+        for batch in _batches(metrics, self.max_points_per_request):
+            client.log_batch(run_id, metrics=batch)
 
-    metrics = [Metric(name, value, _milliseconds(t), step) for name, value, t, step in points]
-    for batch in _batches(metrics, MAX_METRICS_PER_BATCH):
-        client.log_batch(run_id, metrics=batch)
+    def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
+        """The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs."""
+        client = self._connected()
+        bars = [
+            Point(clean_name(f"summary/{key}"), float(value), ending.time, 0)
+            for key, value in ending.summary.items()
+            if _is_number(value)
+        ]
+        self.log_points(run_id, bars)
+        client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
+        if sweep := record.get("sweep"):
+            _close_sweep(client, run_id, sweep, ending)
+        for name in _ARTIFACT_FILES:
+            if (path := run_dir.path / name).is_file():
+                client.log_artifact(run_id, str(path))
+        for name in _ARTIFACT_FOLDERS:
+            folder = run_dir.path / name
+            if folder.is_dir() and any(p.is_file() for p in folder.rglob("*")):
+                client.log_artifacts(run_id, str(folder), artifact_path=name)
 
-
-def close_run(client: MlflowClient, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
-    """Log the summary as bars, set the final status here and on the sweep, upload the artifacts."""
-    bars = [
-        (clean_name(f"summary/{key}"), float(value), ending.time, 0)
-        for key, value in ending.summary.items()
-        if _is_number(value)
-    ]
-    log_points(client, run_id, bars)
-    client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
-    if sweep := record.get("sweep"):
-        _close_sweep(client, run_id, sweep, ending)
-    for name in _ARTIFACT_FILES:
-        if (path := run_dir.path / name).is_file():
-            client.log_artifact(run_id, str(path))
-    for name in _ARTIFACT_FOLDERS:
-        folder = run_dir.path / name
-        if folder.is_dir() and any(p.is_file() for p in folder.rglob("*")):
-            client.log_artifacts(run_id, str(folder), artifact_path=name)
+    def _connected(self) -> MlflowClient:
+        if self._client is None:
+            self._client = connect(self._uri, request_timeout_s=self._request_timeout_s)
+        return self._client
 
 
 def _active_run(client: MlflowClient, run_id: str) -> Run | None:
@@ -147,7 +147,7 @@ def _experiment(client: MlflowClient, name: str, uri: str) -> str:
 
 
 def _artifacts(uri: str, experiment: str) -> str | None:
-    """Beside the database: MLflow's own default is a folder of whatever directory a process works in."""
+    """A folder next to the database: MLflow's default depends on the working directory of the process."""
     database = sqlite_path(uri)
     if database is None:
         return None
@@ -174,7 +174,7 @@ def _sweep_run(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str
 
 
 def _close_sweep(client: MlflowClient, run_id: str, sweep: Mapping[str, str], ending: Ending) -> None:
-    """The worst ending of its runs is the sweep's; a run that still goes keeps it RUNNING."""
+    """Give the sweep the worst status of its runs, unless one of them is still running."""
     experiment_id = client.get_run(run_id).info.experiment_id
     parent = _find(client, experiment_id, SWEEP_TAG, sweep["id"])
     assert parent is not None, "open_run creates it"
@@ -187,13 +187,14 @@ def _close_sweep(client: MlflowClient, run_id: str, sweep: Mapping[str, str], en
     client.set_terminated(parent_id, worst, _milliseconds(ending.time))
 
 
-def _log_labels(client: MlflowClient, run: Run, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+def _log_params_and_tags(client: MlflowClient, run: Run, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+    """Set new and changed tags, and the parameters that the server lacks: MLflow refuses to change a parameter."""
     from mlflow.entities import Param, RunTag
 
     cleaned = {clean_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in params.items()}
-    fresh = [Param(k, v) for k, v in cleaned.items() if k not in run.data.params]
+    new = [Param(k, v) for k, v in cleaned.items() if k not in run.data.params]
     changed = [RunTag(k, v) for k, v in tags.items() if run.data.tags.get(k) != v]
-    for param_batch in _batches(fresh, MAX_PARAMS_PER_BATCH):
+    for param_batch in _batches(new, MAX_PARAMS_PER_BATCH):
         client.log_batch(run.info.run_id, params=param_batch)
     for tag_batch in _batches(changed, MAX_PARAMS_PER_BATCH):
         client.log_batch(run.info.run_id, tags=tag_batch)

@@ -1,6 +1,6 @@
-"""Moves a journal to an MLflow server: stoppable anywhere, goes on where it stopped, loses and doubles nothing.
+"""The upload of a journal to a tracking server: it may stop anywhere, resumes there, and loses or doubles no point.
 
-How far it came stands in ``tracking.json``, which is written after the server has confirmed.
+``tracking.json`` holds the position. It is written after the server has confirmed a request.
 """
 
 from __future__ import annotations
@@ -11,37 +11,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.config.redact import redact_text
 from orchestrator.protocol.events import RunEnded
-from orchestrator.records.journal import (
-    Ending,
-    append_event,
-    metrics_of,
-    read_ending,
-    read_lines,
-)
+from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines
 from orchestrator.records.run_dir import RunDir, read_json, write_json
-from orchestrator.tracking.mlflow import (
-    MAX_METRICS_PER_BATCH,
-    Point,
-    close_run,
-    connect,
-    log_points,
-    open_run,
-)
+from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.uri import redact_uri, uri_secrets
 
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
+_LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """What the server at ``uri`` (redacted) has: ``points`` values from the first ``offset`` bytes.
+    """What the server at ``uri`` (redacted) has of a run.
 
-    ``closed_at`` is the time of the ending that has been uploaded with its artifacts; ``error`` why the last
+    ``points`` counts the uploaded values, from the first ``offset`` bytes of ``metrics.jsonl``. ``closed_at`` is the
+    time of the ending that has been uploaded with its artifacts, None if none has. ``error`` says why the last
     attempt failed.
     """
 
@@ -54,7 +41,7 @@ class Cursor:
 
 
 def read_cursor(run_dir: RunDir) -> Cursor:
-    """The start, if there is no cursor yet or a damaged one."""
+    """Return the cursor of a run; the start if there is none yet or it is damaged."""
     try:
         data = read_json(run_dir.tracking_file)
     except ValueError:
@@ -64,79 +51,73 @@ def read_cursor(run_dir: RunDir) -> Cursor:
 
 
 def count_points(run_dir: RunDir, *, offset: int = 0) -> int:
-    """Values in ``metrics.jsonl`` from byte ``offset``."""
+    """Return the number of values in ``metrics.jsonl`` from byte ``offset``."""
     return sum(len(record) - 2 for record, _ in read_lines(run_dir.metrics_file, offset))
 
 
 class Transfer:
     """The upload of one run to one server. Hold :func:`exclusive` while using it."""
 
-    def __init__(self, run_dir: RunDir, uri: str, *, request_timeout_s: float):
+    def __init__(self, run_dir: RunDir, backend: TrackingBackend):
         self._run_dir = run_dir
-        self._uri = uri
-        self._request_timeout_s = request_timeout_s
-        self._client: MlflowClient | None = None
+        self._backend = backend
         self._opened = False
         cursor = read_cursor(run_dir)
-        same_server = cursor.uri == redact_uri(uri)
-        self.cursor = cursor if same_server else Cursor(uri=redact_uri(uri))
+        uri = redact_uri(backend.uri)
+        self.cursor = cursor if cursor.uri == uri else Cursor(uri=uri)
 
     def push(self, ending: Ending | None) -> None:
-        """Upload every whole line of the journal; with an ``ending``, close the run as well.
+        """Upload every whole line of the journal; with an ``ending``, also close the run.
 
         Raises:
-            Exception: whatever MLflow raised; the cursor stands behind what is uploaded and has the error.
+            Exception: whatever the backend raised. The cursor is at the last confirmed point and has the error.
         """
         try:
-            client, run_id = self._open(running=ending is None)
+            run_id = self._open(running=ending is None)
             for points, offset in self._batches():
-                log_points(client, run_id, points)
+                self._backend.log_points(run_id, points)
                 count = self.cursor.points + len(points)
                 self._advance(offset=offset, points=count, closed_at=None, error=None)
             if ending and self.cursor.closed_at != ending.time:
-                close_run(client, run_id, self._run_dir.read_record(), ending, self._run_dir)
+                self._backend.close_run(run_id, self._run_dir.read_record(), ending, self._run_dir)
                 self._advance(closed_at=ending.time, error=None)
             elif self.cursor.error:
                 self._advance(error=None)
         except Exception as e:
-            self._opened = False  # the run may have been deleted
+            self._opened = False  # the run may have been deleted on the server
             self._advance(error=self._describe(e))
             raise
 
-    def _open(self, *, running: bool) -> tuple[MlflowClient, str]:
-        if self._client is None:
-            self._client = connect(self._uri, request_timeout_s=self._request_timeout_s)
+    def _open(self, *, running: bool) -> str:
         if not self._opened or self.cursor.run_id is None:
-            run_id = open_run(
-                self._client,
+            run_id = self._backend.open_run(
                 self._run_dir.read_record(),
-                uri=self._uri,
                 run_id=self.cursor.run_id,
                 start_time=_start_time(self._run_dir),
                 running=running,
             )
             if run_id != self.cursor.run_id:
-                # The server knows nothing of the cursor's run: everything goes there again.
+                # The server does not have the run of the cursor: upload everything again.
                 self.cursor = Cursor(uri=self.cursor.uri)
                 self._advance(run_id=run_id)
             self._opened = True
         assert self.cursor.run_id is not None
-        return self._client, self.cursor.run_id
+        return self.cursor.run_id
 
     def _batches(self) -> Iterator[tuple[list[Point], int]]:
-        """Points of whole lines, about as many as one request takes, and the offset behind them."""
+        """Yield points of whole lines, about as many as one request takes, and the offset after them."""
         path = self._run_dir.metrics_file
         if path.exists() and path.stat().st_size < self.cursor.offset:
             self.cursor = replace(self.cursor, offset=0, points=0)
         offset = self.cursor.offset
         points: list[Point] = []
-        for record, behind in read_lines(path, offset):
+        for record, line_end in read_lines(path, offset):
             step, at, metrics = metrics_of(record)
-            if points and len(points) + len(metrics) > MAX_METRICS_PER_BATCH:
+            if points and len(points) + len(metrics) > self._backend.max_points_per_request:
                 yield points, offset
                 points = []
-            points += [(name, value, at, step) for name, value in metrics.items()]
-            offset = behind
+            points += [Point(name, value, at, step) for name, value in metrics.items()]
+            offset = line_end
         if points:
             yield points, offset
 
@@ -146,7 +127,7 @@ class Transfer:
             write_json(self._run_dir.tracking_file, asdict(self.cursor))
 
     def _describe(self, error: Exception) -> str:
-        text = redact_text(f"{type(error).__name__}: {error}", uri_secrets(self._uri))
+        text = redact_text(f"{type(error).__name__}: {error}", uri_secrets(self._backend.uri))
         return text.splitlines()[0][:500]
 
 
@@ -158,7 +139,7 @@ def _start_time(run_dir: RunDir) -> float:
 
 @contextlib.contextmanager
 def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> Iterator[bool]:
-    """Whether this process alone may upload the run, for as long as the block lasts."""
+    """Hold the upload lock of a run during the block; yields False if another process still has it at the timeout."""
     deadline = time.monotonic() + timeout_s
     with _lock_file(run_dir).open("a") as file:
         while True:
@@ -168,7 +149,7 @@ def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> Iterator[bool]:
                 if time.monotonic() >= deadline:
                     yield False
                     return
-                time.sleep(0.1)
+                time.sleep(_LOCK_POLL_S)
             else:
                 yield True
                 return
@@ -179,7 +160,7 @@ def _lock_file(run_dir: RunDir) -> Path:
 
 
 def mark_killed(run_dir: RunDir, *, reason: str) -> None:
-    """Write the end of a run whose driver died without a word; one that lives is left alone.
+    """Record the end of a run whose driver has died; a run with a live driver is left alone.
 
     Disk errors are ignored.
     """
@@ -192,7 +173,7 @@ def mark_killed(run_dir: RunDir, *, reason: str) -> None:
 
 
 def final_ending(run_dir: RunDir) -> Ending | None:
-    """How the run ended, by its events or, where the disk was full for them, by ``run.json``."""
+    """Return how the run ended, from its events or, if a full disk kept them from being written, from ``run.json``."""
     ending, _ = read_ending(run_dir)
     record = run_dir.read_record()
     state = record.get("state", "running")

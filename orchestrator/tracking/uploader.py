@@ -1,6 +1,6 @@
-"""The driver's side of MLflow: start the follower, wait for it at the end, mend what dead drivers left behind.
+"""The driver's side of tracking: start the follower, wait for it at the end, clean up after drivers that died.
 
-Nothing here imports MLflow or waits for a server; see ``follower.py`` for the process that does.
+Nothing here imports MLflow or waits for a server: the process of ``follower.py`` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.records.run_dir import RunDir, all_runs, this_process
-from orchestrator.tracking.follower import Hello
+from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.transfer import (
     count_points,
     exclusive,
@@ -32,15 +32,17 @@ from orchestrator.tracking.transfer import (
 from orchestrator.tracking.uri import is_redacted
 
 _KILL_TIMEOUT_S = 2.0
-_MAX_DETACHED = 4
-"""Orphans whose upload is started at once; `python -m orchestrator.sync` does the others."""
+_REAP_TIMEOUT_S = 10.0
+_MAX_FOLLOWERS_FOR_ORPHANS = 4
+"""Orphans whose upload starts automatically; `python -m orchestrator.sync` uploads the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """What MLflow has of a run: ``missing`` counts values that it lacks.
+    """What the tracking server has of a run.
 
-    ``complete``: it has every value, the final status and the artifacts. ``error`` is why the last attempt failed.
+    ``uploaded`` and ``missing`` count values of metrics. ``complete`` is True if the server has every value, the final
+    status and the artifacts. ``error`` says why the last attempt failed, None if it did not.
     """
 
     run_id: str | None
@@ -54,7 +56,7 @@ _NOTHING_TO_UPLOAD = Upload(run_id=None, uploaded=0, missing=0, complete=True, e
 
 
 class Uploader:
-    """The follower of one run. With ``tracking.uri=null`` there is none, and every call returns at once."""
+    """A handle on the follower of one run. With ``tracking.uri=null`` there is no follower, and calls do nothing."""
 
     def __init__(self, run_dir: RunDir, process: subprocess.Popen[bytes] | None):
         self._run_dir = run_dir
@@ -63,33 +65,33 @@ class Uploader:
 
     @classmethod
     def start(cls, run_dir: RunDir, tracking: TrackingConfig) -> Uploader:
-        """Start following; ``run.json`` must be there, and ``tracking.uri`` valid and absolute."""
+        """Start the follower. ``run.json`` must exist, and ``tracking.uri`` must be valid and absolute."""
         if tracking.uri is None:
             return cls(run_dir, None)
-        hello = Hello(
+        options = FollowerOptions(
             uri=tracking.uri,
             request_timeout_s=tracking.request_timeout_s,
             flush_timeout_s=tracking.flush_timeout_s,
             events_offset=_size(run_dir.events_file),
             driver=this_process(),
         )
-        return cls(run_dir, _spawn(run_dir, hello))
+        return cls(run_dir, _spawn(run_dir, options))
 
     def problem(self) -> str | None:
-        """Why nothing reaches the server at present; None if all is well. Reads one small file."""
+        """Return why the last upload failed, None if it succeeded. Reads one small file."""
         return read_cursor(self._run_dir).error if self._process else None
 
     def finish(self, timeout_s: float) -> Upload:
-        """Wait until the rest is uploaded, ``timeout_s`` at most, then end the follower.
+        """Wait up to ``timeout_s`` until everything is uploaded, then end the follower.
 
-        The run's ``RunEnded`` must be in the journal.
+        The journal must contain the run's ``RunEnded``.
         """
         if self._process is not None and not self._ended(timeout_s):
             self._kill()
         return self._result() if self._process is not None else _NOTHING_TO_UPLOAD
 
     def leave(self) -> Upload:
-        """Let the follower finish by itself, within ``tracking.flush_timeout_s``; what MLflow has so far."""
+        """Let the follower finish on its own, within ``tracking.flush_timeout_s``; return the present state."""
         if self._process is None:
             return _NOTHING_TO_UPLOAD
         self._close_stdin()
@@ -97,7 +99,7 @@ class Uploader:
         return self._result()
 
     def _ended(self, timeout_s: float) -> bool:
-        """Whether the follower ended in time: its stdout closes with it."""
+        """Return whether the follower ended within ``timeout_s``; its stdout closes when it ends."""
         assert self._process is not None
         assert self._process.stdout is not None
         self._close_stdin()
@@ -107,13 +109,13 @@ class Uploader:
             if text := os.read(stdout, 4096):
                 self._pid = int(text)
             else:
-                self._process.wait(timeout=10)
+                self._process.wait(timeout=_REAP_TIMEOUT_S)
                 return True
         return False
 
     def _kill(self) -> None:
         assert self._process is not None
-        self._process.kill()  # where it has not detached yet
+        self._process.kill()  # the follower itself, if it has not detached yet
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -139,42 +141,42 @@ class Uploader:
 
 
 def recover_orphans(output_dir: Path) -> list[RunDir]:
-    """Mark as killed every run whose driver died with its machine, and return them.
+    """Mark every run below ``output_dir`` whose driver died with its machine as killed, and return these runs.
 
-    Their status on the server is mended by followers in the background, which end by themselves; where the stored
-    URI has a masked password or no server answers, by ``python -m orchestrator.sync``. Does not wait for anything.
+    Followers in the background correct the status on the tracking server. Runs whose stored URI has a masked password,
+    or whose server does not answer, need ``python -m orchestrator.sync``. Does not wait for anything.
     """
     orphans = []
     for run_dir in all_runs(output_dir):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # not ours to judge: left alone
+        with contextlib.suppress(OSError, ValueError, KeyError):  # an unreadable run is left alone
             record = run_dir.read_record()
             if record.get("state") != "running" or run_dir.driver_if_running():
                 continue
-            with exclusive(run_dir) as alone:
-                if not alone:
+            with exclusive(run_dir) as acquired:
+                if not acquired:
                     continue
                 mark_killed(run_dir, reason="the driver process died with its machine")
             orphans.append(run_dir)
-            if len(orphans) <= _MAX_DETACHED:
-                _mend_status(run_dir, record)
+            if len(orphans) <= _MAX_FOLLOWERS_FOR_ORPHANS:
+                _upload_in_background(run_dir, record)
     return orphans
 
 
-def _mend_status(run_dir: RunDir, record: Mapping[str, Any]) -> None:
+def _upload_in_background(run_dir: RunDir, record: Mapping[str, Any]) -> None:
     tracking = record["tracking"]
     if tracking["uri"] is None or is_redacted(tracking["uri"]):
         return
-    hello = Hello(
+    options = FollowerOptions(
         uri=tracking["uri"],
         request_timeout_s=tracking["request_timeout_s"],
         flush_timeout_s=tracking["flush_timeout_s"],
         events_offset=0,
         driver=record["driver"],
     )
-    Uploader(run_dir, _spawn(run_dir, hello)).leave()
+    Uploader(run_dir, _spawn(run_dir, options)).leave()
 
 
-def _spawn(run_dir: RunDir, hello: Hello) -> subprocess.Popen[bytes]:
+def _spawn(run_dir: RunDir, options: FollowerOptions) -> subprocess.Popen[bytes]:
     package = str(Path(orchestrator.__file__).parents[1])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     process = subprocess.Popen(
@@ -187,7 +189,7 @@ def _spawn(run_dir: RunDir, hello: Hello) -> subprocess.Popen[bytes]:
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(asdict(hello)).encode() + b"\n")
+        process.stdin.write(json.dumps(asdict(options)).encode() + b"\n")
         process.stdin.flush()
     return process
 

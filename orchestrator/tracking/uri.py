@@ -1,4 +1,4 @@
-"""Addresses of MLflow servers: checked, made absolute and shown without importing MLflow."""
+"""Addresses of MLflow servers: validation, absolute paths and redaction, without importing MLflow."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _QUERY_VALUE = re.compile(r"([?&])([^=&]+)=([^&]*)")
 
 
 def validate_uri(uri: str, *, base: Path | None = None) -> str | None:
-    """What is wrong with ``tracking.uri``, with the remedy; None if nothing is.
+    """Return what is wrong with ``tracking.uri`` and how to correct it; None if it is valid.
 
-    Relative SQLite paths are looked at from ``base`` (default: the working directory). No server is asked.
+    Relative SQLite paths are resolved from ``base`` (default: the working directory). No server is contacted.
     """
     error = _error(uri, base or Path.cwd())
     return f"tracking.uri={redact_uri(uri)}: {error}" if error else None
@@ -32,13 +32,13 @@ def _error(uri: str, base: Path) -> str | None:
     scheme, separator, rest = uri.partition("://")
     database, *driver = scheme.split("+")
     if scheme == "file" or uri.startswith("file:") or (not separator and ":" not in uri):
-        return f"MLflow keeps runs in a database, no longer in plain files; use {_EXAMPLE}"
+        return f"MLflow stores runs in a database, no longer in plain files; use {_EXAMPLE}"
     if not separator and re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri):
         return f"no scheme; did you mean http://{uri}?"
     if not separator or (database if driver else scheme) not in (_DATABASES if driver else _SCHEMES):
         return f"unknown scheme; {did_you_mean(database.partition(':')[0], _SCHEMES)}"
     if len(driver) > 1 or driver == [""]:
-        return f"expected one driver after the +, as in {database}+driver://"
+        return f"expected one driver after the +, such as {database}+driver://"
     try:
         host, _ = urlsplit(uri).hostname, urlsplit(uri).port
     except ValueError as e:
@@ -62,12 +62,12 @@ def _sqlite_error(uri: str, rest: str, base: Path) -> str | None:
     if existing != path and not existing.is_dir():
         return f"{existing} is not a directory; choose another path"
     if not os.access(existing, os.W_OK):
-        return f"{existing} cannot be written; choose another path"
+        return f"{existing} is not writable; choose another path"
     return None
 
 
 def absolute_uri(uri: str, base: Path) -> str:
-    """``uri`` with a relative SQLite path made absolute against ``base``."""
+    """Return ``uri`` with a relative SQLite path resolved from ``base``."""
     scheme, separator, rest = uri.partition(":///")
     path, question_mark, query = rest.partition("?")
     if scheme.split("+")[0] != "sqlite" or not separator or not path or ":memory:" in path:
@@ -76,14 +76,14 @@ def absolute_uri(uri: str, base: Path) -> str:
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The file of a SQLite address; None for others and for databases in memory."""
+    """Return the database file of a SQLite address; None for other addresses and databases in memory."""
     scheme, separator, rest = uri.partition(":///")
     path = rest.partition("?")[0]
     return Path(path) if scheme.split("+")[0] == "sqlite" and separator and path else None
 
 
 def redact_uri(uri: str) -> str:
-    """``uri`` as it may be shown and stored: its passwords masked."""
+    """Return ``uri`` with its passwords masked, as it may be shown and stored."""
 
     def mask(match: re.Match[str]) -> str:
         before, key, value = match.groups()
@@ -93,11 +93,12 @@ def redact_uri(uri: str) -> str:
 
 
 def is_redacted(uri: str) -> bool:
+    """Return whether :func:`redact_uri` has masked a password in ``uri``."""
     return MASK in uri
 
 
 def uri_secrets(uri: str) -> tuple[str, ...]:
-    """The passwords in ``uri``, as typed and decoded, to be masked in messages."""
+    """Return the passwords in ``uri``, as typed and percent-decoded, so that messages can mask them."""
     try:
         parts = urlsplit(uri)
         found = {parts.password or "", unquote(parts.password or "")}

@@ -1,6 +1,7 @@
-"""Measuring on a worker: step times, the figures of a logged point, readings of the node.
+"""Measurements on a worker: step times, the metrics of a logged point, system metrics of the node.
 
-Device work is waited for at the edges of a logging window only.
+The host waits for the device only at the edges of a logging window. A metric of the training loop is declared and
+measured here; it needs no other change.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ import psutil
 import torch
 from torch import Tensor
 
+from orchestrator.protocol.core_metrics import SAMPLES_SEEN
 from orchestrator.protocol.messages import TrainPoint
-from orchestrator.protocol.metrics import Metric
+from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.timeline.spans import Span
 
 WARM_UP_STEPS = 10
-"""Steps left out of every throughput figure, or a fifth of a short run."""
+"""Steps that no throughput metric includes; in a short run, a fifth of its steps."""
+
+EPOCH = MetricSpec(name="train/epoch")
+LR = MetricSpec(name="train/lr")
+GRAD_NORM = MetricSpec(name="train/grad_norm")
 
 
 class NonFiniteError(ArithmeticError):
-    """``what`` became NaN or infinite at ``step``, which may be some steps ago; ``advice`` says what to do."""
+    """``what`` became NaN or infinite at ``step``, possibly some steps ago; ``advice`` tells the user what to do."""
 
     advice = (
         "lower the learning rate, clip with train.clip_norm=1.0, or leave such steps out with train.on_nonfinite=skip"
@@ -41,14 +47,14 @@ class NonFiniteError(ArithmeticError):
 
 
 class StepTimer:
-    """Time from the end of one step to the end of the next, on the device's own clock."""
+    """Measures the time from the end of one step to the end of the next, with CUDA events on a GPU."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """The end of a step (or, first, the start)."""
+        """Mark the end of a step, or, at the first call, the start."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -57,13 +63,13 @@ class StepTimer:
             self._marks.append(time.perf_counter())
 
     def restart(self) -> None:
-        """Leave out the time since the last mark: evaluation, a checkpoint."""
+        """Exclude the time since the last mark, for example an evaluation or a checkpoint."""
         if self._marks:
             self._marks.append(None)
         self.mark()
 
     def drain(self) -> list[float]:
-        """Milliseconds of each step since the last call; the last mark starts the next window."""
+        """Return the milliseconds of each step since the last call; the last mark starts the next window."""
         marks, self._marks = self._marks, self._marks[-1:]
         if self._cuda and marks and marks[-1] is not None:
             marks[-1].synchronize()
@@ -75,7 +81,7 @@ class StepTimer:
 
 
 class Window:
-    """What happened since the last logged point, kept on the device until it is asked for."""
+    """The steps since the last logged point; their losses stay on the device until the window closes."""
 
     def __init__(self, *, device: torch.device, total_steps: int, first_step: int):
         self.timer = StepTimer(device)
@@ -85,9 +91,10 @@ class Window:
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._steps: list[int] = []
-        self._updated: list[int] = []  # the steps among them that were not skipped
+        self._updated: list[int] = []  # those of _steps that were not skipped
 
     def add(self, step: int, loss_sum: Tensor, weight: Tensor, *, skipped: bool) -> None:
+        """Add a completed step with this rank's summed loss and weight (scalars); ``skipped`` if it made no update."""
         self.timer.mark()
         self._steps.append(step)
         if not skipped:
@@ -96,10 +103,10 @@ class Window:
             self._weights.append(weight)
 
     def check_finite(self) -> None:
-        """Wait for the device and look at every loss of the window.
+        """Wait for the device and check every loss of the window.
 
         Raises:
-            NonFiniteError: naming the first step.
+            NonFiniteError: a loss is not finite; the error has its step, the first such one.
         """
         if self._losses and not bool(torch.isfinite(torch.stack(self._losses)).all()):
             losses = zip(self._updated, torch.stack(self._losses).tolist(), strict=True)
@@ -117,7 +124,16 @@ class Window:
         spans: Sequence[Span],
         metrics: Mapping[str, Metric],
     ) -> TrainPoint:
-        """The window as a point; the next window starts. ``comm_ms`` and ``spans`` are the last step's.
+        """Return the window as a point and start the next window.
+
+        Args:
+            samples_seen: samples that the whole run has trained on.
+            epoch: passes over the training set, a fraction within one.
+            lr: the learning rate of the next step.
+            grad_norm: the norm of the whole gradient of the last step (a scalar); None if it was not computed.
+            comm_ms: how long the last step waited for other ranks; None if unknown.
+            spans: what the stages of this rank did in the last step.
+            metrics: the strategy's own metrics.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
@@ -127,24 +143,21 @@ class Window:
         norm = None if grad_norm is None else float(grad_norm)
         if norm is not None and not math.isfinite(norm) and self._losses:
             raise NonFiniteError(f"the gradient norm became {norm}", step)
+        own = {SAMPLES_SEEN: samples_seen, EPOCH: epoch, LR: lr, GRAD_NORM: norm}
         times = self.timer.drain()
-        comm_share = None if comm_ms is None else min(1.0, comm_ms / times[-1])  # two clocks may differ a little
+        comm_share = None if comm_ms is None else min(1.0, comm_ms / times[-1])  # the two clocks differ slightly
         warm = [t for s, t in zip(self._steps[-len(times) :], times, strict=False) if self._warm(s)]
         point = TrainPoint(
             step=step,
             time=time.time(),
-            samples_seen=samples_seen,
-            epoch=epoch,
             loss_sum=float(torch.stack(self._losses).sum()) if self._losses else 0.0,
             weight=float(torch.stack(self._weights).sum()) if self._weights else 0.0,
-            lr=lr,
-            grad_norm=norm,
             step_ms=tuple(warm),
             data_wait_ms=self.data_wait_s * 1e3 / steps,
             comm_share=comm_share,
             peak_memory_mb=peak_memory_mb(self._device),
             spans=tuple(spans) if self._warm(step) else (),
-            metrics=metrics,
+            metrics={**measured(own), **metrics},
         )
         self._losses, self._weights, self._steps, self._updated = [], [], [], []
         self.data_wait_s = 0.0
@@ -155,16 +168,16 @@ class Window:
 
 
 class CpuMeter:
-    """How busy the node's CPUs were since the last reading.
+    """CPU utilization of the node since the last reading.
 
-    ``psutil.cpu_percent`` remembers its last reading for each thread apart, and Ray answers from several.
+    ``psutil.cpu_percent`` does not serve: it keeps its last reading per thread, and Ray runs actor methods in several.
     """
 
     def __init__(self) -> None:
         self._busy_s, self._total_s = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """0 to 100 over all CPUs; None where the kernel's clock has not moved on."""
+        """Return the utilization over all CPUs, 0 to 100; None if the kernel's clock has not advanced."""
         busy_s, total_s = self._busy_s, self._total_s
         self._busy_s, self._total_s = _cpu_seconds()
         if self._total_s <= total_s:
@@ -173,16 +186,16 @@ class CpuMeter:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """Busy and all CPU time since boot; Linux counts the time of guests among the user's as well."""
+    """Busy and total CPU time since boot. Linux counts the time of guests in the user's time, too."""
     times = psutil.cpu_times()._asdict()
     total_s = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)
     return total_s - times["idle"] - times.get("iowait", 0.0), total_s
 
 
 def peak_memory_mb(device: torch.device) -> float | None:
-    """The most memory that torch has had on the GPU, or else this process in RAM; None where the kernel keeps no count.
+    """Return the peak memory of torch on the GPU, else of this process in RAM; None if the kernel does not count it.
 
-    Linux keeps another one (``getrusage``), in which the process that this one was forked from has a part.
+    ``getrusage`` does not serve: its peak includes that of the process from which this one was forked.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
@@ -192,7 +205,7 @@ def peak_memory_mb(device: torch.device) -> float | None:
 
 
 def system_metrics(device: torch.device, cpu: CpuMeter) -> dict[str, float]:
-    """Readings of this node, under MLflow's names without the ``system/<node>/`` in front."""
+    """Return the system metrics of this node by the names of MLflow, without the prefix ``system/<node>/``."""
     memory = psutil.virtual_memory()
     readings = {
         "system_memory_usage_megabytes": memory.used / 1e6,

@@ -88,7 +88,7 @@ def test_a_plan_from_another_directory(how: str, installed: Path, tmp_path: Path
 @pytest.mark.parametrize("how", ["module", "script"])
 def test_help_from_another_directory(how: str, installed: Path, tmp_path: Path) -> None:
     words = ["-m", "orchestrator.launch"] if how == "module" else [str(installed / "bin" / "orchestrator")]
-    done = run(installed, tmp_path, *words, "--help")
+    done = run(installed, tmp_path, *words, "--help", "strategy=ddp")
     assert done.returncode == 0, done.stderr
     assert "strategy.comm_hook=none" in done.stdout
     assert "job.hidden=512" in done.stdout

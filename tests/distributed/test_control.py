@@ -20,12 +20,8 @@ def train_point(step: int, *, step_ms: tuple[float, ...] = (), comm_share: float
     return TrainPoint(
         step=step,
         time=0.0,
-        samples_seen=step,
-        epoch=0.0,
         loss_sum=0.0,
         weight=1.0,
-        lr=0.1,
-        grad_norm=None,
         step_ms=step_ms,
         data_wait_ms=0.0,
         comm_share=comm_share,

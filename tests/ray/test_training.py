@@ -39,6 +39,8 @@ def test_digits_at_defaults(run: Callable[..., Any]) -> None:
         "step-00000300", "step-00000400", "step-00000500",
     ]  # fmt: skip
 
+    assert {metric["name"] for metric in record["metrics"]} >= {"train/loss", "train/lr", "perf/step_ms"}
+
     client = MlflowClient(record["tracking"]["uri"])
     tracked = client.get_run(record["mlflow_run_id"])
     assert tracked.info.status == "FINISHED"

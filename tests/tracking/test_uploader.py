@@ -23,7 +23,8 @@ from orchestrator.config.schema import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Ending, Journal, read_metrics
-from orchestrator.tracking import mlflow as mlflow_client
+from orchestrator.tracking.backend import Point
+from orchestrator.tracking.mlflow import MlflowBackend, connect
 from orchestrator.tracking.transfer import Transfer, exclusive, read_cursor
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
@@ -76,7 +77,7 @@ class Proxy:
 def empty_database(tmp_path_factory):
     """Making MLflow's tables takes seconds: once, and every test copies them."""
     path = tmp_path_factory.mktemp("database") / "mlflow.db"
-    mlflow_client.connect(f"sqlite:///{path}", request_timeout_s=10).search_experiments()
+    connect(f"sqlite:///{path}", request_timeout_s=10).search_experiments()
     return path
 
 
@@ -184,7 +185,7 @@ def ended_run(tmp_path, uri, status="FINISHED", **kwargs):
 
 
 def client_of(uri):
-    return mlflow_client.connect(uri, request_timeout_s=10)
+    return connect(uri, request_timeout_s=10)
 
 
 def run_of(uri, run_dir):
@@ -312,7 +313,7 @@ def test_a_slow_server_delays_nothing_and_sync_uploads_the_rest(tmp_path, proxy,
     proxy.mode = "refuse"
     assert sync.main([str(run_dir.path)]) == 1
     message = capsys.readouterr().err
-    assert "1000 points wait" in message
+    assert "1000 points are not uploaded" in message
     assert f"python -m orchestrator.sync {run_dir.path}" in message
     proxy.mode, proxy.delay_s = "pass", 0.0
     assert sync.main([str(run_dir.path)]) == 0
@@ -468,10 +469,56 @@ def test_the_same_batch_twice_leaves_each_point_once(uri):
     """What the whole upload relies on: MLflow's store knows an equal point again."""
     client = client_of(uri)
     run_id = client.create_run(client.create_experiment("twice")).info.run_id
-    points = [("a", 0.5, 1000.0, 1), ("a", math.nan, 1001.0, 2), ("a", math.inf, 1002.0, 3)]
-    mlflow_client.log_points(client, run_id, points)
-    mlflow_client.log_points(client, run_id, [*points, ("a", 0.25, 1003.0, 4)])
+    values = [(0.5, 1000.0, 1), (math.nan, 1001.0, 2), (math.inf, 1002.0, 3), (0.25, 1003.0, 4)]
+    points = [Point("a", value, at, step) for value, at, step in values]
+    backend = MlflowBackend(uri, request_timeout_s=10)
+    backend.log_points(run_id, points[:3])
+    backend.log_points(run_id, points)
     assert [step for step, _ in history(uri, run_id, "a")] == [1, 2, 3, 4]
+
+
+class MemoryBackend:
+    """A tracking server that fails where it is told to."""
+
+    uri = "http://localhost"
+    max_points_per_request = 3
+
+    def __init__(self):
+        self.calls = []
+        self.failing = None
+
+    def _call(self, name, value):
+        if self.failing == name:
+            raise ConnectionError(f"{name} failed")
+        self.calls.append((name, value))
+
+    def open_run(self, record, *, run_id, start_time, running):
+        self._call("open", running)
+        return record["uid"]
+
+    def log_points(self, run_id, points):
+        self._call("log", [(p.name, p.step) for p in points])
+
+    def close_run(self, run_id, record, ending, run_dir):
+        self._call("close", ending.status)
+
+
+def test_the_upload_needs_no_more_of_a_server_than_the_protocol(tmp_path):
+    run_dir = ended_run(tmp_path, "http://localhost")
+    backend = MemoryBackend()
+    transfer = Transfer(run_dir, backend)
+    transfer.push(None)
+    assert backend.calls[0] == ("open", True)
+    assert [len(points) for name, points in backend.calls if name == "log"] == [2] * 10
+    backend.failing = "close"
+    ending = Ending(status="FINISHED", time=time.time(), summary={})
+    with pytest.raises(ConnectionError):
+        transfer.push(ending)
+    assert read_cursor(run_dir).error == "ConnectionError: close failed"
+    backend.calls, backend.failing = [], None
+    transfer.push(ending)
+    assert backend.calls == [("open", False), ("close", "FINISHED")]
+    assert read_cursor(run_dir).error is None
 
 
 def test_more_than_one_request_of_points(tmp_path, uri):
@@ -480,7 +527,7 @@ def test_more_than_one_request_of_points(tmp_path, uri):
     journal.emit(MetricsLogged(step=1, metrics={f"m/{i}": float(i) for i in range(1500)}))
     log(journal, range(2, 1002))
     journal.close()
-    transfer = Transfer(run_dir, uri, request_timeout_s=5)
+    transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5))
     transfer.push(Ending(status="FINISHED", time=time.time(), summary={}))
     assert transfer.cursor.points == 3500
     assert history(uri, transfer.cursor.run_id) == expected(run_dir)
@@ -504,13 +551,13 @@ def test_sync_of_a_run_that_goes_on_leaves_it_running(tmp_path, uri, capsys):
     start(journal)
     log(journal, range(1, 4))
     assert sync.main([str(run_dir.path)]) == 0
-    assert "still going" in capsys.readouterr().out
+    assert "still training" in capsys.readouterr().out
     assert run_of(uri, run_dir).info.status == run_dir.read_record()["state"].upper() == "RUNNING"
 
 
 def test_sync_refuses_what_it_cannot_do(tmp_path, capsys):
     assert sync.main([str(tmp_path)]) == 2
-    assert "no run directory" in capsys.readouterr().err
+    assert "not a run directory" in capsys.readouterr().err
     masked = ended_run(tmp_path, "postgresql://me:***@db/mlflow")
     assert sync.main([str(masked.path)]) == 2
     assert "--uri" in capsys.readouterr().err

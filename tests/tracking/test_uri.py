@@ -62,7 +62,7 @@ def test_errors_name_the_key_and_the_remedy(uri, remedy, tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_database_where_nothing_can_be_written(tmp_path):
     tmp_path.chmod(0o500)
-    assert "cannot be written" in str(validate_uri("sqlite:///mlflow.db", base=tmp_path))
+    assert "is not writable" in str(validate_uri("sqlite:///mlflow.db", base=tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from rich.console import Console
 from orchestrator.config.compose import compose
 from orchestrator.display.console import make_console
 from orchestrator.display.panel import RunView, draw
-from orchestrator.display.report import duration, errors_text, plan_table, size, sparkline
+from orchestrator.display.report import errors_text, plan_table
+from orchestrator.display.text import duration, size, sparkline
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.events import (
     CheckpointFailed,
@@ -25,14 +26,17 @@ from orchestrator.protocol.events import (
     GenerationStarted,
     MetricsLogged,
     RankProgress,
+    Recovered,
     RunEnded,
     RunStarted,
     StopRequested,
+    StragglerFound,
     SystemMetricsLogged,
     TextSampled,
     WaitingForResources,
     Warned,
     WorkerFailed,
+    WorkerLost,
 )
 from orchestrator.strategies import registry
 
@@ -200,12 +204,39 @@ def test_every_event_has_words() -> None:
         "waiting 12s for 4 x 1 GPU; held by gpt-ddp",
         "gloo on cpu: rank 0 on node-a, rank 1 on node-b",
         "checkpoint of step 40 saved (2.1 MB in 0.03 s)",
-        "warning: no checkpoint of step 50: No space left on device; training goes on",
-        "SIGINT: writing a checkpoint, then stopping; once more to stop at once",
+        "warning: cannot write the checkpoint of step 50: No space left on device; training continues",
+        "SIGINT: writing a checkpoint before stopping; send it again to stop at once",
         "warning: MLflow does not answer",
         "To be",
     ):
         assert words in text
+
+
+def test_a_recovery_says_what_happened_and_what_it_cost() -> None:
+    lost = WorkerLost(rank=1, display_name="rank 1", step=412, reason="it died", traceback="", log="")
+    in_place = Recovered(
+        generation=2, step=412, steps_lost=0, replaced=(1,), in_place=True, seconds=0.2,
+        num_workers=2, num_workers_before=2,
+    )  # fmt: skip
+    smaller = replace(in_place, generation=3, step=400, steps_lost=12, replaced=(), num_workers=1)
+    paused = replace(in_place, generation=4, replaced=(), planned="preempted")
+    assert printed(lost, in_place, smaller, paused) == [
+        "rank 1 lost at step 412: it died",
+        "recovered at step 412 after 0.2 s: rank 1 replaced, no step lost (generation 2)",
+        "recovered at step 400 after 0.2 s: 1 worker instead of 2, 12 steps lost (generation 3)",
+        "continued at step 412 after 0.2 s: process group formed again, no step lost (generation 4)",
+    ]
+
+
+def test_a_straggler_is_named_with_its_times() -> None:
+    found = StragglerFound(
+        rank=1, display_name="rank 1", node="node-b", step=50, slower_by=2.0,
+        compute_ms=6.0, others_compute_ms=3.0, data_wait_ms=0.0, others_data_wait_ms=0.01,
+    )  # fmt: skip
+    assert "".join(printed(found)) == (
+        "warning: rank 1 on node-b is 2.0 times slower than the others: it computes 6 ms per step (the others 3 ms) "
+        "and waits 0 ms for data (the others 0.01 ms)"
+    )
 
 
 def test_only_some_of_many_ranks_are_named() -> None:
@@ -484,7 +515,7 @@ def test_plan_table_summarises_many_workers_and_nodes() -> None:
 
 def test_faults_text_has_one_bullet_a_error() -> None:
     assert errors_text(["a=1: too small", "b=2: too large;\nset it to 1"]).splitlines() == [
-        "cannot start: 2 things to change",
+        "cannot start: 2 errors",
         "  - a=1: too small",
         "  - b=2: too large;",
         "    set it to 1",

@@ -12,13 +12,14 @@ from orchestrator.policy.aggregate import Aggregator, percentile
 from orchestrator.policy.failure import death, first_failure
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
 from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, TrainPoint, WorkerInfo
+from orchestrator.protocol.metrics import Metric, MetricSpec, Reduce
 from orchestrator.timeline.spans import Kind, Span
 
 
 def point(**changes: Any) -> TrainPoint:
     values: dict[str, Any] = {
-        "step": 10, "time": 100.0, "samples_seen": 640, "epoch": 0.5, "loss_sum": 64.0, "weight": 32.0,
-        "lr": 0.1, "grad_norm": 2.0, "step_ms": (10.0, 10.0), "data_wait_ms": 1.0, "comm_share": 0.4,
+        "step": 10, "time": 100.0, "loss_sum": 64.0, "weight": 32.0,
+        "step_ms": (10.0, 10.0), "data_wait_ms": 1.0, "comm_share": 0.4,
     }  # fmt: skip
     return TrainPoint(**{**values, **changes})
 
@@ -68,11 +69,30 @@ def test_shards_count_neither_as_workers_nor_in_their_wait_for_data() -> None:
     assert logged.metrics["perf/data_wait_pct"] == pytest.approx(10)
 
 
-def test_unknown_figures_are_left_out() -> None:
-    logged = aggregator(1).add(0, point(step_ms=(), comm_share=None, grad_norm=None, weight=0.0))
+def test_unknown_metrics_are_left_out() -> None:
+    logged = aggregator(1).add(0, point(step_ms=(), comm_share=None, weight=0.0))
     assert logged is not None
-    assert logged.metrics.keys() == {"train/samples_seen", "train/epoch", "train/lr"}
+    assert not logged.metrics
     assert "samples_per_s" not in aggregator().summary()
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [("sum", 5.0), ("mean", 2.5), ("max", 3.0), ("lead", 2.0)])
+def test_a_metric_says_how_it_is_reduced_over_the_ranks(reduce: Reduce, expected: float) -> None:
+    parts = aggregator()
+    parts.add(1, point(metrics={"a/b": Metric(3.0, reduce)}))
+    logged = parts.add(0, point(metrics={"a/b": Metric(2.0, reduce)}))
+    assert logged is not None
+    assert logged.metrics["a/b"] == expected
+    assert MetricSpec(name="a/b", reduce=reduce) in parts.specs()
+
+
+def test_only_rank_0_gives_the_value_of_a_lead_metric() -> None:
+    parts = aggregator()
+    parts.add(0, point())
+    logged = parts.add(1, point(metrics={"a/b": Metric(3.0, "lead"), "a/c": Metric(4.0, "max")}))
+    assert logged is not None
+    assert "a/b" not in logged.metrics
+    assert logged.metrics["a/c"] == 4.0
 
 
 def test_evaluation_counts_each_sample_once() -> None:

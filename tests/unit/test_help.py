@@ -11,22 +11,34 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import cli
 from orchestrator.config.compose import compose
 from orchestrator.config.help import help_text
 from orchestrator.config.overrides import GROUPS, choices
 from orchestrator.launch import main
 from orchestrator.strategies import registry
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 100
 
 
-def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The console script that stands beside this Python."""
-    script = Path(sys.executable).with_name("orchestrator")
-    if not script.exists():
-        pytest.skip("orchestrator is not installed in this environment")
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A console script as pip installs it for ``orchestrator.cli:main``."""
+    path = tmp_path_factory.mktemp("bin") / "orchestrator"
+    path.write_text(f"#!{sys.executable}\nimport sys\nfrom orchestrator.cli import main\nsys.exit(main())\n")
+    path.chmod(0o755)
+    return path
+
+
+def command(script: Path, *words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [script, *words], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        [script, *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -102,8 +114,8 @@ sys.exit(code)
     assert "strategy=ddp" in done.stdout
 
 
-def complete(line: str, cwd: Path) -> list[str]:
-    done = command("-sc", "query=bash", cwd=cwd, COMP_LINE=line, COMP_POINT=str(len(line)))
+def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list[str]:
+    done = command(script, "-sc", f"query={shell}", cwd=cwd, COMP_LINE=line, COMP_POINT=str(len(line)))
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -116,26 +128,38 @@ def complete(line: str, cwd: Path) -> list[str]:
         ("strategy=single train.st", ["train.steps="]),
         ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),
         ("cluster.add", ["cluster.address="]),
+        ("launch strategy=s", ["strategy=single"]),
+        ("comp", ["compare"]),
+        ("s", ["seed=", "strategy.", "strategy=", "sync"]),
+        ("strategy=ddp comp", []),
+        ("compare out", []),
     ],
 )
-def test_tab_completes_groups_and_keys(typed: str, offered: list[str], tmp_path: Path) -> None:
-    assert complete(f"orchestrator {typed}", tmp_path) == offered
+def test_tab_completes_verbs_groups_and_keys(script: Path, typed: str, offered: list[str], tmp_path: Path) -> None:
+    assert complete(script, f"orchestrator {typed}", tmp_path) == offered
 
 
-def test_bash_completes_after_what_the_help_says_to_type(tmp_path: Path) -> None:
+def test_tab_offers_every_verb_and_group_as_the_first_word(script: Path, tmp_path: Path) -> None:
+    for shell in ("bash", "fish"):
+        offered = complete(script, "orchestrator ", tmp_path, shell=shell)
+        assert {*cli.VERBS, *(f"{group}=" for group in GROUPS)} <= set(offered)
+    assert not {*cli.VERBS} & {*complete(script, "orchestrator launch ", tmp_path)}
+
+
+def test_bash_completes_after_what_the_help_says_to_type(script: Path, tmp_path: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("no bash here")
-    script = f"""
-export PATH={Path(sys.executable).parent}:$PATH
+    commands = f"""
+export PYTHONPATH={ROOT} PATH={script.parent}:$PATH
 eval "$(orchestrator --shell-completion install=bash)"
 complete -p orchestrator
 COMP_WORDS=(orchestrator train.st); COMP_CWORD=1; COMP_LINE="orchestrator train.st"; COMP_POINT=21
 hydra_bash_completion
 echo "offered: ${{COMPREPLY[*]}}"
 """
-    assert command("--help", cwd=tmp_path).returncode == 0
-    done = subprocess.run([bash, "--norc", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert command(script, "--help", cwd=tmp_path).returncode == 0
+    done = subprocess.run([bash, "--norc", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "offered: train.steps=" in done.stdout, done.stderr
 
 

@@ -44,6 +44,7 @@ RULES = {
 KNOWS = {
     ("config", "hydra"): {"config.overrides", "config.compose"},
     ("config", "omegaconf"): {"config.compose"},
+    ("tracking", "mlflow"): {"tracking.mlflow"},
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {"compat.ray"},
 }
@@ -203,6 +204,7 @@ def loads(module: str) -> set[str]:
     ("module", "libraries", "why"),
     [
         ("orchestrator", set(), "`import orchestrator` is quick"),
+        ("orchestrator.cli", set(), "--help is quick"),
         ("orchestrator.launch", set(), "--help is quick"),
         ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
         ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),

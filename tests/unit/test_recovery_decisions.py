@@ -197,7 +197,7 @@ def test_a_error_strikes_once() -> None:
 
 def times(step: int, step_ms: float, *, comm_share: float = 0.0, data_wait_ms: float = 0.0) -> TrainPoint:
     return TrainPoint(
-        step=step, time=0.0, samples_seen=0, epoch=0.0, loss_sum=0.0, weight=1.0, lr=0.1, grad_norm=None,
+        step=step, time=0.0, loss_sum=0.0, weight=1.0,
         step_ms=(step_ms,) * 5, data_wait_ms=data_wait_ms, comm_share=comm_share,
     )  # fmt: skip
 

@@ -1,0 +1,101 @@
+"""The command ``orchestrator <verb> ...``. Without a verb it launches: ``orchestrator strategy=ddp``.
+
+A verb is a module with a ``main(argv) -> exit code``, which also runs as ``python -m orchestrator.<verb>``. Only the
+module of the chosen verb is imported, so that ``orchestrator --help`` needs neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.config.build import did_you_mean
+from orchestrator.launch import BAD_INPUT, COMPLETION_OPTIONS, HELP_OPTIONS
+
+
+@dataclass(frozen=True)
+class Verb:
+    """``module`` has the verb's ``main``; ``summary`` is its line in ``orchestrator --help``."""
+
+    module: str
+    summary: str
+
+
+VERBS: Mapping[str, Verb] = {
+    "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`"),
+    "compare": Verb("orchestrator.compare", "show runs side by side, as a table and a picture"),
+    "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),
+}
+DEFAULT_VERB = "launch"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``orchestrator`` with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "COMP_LINE" in os.environ and not set(COMPLETION_OPTIONS).isdisjoint(words):
+        return _complete(words)
+    if words and set(words) <= set(HELP_OPTIONS):
+        print(help_text())
+        return 0
+    verb, arguments = DEFAULT_VERB, words
+    if words and _may_be_verb(words[0]):
+        verb, *arguments = words
+    if verb not in VERBS:
+        hint = f"{did_you_mean(verb, VERBS)} (configuration keys are written key=value)"
+        print(f"orchestrator {verb}: unknown verb; {hint}", file=sys.stderr)
+        return BAD_INPUT
+    return _run(verb, arguments)
+
+
+def help_text() -> str:
+    """The text of ``orchestrator --help``: the verbs, and where to find the configuration keys."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
+    return f"""\
+Train PyTorch jobs on a Ray cluster, and work with the resulting runs.
+
+Usage: orchestrator <verb> [arguments]
+
+Verbs
+{verbs}
+
+  orchestrator launch --help       all configuration keys with their values
+  orchestrator <verb> --help       the arguments of a verb
+
+Each verb also runs as `python -m orchestrator.<verb>`."""
+
+
+def _run(verb: str, arguments: Sequence[str]) -> int:
+    return int(importlib.import_module(VERBS[verb].module).main(arguments))
+
+
+def _may_be_verb(word: str) -> bool:
+    return not word.startswith("-") and "=" not in word
+
+
+def _complete(words: Sequence[str]) -> int:
+    """Answer a shell that completes the command line in ``COMP_LINE``: verbs as the first word, then Hydra's keys."""
+    line = os.environ["COMP_LINE"]
+    program, *typed = line.split() or [""]
+    complete_words, prefix = (typed, "") if line.endswith(" ") or not typed else (typed[:-1], typed[-1])
+    if not complete_words:
+        answer = io.StringIO()
+        with contextlib.redirect_stdout(answer):
+            code = _run(DEFAULT_VERB, words)
+        offers = sorted({*answer.getvalue().split(), *(verb for verb in VERBS if verb.startswith(prefix))})
+        print(("\n" if "query=fish" in words else " ").join(offers))
+        return code
+    if _may_be_verb(complete_words[0]):
+        if complete_words[0] != DEFAULT_VERB:
+            return 0  # the shell then completes file names
+        os.environ["COMP_LINE"] = " ".join([program, *line.split(maxsplit=2)[2:]])
+    return _run(DEFAULT_VERB, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

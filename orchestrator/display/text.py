@@ -1,0 +1,164 @@
+"""Building blocks of plain text for users: numbers, durations, bars, tables. Without escape codes."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+MOST_ROWS = 8
+"""Longer lists of ranks or nodes are summarised."""
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII_BLOCKS = "_.-:=+*#"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\^_]?)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def takes_unicode(stream: Any) -> bool:
+    """Return whether ``stream`` can encode box lines, blocks and arrows."""
+    try:
+        (_BLOCKS + _EIGHTHS + "─│╭◀·").encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def writable(text: str, stream: Any) -> str:
+    """Return ``text`` with ``?`` for characters that ``stream`` cannot encode."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def clean(text: str) -> str:
+    """Return text of other programs without escape codes and control characters; a carriage return ends a line."""
+    text = _ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return _CONTROL.sub("", text)
+
+
+def first_line(text: str) -> str:
+    """Return the first line of ``text`` that is not blank, cleaned; empty if there is none."""
+    return next((line for line in clean(text).splitlines() if line.strip()), "").strip()
+
+
+def indented(text: str, by: str = "  ") -> str:
+    """Return ``text`` with each line indented, except empty ones."""
+    return "\n".join(by + line if line else line for line in text.splitlines())
+
+
+def number(value: float) -> str:
+    """Return a loss or an accuracy with four significant digits."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    return f"{value:.4f}" if 0.01 <= abs(value) < 10 else f"{value:.4g}"
+
+
+def rate(value: float) -> str:
+    """Return a rate such as samples per second: ``8,310``, ``4.2``."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_value(value: float, template: str) -> str:
+    """Return ``value`` as the ``format`` of a :class:`~orchestrator.protocol.metrics.MetricSpec` says."""
+    match template:
+        case "number":
+            return number(value)
+        case "rate":
+            return rate(value)
+        case _:
+            return fill(template, value)
+
+
+def fill(template: str, value: float | str) -> str:
+    """Return ``template`` with ``value`` in place of its braces; the plain value if the template is invalid.
+
+    A run directory may contain any template.
+    """
+    try:
+        return template.format(value)
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return str(value)
+
+
+def duration(seconds: float, *, whole: bool = False) -> str:
+    """Return ``4.2s``, ``31s``, ``3m05s`` or ``2h05m``; ``whole`` leaves out tenths of a second."""
+    if seconds < 9.95 and not whole:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest}s"
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def size(size_bytes: float) -> str:
+    """Return ``812 B``, ``2.1 MB``."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = min(int(math.log(max(size_bytes, 1), 1000)), len(units) - 1)
+    return f"{size_bytes / 1000**power:.3g} {units[power]}"
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """Return ``1 worker``, ``2 workers``."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def workers_text(world_size: int, num_shards: int) -> str:
+    """Return ``2 workers``, ``2 workers and 1 shard``."""
+    workers = count(world_size - num_shards, "worker")
+    return f"{workers} and {count(num_shards, 'shard')}" if num_shards else workers
+
+
+def first_few(items: Sequence[str], most: int = MOST_ROWS) -> str:
+    """Return the items separated by commas; of more than ``most``, the first ones and the number of the others."""
+    shown = list(items[:most])
+    more = len(items) - len(shown)
+    return ", ".join(shown) + (f", and {more} more" if more else "")
+
+
+def sparkline(values: Sequence[float], *, unicode: bool, from_zero: bool = False) -> str:
+    """Return one character per value, scaled to the range of the values or, ``from_zero``, to their maximum."""
+    blocks = _BLOCKS if unicode else _ASCII_BLOCKS
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return "?" * len(values)
+    low, high = 0.0 if from_zero else min(finite), max(finite)
+    top = len(blocks) - 1
+
+    def block(value: float) -> str:
+        share = (value - low) / (high - low) if high > low else 0.5
+        return blocks[round(max(share, 0.0) * top)]
+
+    return "".join(block(v) if math.isfinite(v) else "?" for v in values)
+
+
+def bar(share: float, *, width: int, unicode: bool) -> str:
+    """Return a horizontal bar over ``share`` (0 to 1) of ``width`` characters, padded to ``width``."""
+    share = min(max(share, 0.0), 1.0)
+    if not unicode:
+        return ("#" * round(share * width)).ljust(width)
+    eighths = round(share * width * 8)
+    text = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+    return text.ljust(width)
+
+
+def render(renderable: RenderableType, *, width: int) -> str:
+    """Return the layout of Rich as plain text, without trailing blanks."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def plain_table(*, unicode: bool, **options: Any) -> Table:
+    """Return a table whose only line is a rule below its head."""
+    style = box.SIMPLE_HEAD if unicode else box.ASCII
+    return Table(box=style, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="", **options)

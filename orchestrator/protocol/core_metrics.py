@@ -1,0 +1,73 @@
+"""Metrics that every run may have and that the display, the report or the plots refer to.
+
+Their order is that of the progress line. Other metrics are declared where they are measured.
+"""
+
+from __future__ import annotations
+
+from orchestrator.protocol.metrics import Column, MetricSpec, Summary
+
+LOSS = MetricSpec(
+    name="train/loss",
+    progress="loss {}",
+    summaries=(Summary(key="final_loss", column=Column(heading="loss", position=50, always=True, priority=None)),),
+)
+"""The mean over the samples of all ranks."""
+
+VAL_LOSS = MetricSpec(name="val/loss", progress="val_loss {}", summaries=(Summary(key="val_loss"),))
+
+VAL_ACCURACY = MetricSpec(
+    name="val/accuracy",
+    progress="val_acc {}",
+    summaries=(Summary(key="val_accuracy", column=Column(heading="val acc", position=60, always=True, priority=7)),),
+)
+
+SAMPLES_PER_S = MetricSpec(
+    name="perf/samples_per_s",
+    format="rate",
+    progress="{} samples/s",
+    summaries=(
+        Summary(
+            key="samples_per_s",
+            derive="harmonic_mean",
+            column=Column(heading="samples/s", position=10, always=True, priority=None),
+        ),
+    ),
+)
+
+STEP_MS = MetricSpec(
+    name="perf/step_ms",
+    format="{:.1f}",
+    summaries=(
+        Summary(
+            key="step_ms_p50",
+            derive="median",
+            column=Column(heading="p50 ms", position=20, always=True, priority=6),
+        ),
+        Summary(
+            key="step_ms_p95",
+            derive="p95",
+            column=Column(heading="p95 ms", position=30, always=True, priority=5),
+        ),
+    ),
+)
+
+BUBBLE_THEORY_PCT = MetricSpec(
+    name="pipeline/bubble_theory_pct", format="{:.0f}%", summaries=(Summary(key="bubble_theory_pct"),)
+)
+
+BUBBLE_PCT = MetricSpec(
+    name="pipeline/bubble_pct",
+    format="{:.0f}%",
+    summaries=(
+        Summary(
+            key="bubble_pct",
+            derive="median",
+            column=Column(heading="bubble (theory)", position=40, beside="bubble_theory_pct", priority=9),
+        ),
+    ),
+)
+
+SAMPLES_SEEN = MetricSpec(name="train/samples_seen")
+
+CORE_METRICS = (LOSS, VAL_LOSS, VAL_ACCURACY, SAMPLES_PER_S, STEP_MS, BUBBLE_THEORY_PCT, BUBBLE_PCT, SAMPLES_SEEN)

@@ -1,0 +1,49 @@
+"""The interface to a tracking server, as the upload of a run needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from orchestrator.records.journal import Ending
+from orchestrator.records.run_dir import RunDir
+
+
+class Point(NamedTuple):
+    """One value of a metric; ``time`` in seconds since the epoch."""
+
+    name: str
+    value: float
+    time: float
+    step: int
+
+
+class TrackingBackend(Protocol):
+    """One tracking server.
+
+    Every call may be repeated, for example after a timeout whose request had in fact arrived: a run is found again
+    by its uid, and equal points are stored once. The first call connects. A call raises whatever the library of the
+    server raises; the caller retries.
+    """
+
+    max_points_per_request: int
+
+    @property
+    def uri(self) -> str:
+        """The address of the server, which may contain passwords."""
+
+    def open_run(self, record: Mapping[str, Any], *, run_id: str | None, start_time: float, running: bool) -> str:
+        """Find or create a run, set its tags and parameters, and return its id on the server.
+
+        Args:
+            record: the contents of ``run.json``.
+            run_id: the id that an earlier call returned; None if there was none.
+            start_time: seconds since the epoch, for a run that is created.
+            running: whether the run has not ended. A run that has ended on the server then becomes running again.
+        """
+
+    def log_points(self, run_id: str, points: Sequence[Point]) -> None:
+        """Store the values of metrics."""
+
+    def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
+        """Store the summary, the final status and the artifacts of a run that has ended."""

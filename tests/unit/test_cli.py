@@ -1,0 +1,70 @@
+"""The command `orchestrator`: its verbs, its help, and its answers to mistakes."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator import cli
+
+WIDTH = 100
+
+
+def test_help_of_the_command_lists_every_verb_with_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name, verb in cli.VERBS.items():
+        assert any(line.split() == [name, *verb.summary.split()] for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_the_command_without_a_verb_is_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["strategy=ddpp"], ["launch", "strategy=ddpp"], ["-m", "strategy=ddpp,single"]):
+        assert cli.main(words) == 2
+        assert "strategy=ddpp: unknown; did you mean ddp?" in capsys.readouterr().err
+    assert cli.main(["--help", "job=gpt"]) == 0
+    assert "job.context=64" in capsys.readouterr().out
+
+
+def test_the_command_runs_the_verb_with_the_other_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "--output-dir", str(tmp_path)]) == 2
+    assert "compare: no runs in" in capsys.readouterr().err
+    assert cli.main(["sync", str(tmp_path)]) == 2
+    assert "run.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_is_a_module_with_a_main(verb: str) -> None:
+    assert callable(importlib.import_module(cli.VERBS[verb].module).main)
+    assert cli.VERBS[verb].module == f"orchestrator.{verb}"
+
+
+@pytest.mark.parametrize(("word", "hint"), [("comapre", "did you mean compare?"), ("zzz", "valid: compare, launch, ")])
+def test_an_unknown_verb_is_refused_with_the_nearest(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word, "--last", "5"]) == 2
+    output = capsys.readouterr()
+    assert f"orchestrator {word}: unknown verb; {hint}" in output.err
+    assert not output.out
+
+
+def test_python_m_orchestrator_is_the_command(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "orchestrator", "--help"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{cli.help_text()}\n"), done.stderr
+
+
+def test_help_of_the_command_imports_neither_torch_nor_hydra(tmp_path: Path) -> None:
+    code = """
+import sys
+from orchestrator.cli import main
+code = main(["--help"])
+heavy = {"torch", "ray", "hydra", "omegaconf", "mlflow", "rich", "numpy"} & sys.modules.keys()
+assert not heavy, heavy
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
