@@ -70,7 +70,10 @@ def test_a_declared_metric_is_on_the_progress_line_and_in_the_panel(aggregator: 
     assert "metrics    staleness 4.2" in captured.get()
 
 
-def test_a_declared_metric_has_a_column_in_compare_if_a_run_has_it(tmp_path: Path, aggregator: Aggregator) -> None:
+def test_a_declared_metric_has_a_column_in_compare_if_a_run_has_it(
+    tmp_path: Path, aggregator: Aggregator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     logged(aggregator, 10, 3.0, 4.25)
     metrics = [to_record(spec) for spec in aggregator.specs()]
     runs = {name: RunDir(tmp_path / name) for name in ("12-30-01-old", "12-31-01-new")}
