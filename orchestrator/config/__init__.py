@@ -1,1 +1,1 @@
-"""Configuration: the schema, and how the words of the command line become it."""
+"""Configuration: the schema, and how command-line overrides become instances of it."""

@@ -1,4 +1,4 @@
-"""Plain mappings to frozen dataclasses: strict types, limits, nearest names, ALL faults at once."""
+"""Frozen dataclasses from plain mappings: strict types, limits, the nearest valid name, and all errors at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 
 class ConfigError(ValueError):
-    """The configuration or the plan is wrong; ``errors`` has one line per fault."""
+    """The configuration or the plan is wrong. ``errors`` holds one line per error, duplicates removed."""
 
     def __init__(self, errors: Iterable[str]):
         self.errors = tuple(dict.fromkeys(errors))
@@ -34,37 +34,40 @@ class ConfigError(ValueError):
 
 
 @contextlib.contextmanager
-def gathering(errors: list[str]) -> Iterator[None]:
-    """A :class:`ConfigError` in the block adds to ``errors``, so that what comes after it is checked too."""
+def collect_errors(errors: list[str]) -> Iterator[None]:
+    """Add the lines of a :class:`ConfigError` raised in the block to ``errors``, so that later checks still run."""
     try:
         yield
     except ConfigError as e:
         errors += e.errors
 
 
-class _Misfit(Exception):
-    """The value is not of the type; ``errors`` say why where there is more to say than what was expected."""
+class _InvalidValue(Exception):
+    """The value does not fit its field. Without ``errors``, the message states the expected type."""
 
     def __init__(self, *errors: str):
         self.errors = errors
 
 
-def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """``did you mean x?``, or the list of valid names where none is near; ``prefix`` stands before each."""
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Return ``did you mean x?`` with the closest known name, or the list of valid names if none is close.
+
+    ``prefix`` is put before each name.
+    """
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {prefix}{near[0]}?"
-    return f"valid: {', '.join(prefix + name for name in names) or 'none'}"
+    closest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if closest:
+        return f"did you mean {prefix}{closest[0]}?"
+    return f"valid: {', '.join(prefix + n for n in names) or 'none'}"
 
 
 def format_override(key: str, value: Any) -> str:
-    """``key=value`` as it would be typed, a secret masked."""
+    """Return ``key=value`` as typed on the command line, with a secret value masked."""
     return f"{key}={MASK if holds_secret(key, value) else to_cli(value)}"
 
 
 def to_cli(value: Any) -> str:
-    """The value as it would be typed on the command line."""
+    """Return the value as typed on the command line: ``null``, ``true``, ``[a,b]``, ``{key:value}``."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, Mapping):
@@ -75,15 +78,22 @@ def to_cli(value: Any) -> str:
 
 
 def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -> T | None:
-    """Make ``cls`` from ``data``; on any fault, append to ``errors`` and return None.
+    """Build the dataclass ``cls`` from ``data``, checking names, types and the limits in the fields' metadata.
 
-    ``path`` is the key of ``data`` in the configuration ("" for the root), used in the messages.
+    Args:
+        cls: a dataclass; its fields may be dataclasses too.
+        data: a value for each field.
+        path: the key of ``data`` in the configuration ("" for the root), used in the messages.
+        errors: receives one line per error.
+
+    Returns:
+        The instance, or None if there were errors.
     """
     before = len(errors)
     try:
         hints = _hints(cls)  # type: ignore[arg-type]
     except NameError as e:
-        errors.append(f"{path}: {cls.__name__}: the type of a field: {e}; import it outside `if TYPE_CHECKING:`")
+        errors.append(f"{path}: a field type of {cls.__name__} is unknown: {e}; import it outside `if TYPE_CHECKING:`")
         return None
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for name in sorted(str(n) for n in data if n not in fields):
@@ -94,7 +104,7 @@ def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -
         if name in data:
             try:
                 values[name] = _fit(data[name], hints[name], key, f.metadata)
-            except _Misfit as e:
+            except _InvalidValue as e:
                 errors += e.errors or [
                     f"{format_override(key, data[name])}: expected {_describe(hints[name], f.metadata)}"
                 ]
@@ -105,12 +115,12 @@ def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -
     try:
         return cls(**values)
     except ValueError as e:
-        errors.append(under(path, e))
+        errors.append(with_key(path, e))
         return None
 
 
-def under(path: str, error: Exception) -> str:
-    """The text of ``error``, beginning with the key that it is about."""
+def with_key(path: str, error: Exception) -> str:
+    """Return the text of ``error``, preceded by the key ``path`` unless it already begins with it."""
     text = str(error)
     return text if not path or text.startswith((f"{path}.", f"{path}:", f"{path}=")) else f"{path}: {text}"
 
@@ -121,7 +131,7 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def _nearest_key(name: str, data: Mapping[str, Any], fields: Iterable[str], path: str) -> str:
-    """The nearest key of this section, or the same key in a section below: ``steps`` for ``train.steps``."""
+    """Suggest the closest key of this section, or the same key in a subsection: ``train.steps`` for ``steps``."""
     below = [_join(path, f"{section}.{name}") for section in fields if name in _names(data.get(section))]
     if below:
         return f"did you mean {' or '.join(below)}?"
@@ -139,10 +149,10 @@ def _join(path: str, name: object) -> str:
 
 
 def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
-    """``value`` as ``kind``.
+    """Return ``value`` as ``kind``.
 
     Raises:
-        _Misfit: it is of another type or outside the limits.
+        _InvalidValue: the value has another type or is outside the limits.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -155,7 +165,7 @@ def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
         return _fit_literal(value, args)
     if kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool):
         return kind(_within(value, key, limits))
-    # Hydra reads job.path=123 as a number; a text field takes the text that was typed.
+    # Hydra parses job.path=123 as a number; a text field keeps what was typed.
     if kind in (str, Path) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return kind(str(value))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -163,29 +173,29 @@ def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
     if (origin or kind) in _SEQUENCES:
         return _fit_sequence(value, origin or kind, args, key)
     if (origin or kind) in _MAPPINGS and isinstance(value, Mapping):
-        of_key, of_value = args or (Any, Any)
-        return {_fit(k, of_key, key, {}): _fit(v, of_value, _join(key, k), {}) for k, v in value.items()}
-    raise _Misfit
+        key_type, value_type = args or (Any, Any)
+        return {_fit(k, key_type, key, {}): _fit(v, value_type, _join(key, k), {}) for k, v in value.items()}
+    raise _InvalidValue
 
 
 def _fit_one_of(kinds: tuple[Any, ...], value: Any, key: str, limits: Mapping[str, Any]) -> Any:
     errors: list[str] = []
-    # The very type first, so that 3 stays a number in `str | int`.
+    # Try the exact type first, so that 3 stays a number in `str | int`.
     for kind in sorted(kinds, key=lambda k: k is not type(value)):
         try:
             return _fit(value, kind, key, limits)
-        except _Misfit as e:
+        except _InvalidValue as e:
             errors += e.errors
-    raise _Misfit(*errors)
+    raise _InvalidValue(*errors)
 
 
 def _fit_dataclass(value: Any, kind: type[Any], key: str) -> Any:
     if not isinstance(value, Mapping):
-        raise _Misfit
+        raise _InvalidValue
     errors: list[str] = []
     built = build(kind, value, key, errors)
     if built is None:
-        raise _Misfit(*errors)
+        raise _InvalidValue(*errors)
     return built
 
 
@@ -194,7 +204,7 @@ def _fit_literal(value: Any, words: tuple[Any, ...]) -> Any:
         same = type(word) is type(value) and word == value
         if same or (isinstance(word, str) and not isinstance(value, bool) and word == str(value)):
             return word
-    raise _Misfit
+    raise _InvalidValue
 
 
 def _fit_enum(value: Any, kind: type[enum.Enum]) -> enum.Enum:
@@ -203,15 +213,15 @@ def _fit_enum(value: Any, kind: type[enum.Enum]) -> enum.Enum:
     for member in kind:
         if type(member.value) is type(value) and member.value == value:
             return member
-    raise _Misfit
+    raise _InvalidValue
 
 
 def _fit_sequence(value: Any, kind: Any, args: tuple[Any, ...], key: str) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise _Misfit
+        raise _InvalidValue
     kinds = list(args) if kind is tuple and args and args[-1] is not ... else [args[0] if args else Any] * len(value)
     if len(kinds) != len(value):
-        raise _Misfit
+        raise _InvalidValue
     items = [_fit(v, k, f"{key}[{i}]", {}) for i, (v, k) in enumerate(zip(value, kinds, strict=True))]
     return items if kind is list else tuple(items)
 
@@ -220,36 +230,42 @@ def _within(value: Any, key: str, limits: Mapping[str, Any]) -> Any:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return value
     if not math.isfinite(value):
-        raise _Misfit
+        raise _InvalidValue
     minimum, above, maximum = (limits.get(name) for name in ("minimum", "above", "maximum"))
     if minimum is not None and value < minimum:
-        raise _Misfit(f"{format_override(key, value)}: must be at least {minimum}")
+        raise _InvalidValue(f"{format_override(key, value)}: must be at least {minimum}")
     if above is not None and value <= above:
-        raise _Misfit(f"{format_override(key, value)}: must be greater than {above}")
+        raise _InvalidValue(f"{format_override(key, value)}: must be greater than {above}")
     if maximum is not None and value > maximum:
-        raise _Misfit(f"{format_override(key, value)}: must be at most {maximum}")
+        raise _InvalidValue(f"{format_override(key, value)}: must be at most {maximum}")
     return value
 
 
 def _describe(kind: Any, limits: Mapping[str, Any]) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(a, limits) for a in args)
+        return _one_of(_describe(a, limits) for a in args)
     if origin is Literal:
-        return " or ".join(to_cli(a) for a in args)
+        return _one_of(to_cli(a) for a in args)
     if kind is int and limits.get("minimum") is not None:
         return f"a whole number of at least {limits['minimum']}"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return " or ".join(kind.__members__)
+        return _one_of(kind.__members__)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return f"a section with the keys {', '.join(_names(kind))}"
     if (origin or kind) in _SEQUENCES:
         if origin is tuple and args[-1] is not ...:
             return f"[{', '.join(_describe(a, {}) for a in args)}]"
-        return f"a list, each {_describe(args[0], {})}" if args else "a list"
+        return f"a list, each item {_describe(args[0], {})}" if args else "a list"
     if (origin or kind) in _MAPPINGS:
         return "a mapping"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     if kind is type(None):
         return "null"
     return names.get(kind, f"a {getattr(kind, '__name__', kind)}")
+
+
+def _one_of(alternatives: Iterable[str]) -> str:
+    """Join as in ``a, b or c``."""
+    *first, last = alternatives
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,4 +1,4 @@
-"""Hydra: from the words on the command line to one frozen :class:`Config`."""
+"""Composes ``conf/`` and command-line overrides, with Hydra, into one frozen :class:`Config`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from orchestrator.config.build import build, format_override
-from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, judge, parse
+from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
 
 StrategyConfigs = Callable[[str], type[StrategyConfig]]
-"""From the name of a strategy to its configuration class."""
+"""Maps the name of a strategy to its configuration class."""
 
 
 def compose(
     words: Sequence[str], errors: list[str], strategy_config: StrategyConfigs
 ) -> tuple[Config | None, JobSpec | None]:
-    """Compose ``conf/`` with the overrides ``words``.
+    """Compose ``conf/`` with the overrides ``words``, such as ``train.steps=10``.
 
-    Every fault is appended to ``errors``; what is still usable beside a fault is returned, so that
-    the job can be checked along with the rest.
+    Every error is appended to ``errors``.
+
+    Returns:
+        The configuration, None if there were errors; and the job's part of it, which may be valid even
+        if the rest is not, so that the job can be checked in the same pass.
     """
     parsed = parse(words, errors)
-    data = _compose(judge(parsed, errors), errors)
+    data = _compose(select_valid(parsed, errors), errors)
     if data is None:
         return None, None
-    # The keys of a section whose word is unknown cannot be judged.
+    # Without a valid name, the keys of that section cannot be checked.
     unknown = {o.key_or_group for o in parsed if not o.is_sweep_override() and group_error(o)}
     return _config(data, unknown, errors, strategy_config)
 
 
 def shell_completion() -> None:
-    """Answer Hydra's ``--shell-completion`` from ``sys.argv``."""
+    """Handle Hydra's ``--shell-completion`` option in ``sys.argv``."""
     import hydra
 
     GlobalHydra.instance().clear()
@@ -48,7 +51,7 @@ def shell_completion() -> None:
 
 
 def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any] | None:
-    # experiment=null is the default, which Hydra refuses to be told.
+    # Hydra rejects experiment=null, although it is the default.
     words = [_forced(o) for o in overrides if not (o.key_or_group == "experiment" and o.value() is None)]
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
@@ -63,14 +66,17 @@ def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any]
 
 
 def _forced(override: Override) -> str:
-    """Groups as they are; values forced in, because unknown keys are refused by the schema with a
-    better message, and because the fields of a job stand in no file."""
+    """Return the override for Hydra: a group unchanged, a value with ``++``.
+
+    ``++`` accepts keys that no file has. The fields of a job are in no file, and unknown keys get a better message from
+    the schema than from Hydra.
+    """
     text = str(override.input_line).lstrip("+")
     return text if override.key_or_group in GROUPS else f"++{text}"
 
 
 def _explain(error: HydraException | OmegaConfBaseException) -> str:
-    """In one line, beginning with the key where the error knows it."""
+    """Return the error in one line, which begins with the key if the error has one."""
     text = str(getattr(error, "msg", None) or error)
     lines = text.splitlines()
     key = getattr(error, "full_key", None)
@@ -91,8 +97,8 @@ def _config(
     if isinstance(strategy, Mapping):
         name = str(strategy.get("name"))
         cls = strategy_config(name) if name in choices("strategy") else StrategyConfig
-        own = None if "strategy" in unknown else build(cls, _own_keys(cls, strategy, errors), "strategy", errors)
-        data["strategy"] = own or _placeholder(cls)
+        built = None if "strategy" in unknown else build(cls, _own_keys(cls, strategy, errors), "strategy", errors)
+        data["strategy"] = built or _placeholder(cls)
     config = build(Config, data, "", errors)
     return (None if errors else config), spec
 
@@ -101,37 +107,39 @@ def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
     target = job.get("_target_") if isinstance(job, Mapping) else None
     if not isinstance(target, str):
         errors.append(
-            f"{format_override('job._target_', target)}: expected package.module.Class; or choose with job=<word>"
+            f"{format_override('job._target_', target)}: expected package.module.Class; or choose a job with job=<name>"
         )
         return None
     return JobSpec(target=target, fields={str(k): v for k, v in job.items() if k != "_target_"})
 
 
 def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: list[str]) -> dict[str, Any]:
-    """The keys without those of other strategies, which are refused by the name of their owner."""
-    keys_by_strategy = {word: group_keys("strategy", word) for word in choices("strategy")}
+    """Return the keys without those of other strategies; append an error for each of these that names its strategy."""
+    keys_by_strategy = {name: group_keys("strategy", name) for name in choices("strategy")}
     own: dict[str, Any] = {}
     for key, value in strategy.items():
-        owners = [word for word, names in keys_by_strategy.items() if key in names]
+        owners = [name for name, keys in keys_by_strategy.items() if key in keys]
         if owners and key not in {f.name for f in dataclasses.fields(cls)}:
-            errors.append(f"strategy.{key}: strategy={strategy['name']} has no such key, strategy={owners[0]} has")
+            errors.append(
+                f"strategy.{key}: no such key in strategy={strategy['name']}; it belongs to strategy={owners[0]}"
+            )
         else:
             own[str(key)] = value
     return own
 
 
-def group_keys(group: str, word: str) -> set[str]:
-    """The keys that ``conf/<group>/<word>.yaml`` sets."""
-    return {str(key) for key in OmegaConf.load(conf_dir() / group / f"{word}.yaml")}
+def group_keys(group: str, name: str) -> set[str]:
+    """Return the keys that ``conf/<group>/<name>.yaml`` sets."""
+    return {str(key) for key in OmegaConf.load(conf_dir() / group / f"{name}.yaml")}
 
 
 def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:
-    """Stands for a strategy with faults, so that the other sections are checked too."""
+    """Return an empty instance in place of an invalid strategy, so that the other sections are checked too."""
     return object.__new__(cls)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as nested plain values, the job under its ``_target_`` as in the files."""
+    """Return the configuration as nested plain values, with the job's class under ``_target_`` as in the files."""
     data = dataclasses.asdict(config, dict_factory=_with_lists)
     job = data.pop("job")
     return {**data, "job": {"_target_": job["target"], **job["fields"]}}
@@ -142,5 +150,5 @@ def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    """Nested plain values as YAML."""
+    """Return nested plain values as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(data)))

@@ -1,4 +1,4 @@
-"""The text of ``--help``: examples, groups, keys with their defaults. Imports no job, so that it takes no time."""
+"""The text of ``--help``: examples, groups, and keys with their values. Imports no job, because jobs import torch."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from orchestrator.config.schema import Config
 WIDTH = 98
 KEY_COLUMN = 42
 SECTIONS = ("train", "strategy", "job", "checkpoint", "recovery", "data", "tracking", "cluster")
-"""The most used first; the keys of no section stand before them."""
+"""In the order of the help: the most used first, after the keys of no section."""
 
 INTRODUCTION = """\
-Train a PyTorch job on a gang of Ray actors; one word decides how it is parallelised.
+Train a PyTorch job on Ray actors; strategy=<name> selects how it is parallelised.
 
   python -m orchestrator.launch strategy=ddp                 on every GPU, or 2 workers on CPUs
-  python -m orchestrator.launch strategy=ddp plan=true       what would run where, and stop
+  python -m orchestrator.launch strategy=ddp plan=true       print what would run where, and exit
   python -m orchestrator.launch job=gpt train.steps=200      a small language model
   python -m orchestrator.launch job._target_=my_module.MyJob job.width=64     a job of your own
-  python -m orchestrator.launch resume=auto                  go on with the last unfinished run
-  python -m orchestrator.launch -m strategy=single,ddp       one after another, to compare them
+  python -m orchestrator.launch resume=auto                  continue the newest unfinished run
+  python -m orchestrator.launch -m strategy=single,ddp       several runs, one after another
   ray job submit --working-dir . -- python -m orchestrator.launch strategy=ddp
 
-`orchestrator` does the same as `python -m orchestrator.launch`, and so does Python's
-orchestrator.run(["strategy=ddp"])."""
+The command `orchestrator` is short for `python -m orchestrator.launch`.
+From Python: orchestrator.run(["strategy=ddp"])."""
 
 OPTIONS = """\
 Options
   -m, --multirun                          run every combination of comma-separated values
-  -h, --help                              this text, for the groups that stand beside it
-  --shell-completion install=bash         for the `orchestrator` command; also zsh and fish:
+  -h, --help                              print this text, for the given strategy, job and values
+  --shell-completion install=bash         tab completion for `orchestrator`, also for zsh and fish:
                                           eval "$(orchestrator --shell-completion install=bash)"
 
-Exit codes: 0 done; 1 training failed; 2 something to change, nothing was started;
-130 and 143 interrupted after a checkpoint."""
+Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, nothing was
+started; 130 and 143 interrupted after a checkpoint."""
 
 
 def help_text(overrides: Sequence[str], strategy_config: StrategyConfigs) -> str:
-    """The help for the configuration that ``overrides`` make: another strategy or job has other keys.
+    """Return the help for the configuration with ``overrides``, as each strategy and job has keys of its own.
 
     Raises:
-        ConfigError: there is no such configuration.
+        ConfigError: the overrides are wrong.
     """
     errors: list[str] = []
     config, _ = compose(overrides, errors, strategy_config)
     if config is None:
         raise ConfigError(errors)
-    lines = [INTRODUCTION, "", "Groups (group=word)"]
+    lines = [INTRODUCTION, "", "Groups (group=name)"]
     lines += [_entry(group, ", ".join(choices(group))) for group in GROUPS]
     lines += ["", "Strategies"]
     lines += [_entry(name, summary("strategy", name)) for name in choices("strategy")]
-    lines += ["", "Keys (key=value, as they are set)", *_keys(config, "")]
+    lines += ["", "Keys (key=value; shown with their current values)", *_keys(config, "")]
     for section in SECTIONS:
         entries = _job_fields(config) if section == "job" else _keys(getattr(config, section), f"{section}.")
         lines += ["", *entries]
@@ -79,9 +79,9 @@ def _keys(section: Any, prefix: str) -> Iterator[str]:
 
 
 def _job_fields(config: Config) -> Iterator[str]:
-    """Read from the source, because importing a job imports torch."""
+    """Read the fields from the source, because importing a job imports torch."""
     module, _, name = config.job.target.rpartition(".")
-    yield _entry("job.<field>", f"the fields of {config.job.target}:")
+    yield _entry("job.<field>", f"fields of {config.job.target}:")
     try:
         spec = importlib.util.find_spec(module)
         tree = ast.parse(Path(spec.origin or "").read_text() if spec else "")

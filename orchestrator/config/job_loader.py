@@ -1,4 +1,4 @@
-"""From ``job._target_`` and the job's fields to a checked :class:`~orchestrator.job.Job`."""
+"""Imports the class named by ``job._target_`` and builds a checked :class:`~orchestrator.job.Job` from its fields."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import re
 import sys
 from pathlib import Path
 
-from orchestrator.config.build import build, did_you_mean, under
+from orchestrator.config.build import build, did_you_mean, with_key
 from orchestrator.config.redact import redact_text, secret_values
 from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job
 
 
 def load_job(spec: JobSpec, errors: list[str]) -> Job | None:
-    """Import the job's class and build it from its fields; None after appending to ``errors``."""
-    own: list[str] = []
-    job = _load(spec, own)
+    """Import the job's class, build it from its fields and run :meth:`~orchestrator.job.Job.check`.
+
+    Returns:
+        The job, or None if it cannot be built; ``errors`` then says why, with secret field values masked.
+    """
+    job_errors: list[str] = []
+    job = _load(spec, job_errors)
     secrets = secret_values(spec.fields)
-    errors += [redact_text(error, secrets) for error in own]
+    errors += [redact_text(error, secrets) for error in job_errors]
     return job
 
 
@@ -30,7 +34,7 @@ def _load(spec: JobSpec, errors: list[str]) -> Job | None:
     try:
         job.check()
     except (ValueError, OSError) as e:
-        errors.append(under("job", e))
+        errors.append(with_key("job", e))
         return None
     return job
 
@@ -41,7 +45,7 @@ def _find(target: str, errors: list[str]) -> type[Job] | None:
         return None
     module_name, _, class_name = target.rpartition(".")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        # A console script does not put the working directory on the path; `python -m` does.
+        # `python -m` puts the working directory on the import path; a console script does not.
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
@@ -50,7 +54,7 @@ def _find(target: str, errors: list[str]) -> type[Job] | None:
             errors.append(f"job._target_={target}: importing {module_name} failed: {e}")
         else:
             errors.append(
-                f"job._target_={target}: no module {e.name}; it must be installed or lie in the working directory"
+                f"job._target_={target}: no module {e.name}; install it or run from the directory that contains it"
             )
         return None
     except (Exception, SystemExit) as e:
@@ -58,17 +62,17 @@ def _find(target: str, errors: list[str]) -> type[Job] | None:
         return None
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):
-        found = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Job) and c is not Job]
-        hint = did_you_mean(class_name, found) if found else "expected package.module.Class"
+        jobs = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Job) and c is not Job]
+        hint = did_you_mean(class_name, jobs) if jobs else "expected package.module.Class"
         errors.append(f"job._target_={target}: {module_name} has no class {class_name}; {hint}")
     elif not issubclass(cls, Job):
-        errors.append(f"job._target_={target}: is not a subclass of orchestrator.Job")
+        errors.append(f"job._target_={target}: not a subclass of orchestrator.Job; derive the class from it")
     elif missing := sorted(getattr(cls, "__abstractmethods__", ())):
-        errors.append(f"job._target_={target}: lacks {', '.join(m + '()' for m in missing)}")
+        errors.append(f"job._target_={target}: the class has to define {', '.join(m + '()' for m in missing)}")
     elif "__annotations__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
         errors.append(
-            f"job._target_={target}: its fields are not declared as a dataclass's; "
-            "write @dataclass(frozen=True, kw_only=True) above the class"
+            f"job._target_={target}: not a dataclass, so that its fields cannot be configured; "
+            "decorate the class with @dataclass(frozen=True, kw_only=True)"
         )
     else:
         return cls

@@ -1,4 +1,4 @@
-"""Secrets never reach a file, a tracking server or a message."""
+"""Masks secrets before configuration reaches a file, a tracking server or a message."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 MASK = "***"
 _SECRET_KEY = re.compile(r"secret|passw(or)?d|passphrase|credential|(api|access|private)_?key", re.IGNORECASE)
-# A language model has many harmless tokens: token_dim, num_tokens, tokenizer, pad_token.
+# Language models have many harmless keys of this kind: token_dim, num_tokens, tokenizer, pad_token.
 _TOKEN_KEY = re.compile(r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!mask_)token(?!i[sz]|s)", re.IGNORECASE)
 _USERINFO = re.compile(r"(\w[\w+.-]*://)[^/?#\s:@]*:[^/?#\s]*@")
 _QUERY_VALUE = re.compile(r"([?&])([\w.-]+)=([^&#\s'\"]+)")
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key names something to hide."""
+    """Return whether the name of ``key`` indicates a secret."""
     return bool(_SECRET_KEY.search(key) or _TOKEN_KEY.search(key))
 
 
 def holds_secret(key: str, value: Any) -> bool:
-    """Whether ``value`` is to be hidden; numbers of tokens are not."""
+    """Return whether ``value`` must be masked. A number under a token key is a count, not a secret."""
     if value is None or isinstance(value, bool):
         return False
     return bool(_SECRET_KEY.search(key)) or (is_secret(key) and not isinstance(value, (int, float)))
 
 
 def redact(value: Any) -> Any:
-    """A copy of nested mappings and lists with secret values and URL passwords masked."""
+    """Return a copy of nested mappings and lists with secret values and passwords in URLs masked."""
     if isinstance(value, Mapping):
         return {k: MASK if holds_secret(str(k), v) else redact(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -36,7 +36,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str, secrets: tuple[str, ...] = ()) -> str:
-    """``text`` without the given secrets and without passwords in URLs."""
+    """Return ``text`` with the given secrets, and passwords in URLs, masked."""
     for secret in secrets:
         text = text.replace(secret, MASK)
     text = _USERINFO.sub(rf"\1{MASK}@", text)
@@ -44,7 +44,10 @@ def redact_text(text: str, secrets: tuple[str, ...] = ()) -> str:
 
 
 def secret_values(value: Any) -> tuple[str, ...]:
-    """Every secret in nested mappings and lists, longest first, to be masked in free text."""
+    """Return every secret of at least 4 characters in nested mappings and lists, longest first.
+
+    They are to be masked in free text: shorter values would mask parts of ordinary words.
+    """
     found = {s for s in _secrets(value, hidden=False) if len(s) >= 4}
     return tuple(sorted(found, key=len, reverse=True))
 

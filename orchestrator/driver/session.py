@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from orchestrator.config.build import ConfigError, gathering
+from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import redact_text, secret_values
@@ -83,7 +83,7 @@ def _check(overrides: Sequence[str], address_error: Callable[[str], str | None],
     config = prepare.absolute_paths(config)
     warnings: list[str] = []
     resume, sizes = None, None
-    with gathering(errors):
+    with collect_errors(errors):
         resume = prepare.find_resume(config, job, warnings=warnings)
     address = cluster.target_address(config.cluster)
     if address is None:
@@ -153,7 +153,7 @@ def _at_size(config: Config, num_workers: int, *, largest: Plan | None) -> Confi
 def _plan(
     config: Config, job: Job | None, nodes: tuple[Node, ...], errors: list[str], *, oversubscribe_cpus: bool
 ) -> Plan | None:
-    with gathering(errors):
+    with collect_errors(errors):
         strategy = registry.load(config.strategy.name)
         plan = make_plan(config, strategy, nodes, oversubscribe_cpus=oversubscribe_cpus)
         if job is None:

@@ -1,4 +1,4 @@
-"""A model without memory for its tensors."""
+"""Builds a model without allocating memory for its tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def on_meta_device(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return ``make()`` with its tensors on the meta device; on the CPU if the constructor computes with them."""
+    """Return ``make()`` with its tensors on the meta device, or on the CPU if the constructor needs their values."""
     try:
         with torch.device("meta"):
             return make()

@@ -1,1 +1,1 @@
-"""What will run where."""
+"""The plan of a run: layout, mesh, schedules, shares of the batch and faults to inject. No Ray, no torch."""

@@ -1,4 +1,7 @@
-"""How a strategy lays a run over ranks: the interface between planning and the strategies. No Ray, no torch."""
+"""The layout of a run over ranks, as a strategy decides it: the interface between planning and the strategies.
+
+Imports neither Ray nor torch.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,14 @@ from orchestrator.planning.schedules import PipelineLayout
 class Layout:
     """The ranks of a run and what each needs.
 
-    ``devices_per_worker``: devices that one worker process drives. ``one_node``: all ranks must share a node.
-    ``pipeline``: None if the model is not cut. ``split``: the layers at which stages begin; None to balance the stages
-    by measured time. ``notes``: what the person should know, for the plan.
+    Attributes:
+        mesh: the grid of ranks.
+        devices_per_worker: the number of devices that one worker process drives.
+        one_node: whether all ranks must be on one node.
+        pipeline: the stages and micro-batches; None if the model is not cut.
+        split: the names of the layers at which the stages after the first begin; None to balance the stages by
+            measured time.
+        notes: remarks for the user, printed with the plan.
     """
 
     mesh: Mesh
@@ -29,35 +37,52 @@ class Layout:
 
 
 class LayoutRules:
-    """What a strategy decides before anything starts. Pure class methods: no process group, no device, no model."""
+    """What a strategy decides before anything starts.
+
+    Pure class methods, called on the driver: there is no process group, no device and no model yet.
+    """
 
     config_class: ClassVar[type[StrategyConfig]]
-    """The strategy's own keys."""
+    """The dataclass of the strategy's keys, ``strategy.*``."""
 
     cpu_only: ClassVar[str | None] = None
-    """Why the strategy runs on CPUs only; None if it runs on GPUs too."""
+    """The reason why the strategy runs on CPUs only, for the error message; None if it runs on GPUs too."""
 
     @classmethod
     def is_synchronous(cls, options: StrategyConfig) -> bool:
-        """Whether every step has the loss of ``single`` for the same seed, data and global batch."""
+        """Return whether every step has the same loss as ``single``, for equal seed, data and global batch size."""
         return True
 
     @classmethod
     def default_num_workers(cls, options: StrategyConfig, *, num_gpus: int) -> int:
-        """The number of workers for ``strategy.num_workers=auto``; ``num_gpus`` is 0 for a run on CPUs."""
+        """Return the number of workers for ``strategy.num_workers=auto``; ``num_gpus`` is 0 for a run on CPUs."""
         return num_gpus or 2
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
-        """Lay ``num_workers`` workers out. Append to ``errors`` what is impossible, naming the key to change."""
+        """Return the layout of a run with ``num_workers`` workers.
+
+        Args:
+            config: the whole configuration; ``config.strategy`` is a ``config_class``.
+            num_workers: ``strategy.num_workers``, or the default for ``auto``.
+            errors: receives a line for each reason why there is no such layout, which names the key to change. The
+                layout that is then returned only serves to continue the checks.
+        """
         return Layout(mesh=Mesh(data_parallel_size=num_workers))
 
     @classmethod
     def resized(
         cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
     ) -> StrategyConfig | None:
-        """Return ``options`` for an elastic run at another size; None if its workers could not continue at that size.
+        """Return ``options`` for an elastic run at another size.
 
-        ``mesh`` and ``pipeline`` are those of the run's largest size.
+        Args:
+            options: the options at the largest size of the run.
+            num_workers: the other size.
+            mesh: the mesh at the largest size.
+            pipeline: the pipeline layout at the largest size; None if the model is not cut.
+
+        Returns:
+            The options at the other size, or None if running workers cannot continue at that size.
         """
         return dataclasses.replace(options, num_workers=num_workers)

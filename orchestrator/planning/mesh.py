@@ -1,4 +1,4 @@
-"""The grid of ranks, and how a number of things is shared out over it."""
+"""The grid of ranks, and even shares of the batch over it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """``data_parallel_size`` x ``pipeline_parallel_size`` workers; ``num_shards`` ranks after them hold parameters.
+    """The grid of ``data_parallel_size`` x ``pipeline_parallel_size`` workers, followed by parameter shards.
 
-    The ranks of one pipeline are neighbours, ``global_rank = dp_rank * pipeline_parallel_size + pp_rank``; with
-    ``replicas_close`` those of one stage are, ``global_rank = pp_rank * data_parallel_size + dp_rank``.
+    By default the ranks of one pipeline are consecutive: ``global_rank = dp_rank * pipeline_parallel_size + pp_rank``.
+    With ``replicas_close`` the replicas of one stage are: ``global_rank = pp_rank * data_parallel_size + dp_rank``.
+    The last ``num_shards`` ranks hold parameters for the workers.
     """
 
     data_parallel_size: int = 1
@@ -24,10 +25,12 @@ class Mesh:
 
     @property
     def num_workers(self) -> int:
+        """The number of ranks that train."""
         return self.data_parallel_size * self.pipeline_parallel_size
 
     @property
     def world_size(self) -> int:
+        """The number of workers and shards."""
         return self.num_workers + self.num_shards
 
     @property
@@ -36,11 +39,11 @@ class Mesh:
         return range(self.num_workers, self.world_size)
 
     def shard(self, global_rank: int) -> int | None:
-        """The number of the shard that a rank holds; None: it is a worker."""
+        """Return the index of the shard on ``global_rank``; None if the rank is a worker."""
         return global_rank - self.num_workers if global_rank in self.shards else None
 
     def dp_rank(self, global_rank: int) -> int:
-        """Of a shard, which has no data of its own: 0."""
+        """Return the index of the replica that ``global_rank`` belongs to; 0 for a shard, which reads no data."""
         if global_rank in self.shards:
             return 0
         if self.replicas_close:
@@ -48,25 +51,27 @@ class Mesh:
         return global_rank // self.pipeline_parallel_size
 
     def pp_rank(self, global_rank: int) -> int:
+        """Return the position of ``global_rank`` in its pipeline."""
         if self.replicas_close:
             return global_rank // self.data_parallel_size
         return global_rank % self.pipeline_parallel_size
 
     def global_rank(self, *, dp_rank: int, pp_rank: int) -> int:
+        """Return the rank at a position of the grid."""
         if self.replicas_close:
             return pp_rank * self.data_parallel_size + dp_rank
         return dp_rank * self.pipeline_parallel_size + pp_rank
 
     def pipeline(self, dp_rank: int) -> list[int]:
-        """The global ranks of a pipeline, by ``pp_rank``."""
+        """Return the global ranks of a pipeline, ordered by ``pp_rank``."""
         return [self.global_rank(dp_rank=dp_rank, pp_rank=p) for p in range(self.pipeline_parallel_size)]
 
     def replicas(self, pp_rank: int) -> list[int]:
-        """The global ranks of the replicas of a stage, by ``dp_rank``."""
+        """Return the global ranks of the replicas of a stage, ordered by ``dp_rank``."""
         return [self.global_rank(dp_rank=d, pp_rank=pp_rank) for d in range(self.data_parallel_size)]
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The ``torch.distributed`` mesh with dimensions ``dp`` and ``pp``; needs a process group."""
+        """Return the ``DeviceMesh`` of the workers, with dimensions ``dp`` and ``pp``. Needs a process group."""
         from torch.distributed.device_mesh import DeviceMesh
 
         grid = [self.pipeline(dp_rank) for dp_rank in range(self.data_parallel_size)]
@@ -74,5 +79,5 @@ class Mesh:
 
 
 def even_shares(total: int, parts: int) -> tuple[int, ...]:
-    """``total`` things over ``parts``: sizes that differ by at most one, the larger ones first."""
+    """Divide ``total`` into ``parts`` sizes that differ by at most one, the larger ones first."""
     return tuple(total // parts + (i < total % parts) for i in range(parts))

@@ -1,4 +1,4 @@
-"""What will run where: a pure function of the configuration and the cluster. No Ray, no torch."""
+"""The plan of a run, a pure function of the configuration and the cluster. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Literal
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.planning.faults import Fault, planned
-from orchestrator.planning.layout import LayoutRules
+from orchestrator.planning.layout import Layout, LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.schedules import PipelineLayout
 
-MOST_NODES_LISTED = 8
+MAX_NODES_LISTED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine of the cluster and all it has, free or not."""
+    """A node of the cluster and its total resources, free or in use."""
 
     node_id: str
     name: str
@@ -27,8 +27,11 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """``stages``: those on this worker; none where the model is not cut. ``shard``: the parameters that this rank holds
-    for the workers; None: it is a worker itself."""
+    """The part of a rank in the run.
+
+    ``samples_per_step`` is its share of the global batch. ``stages`` is empty if the model is not cut. ``shard`` is the
+    index of the parameter shard that the rank holds; None for a worker.
+    """
 
     global_rank: int
     dp_rank: int
@@ -40,9 +43,10 @@ class WorkerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything decided before Ray starts an actor.
+    """Everything that is decided before Ray starts an actor.
 
-    ``split``: where stages begin; None: by measured time. ``errors``: those to rehearse.
+    ``workers`` has an entry for each rank, in order. ``split`` names the layers at which the stages after the first
+    begin; None to balance them by measured time. ``faults`` are those to inject, ``notes`` remarks for the user.
     """
 
     run_name: str
@@ -67,10 +71,11 @@ class Plan:
 
     @property
     def world_size(self) -> int:
+        """The number of workers and shards."""
         return self.mesh.world_size
 
     def display_name(self, global_rank: int) -> str:
-        """A worker for people: ``rank 1``, ``rank 1 (stage 1)``, ``rank 0 (stages 0 and 3)``, ``rank 2 (shard 0)``."""
+        """Return the rank as shown to users: ``rank 1``, ``rank 0 (stages 0 and 3)`` or ``rank 2 (shard 0)``."""
         stages, shard = self.workers[global_rank].stages, self.workers[global_rank].shard
         if shard is not None:
             return f"rank {global_rank} (shard {shard})"
@@ -81,101 +86,149 @@ class Plan:
 
 
 def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool) -> Plan:
-    """Lay the run out over ``nodes`` by the ``rules`` of its strategy.
+    """Lay out the run on ``nodes`` by the ``rules`` of its strategy.
 
-    ``oversubscribe_cpus``: CPUs are only shares of this machine (an embedded Ray), never a limit.
+    Args:
+        config: the configuration; ``strategy.num_workers`` is a number or ``auto``, not a range.
+        rules: the layout rules of ``config.strategy``.
+        nodes: the nodes of the cluster.
+        oversubscribe_cpus: whether more CPUs may be requested than there are. True for an embedded Ray, where they are
+            only shares of this machine.
+
+    Returns:
+        The plan, with notes for the user.
 
     Raises:
-        ConfigError: with every error, each naming the key to change.
+        ConfigError: with every error, each of which names the key to change.
     """
     errors: list[str] = []
-    notes: list[str] = []
-    strategy, train, cluster = config.strategy, config.train, config.cluster
-    total_gpus = sum(n.gpus for n in nodes)
-    device: Literal["cpu", "cuda"] = "cpu"
-    if cluster.device == "cuda" or (cluster.device == "auto" and total_gpus > 0):
-        device = "cuda"
-
-    num_workers = strategy.num_workers
-    assert not isinstance(num_workers, tuple), "each size of an elastic run has a plan of its own"
-    if num_workers == "auto":
-        num_workers = rules.default_num_workers(strategy, num_gpus=total_gpus if device == "cuda" else 0)
+    device = _device(config, nodes)
+    num_workers = _num_workers(config, rules, nodes, device)
     layout = rules.plan_layout(config, num_workers, errors)
-    mesh, pipeline, devices = layout.mesh, layout.pipeline, layout.devices_per_worker
-    gpus_per_worker = devices if device == "cuda" else 0
-    if rules.cpu_only and device == "cuda":
-        errors.append(f"strategy={strategy.name}: {rules.cpu_only}; set cluster.device=cpu, or use strategy=ddp")
-    if layout.one_node:
-        errors += _one_node_errors(config, nodes, num_workers, oversubscribe_cpus)
-    elif device == "cuda" and total_gpus == 0 and not cluster.autoscaling:
-        errors.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); use cpu or auto")
-    elif not cluster.autoscaling:
-        errors += _capacity_errors(config, nodes, mesh, devices, gpus_per_worker, oversubscribe_cpus)
-    if mesh.pipeline_parallel_size == 1:
+    errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
+    if layout.mesh.pipeline_parallel_size == 1:
         errors += _batch_errors(config, num_workers)
-    cores = sum(n.cpus for n in nodes)
-    processes = num_workers + mesh.num_shards
-    threads = int(cores // processes if oversubscribe_cpus else cluster.cpus_per_worker)
-    if device == "cpu" and oversubscribe_cpus and processes > cores:
-        who = "workers and shards" if mesh.num_shards else "workers"
-        notes.append(f"{processes} {who} share {cores:g} cores: expect no speed-up from them")
-    rehearsed = _faults_to_rehearse(config, mesh.world_size, errors)
+    faults = _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:
         raise ConfigError(errors)
 
-    samples = even_shares(train.global_batch_size, mesh.data_parallel_size)
-    notes += layout.notes
-    if rehearsed:
-        notes.append(f"faults to rehearse: {', '.join(map(str, rehearsed))}")
-    if len(set(samples)) > 1:
-        notes.append(f"shares of the batch differ ({samples[0]} and {samples[-1]} samples); weighted exactly")
+    train, cluster = config.train, config.cluster
+    # Not mesh.world_size: for strategy=dp, num_workers counts the devices of its one process.
+    num_processes = num_workers + layout.mesh.num_shards
+    num_cores = sum(n.cpus for n in nodes)
+    num_threads = int(num_cores // num_processes if oversubscribe_cpus else cluster.cpus_per_worker)
+    samples = even_shares(train.global_batch_size, layout.mesh.data_parallel_size)
+    notes = _notes(layout, samples, faults)
+    if device == "cpu" and oversubscribe_cpus and num_processes > num_cores:
+        processes = "workers and shards" if layout.mesh.num_shards else "workers"
+        notes.insert(0, f"{num_processes} {processes} share {num_cores:g} cores: expect no speed-up")
     return Plan(
         run_name=config.run_name,
-        strategy=strategy.name,
+        strategy=config.strategy.name,
         job=config.job_name,
         steps=train.steps,
         global_batch_size=train.global_batch_size,
         grad_accumulation=train.grad_accumulation,
-        mesh=mesh,
+        mesh=layout.mesh,
         device=device,
-        cpus_per_worker=cluster.cpus_per_worker * devices,
-        devices_per_worker=devices,
+        cpus_per_worker=cluster.cpus_per_worker * layout.devices_per_worker,
+        gpus_per_worker=_gpus_per_worker(layout, device),
+        devices_per_worker=layout.devices_per_worker,
         one_node=layout.one_node,
-        gpus_per_worker=gpus_per_worker,
-        threads_per_worker=max(1, threads),
+        threads_per_worker=max(1, num_threads),
         spares=config.recovery.spares,
-        faults=rehearsed,
-        workers=tuple(
-            WorkerPlan(
-                global_rank=rank,
-                dp_rank=mesh.dp_rank(rank),
-                pp_rank=mesh.pp_rank(rank),
-                samples_per_step=0 if rank in mesh.shards else samples[mesh.dp_rank(rank)],
-                stages=pipeline.stages_of(mesh.pp_rank(rank)) if pipeline else (),
-                shard=mesh.shard(rank),
-            )
-            for rank in range(mesh.world_size)
-        ),
-        pipeline=pipeline,
+        workers=_worker_plans(layout, samples),
+        pipeline=layout.pipeline,
         split=layout.split,
+        faults=faults,
         notes=tuple(notes),
     )
 
 
-def _faults_to_rehearse(config: Config, world_size: int, errors: list[str]) -> tuple[Fault, ...]:
-    rehearsed: list[Fault] = []
+def _device(config: Config, nodes: tuple[Node, ...]) -> Literal["cpu", "cuda"]:
+    has_gpus = any(n.gpus for n in nodes)
+    return "cuda" if config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus) else "cpu"
+
+
+def _num_workers(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], device: str) -> int:
+    num_workers = config.strategy.num_workers
+    assert not isinstance(num_workers, tuple), "each size of an elastic run has its own plan"
+    if num_workers != "auto":
+        return num_workers
+    num_gpus = sum(n.gpus for n in nodes) if device == "cuda" else 0
+    return rules.default_num_workers(config.strategy, num_gpus=num_gpus)
+
+
+def _gpus_per_worker(layout: Layout, device: str) -> int:
+    return layout.devices_per_worker if device == "cuda" else 0
+
+
+def _worker_plans(layout: Layout, samples: tuple[int, ...]) -> tuple[WorkerPlan, ...]:
+    """Return the plan of each rank. ``samples``: the samples per step of each replica."""
+    mesh, pipeline = layout.mesh, layout.pipeline
+    return tuple(
+        WorkerPlan(
+            global_rank=rank,
+            dp_rank=mesh.dp_rank(rank),
+            pp_rank=mesh.pp_rank(rank),
+            samples_per_step=0 if rank in mesh.shards else samples[mesh.dp_rank(rank)],
+            stages=pipeline.stages_of(mesh.pp_rank(rank)) if pipeline else (),
+            shard=mesh.shard(rank),
+        )
+        for rank in range(mesh.world_size)
+    )
+
+
+def _notes(layout: Layout, samples: tuple[int, ...], faults: tuple[Fault, ...]) -> list[str]:
+    notes = list(layout.notes)
+    if faults:
+        notes.append(f"faults to inject: {', '.join(map(str, faults))}")
+    if len(set(samples)) > 1:
+        notes.append(
+            f"shares of the batch differ ({samples[0]} and {samples[-1]} samples); the loss is weighted accordingly"
+        )
+    return notes
+
+
+def _faults_to_inject(config: Config, world_size: int, errors: list[str]) -> tuple[Fault, ...]:
+    faults: list[Fault] = []
     for word in config.recovery.chaos:
         try:
-            rehearsed += planned(word, seed=config.seed, steps=config.train.steps, num_ranks=world_size)
+            faults += planned(word, seed=config.seed, steps=config.train.steps, num_ranks=world_size)
         except ValueError as e:
             errors.append(f"recovery.chaos={e}")
-    return tuple(rehearsed)
+    return tuple(faults)
+
+
+def _device_errors(
+    config: Config,
+    rules: type[LayoutRules],
+    layout: Layout,
+    nodes: tuple[Node, ...],
+    device: str,
+    num_workers: int,
+    oversubscribe_cpus: bool,
+) -> list[str]:
+    """Return why the nodes lack the devices or CPUs that the layout needs."""
+    name, cluster = config.strategy.name, config.cluster
+    errors = []
+    if rules.cpu_only and device == "cuda":
+        errors.append(f"strategy={name}: {rules.cpu_only}; set cluster.device=cpu, or use strategy=ddp")
+    if cluster.autoscaling:
+        return errors  # the cluster may gain nodes that have what is missing
+    if layout.one_node:
+        errors += _one_node_errors(config, nodes, num_workers, oversubscribe_cpus)
+    elif device == "cuda" and not any(n.gpus for n in nodes):
+        errors.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); set it to cpu or auto")
+    else:
+        errors += _capacity_errors(config, nodes, layout, _gpus_per_worker(layout, device), oversubscribe_cpus)
+    return errors
 
 
 def _one_node_errors(config: Config, nodes: tuple[Node, ...], num_workers: int, oversubscribe_cpus: bool) -> list[str]:
     name, cpus = config.strategy.name, config.cluster.cpus_per_worker
-    room = num_workers if oversubscribe_cpus else max((_how_many(cpus, n.cpus) for n in nodes), default=0)
-    if room >= num_workers or config.cluster.autoscaling:
+    room = num_workers if oversubscribe_cpus else max((_num_shares(cpus, n.cpus) for n in nodes), default=0)
+    if room >= num_workers:
         return []
     return [
         f"strategy.num_workers={num_workers}: strategy={name} needs {num_workers} x {cpus:g} CPUs on one node, "
@@ -184,50 +237,56 @@ def _one_node_errors(config: Config, nodes: tuple[Node, ...], num_workers: int, 
 
 
 def _capacity_errors(
-    config: Config, nodes: tuple[Node, ...], mesh: Mesh, devices: int, gpus: int, oversubscribe_cpus: bool
+    config: Config, nodes: tuple[Node, ...], layout: Layout, gpus_per_worker: int, oversubscribe_cpus: bool
 ) -> list[str]:
-    workers, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
-    by_cpu = [workers if oversubscribe_cpus else _how_many(cpus, n.cpus) for n in nodes]
-    by_gpu = [n.gpus // gpus if gpus else workers for n in nodes]
-    asked = f"strategy.num_workers={mesh.num_workers * devices}"
+    mesh, devices = layout.mesh, layout.devices_per_worker
+    needed, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
+    by_cpu = [needed if oversubscribe_cpus else _num_shares(cpus, n.cpus) for n in nodes]
+    by_gpu = [n.gpus // gpus_per_worker if gpus_per_worker else needed for n in nodes]
+    keys = f"strategy.num_workers={mesh.num_workers * devices}"
     if mesh.num_shards:
-        asked += f" and strategy.num_shards={mesh.num_shards}"
+        keys += f" and strategy.num_shards={mesh.num_shards}"
     if config.recovery.spares:
-        asked += f" and recovery.spares={config.recovery.spares}"
-    if sum(by_gpu) < workers:
-        together = " on one node" if devices > 1 else ""
+        keys += f" and recovery.spares={config.recovery.spares}"
+    if sum(by_gpu) < needed:
+        where = " on one node" if devices > 1 else ""
         return [
-            f"{asked}: needs {workers * gpus} GPUs{together}, the cluster has {sum(n.gpus for n in nodes)} "
+            f"{keys}: needs {needed * gpus_per_worker} GPUs{where}, the cluster has {sum(n.gpus for n in nodes)} "
             f"({_inventory(nodes)}); lower it, add nodes, or set cluster.device=cpu"
         ]
     room = sum(min(pair) for pair in zip(by_cpu, by_gpu, strict=True))
-    if room < workers:
+    if room < needed:
         return [
-            f"{asked}: needs {workers} x {cpus:g} CPUs, there is room for {room} ({_inventory(nodes)}); "
+            f"{keys}: needs {needed} x {cpus:g} CPUs, there is room for {room} ({_inventory(nodes)}); "
             "lower it or cluster.cpus_per_worker, or add nodes"
         ]
     return []
 
 
-def _how_many(share: float, total: float) -> int:
-    """Shares in a total. Ray counts in steps of 1/10000; in floating point 1.0 // 0.1 is 9."""
+def _num_shares(share: float, total: float) -> int:
+    """Return how often ``share`` fits into ``total``.
+
+    Ray counts in units of 1/10000, and so does this: in floating point, 1.0 // 0.1 is 9.
+    """
     return round(total * 10_000) // max(1, round(share * 10_000))
 
 
 def _batch_errors(config: Config, num_workers: int) -> list[str]:
     train = config.train
-    least = num_workers * train.grad_accumulation
-    if train.global_batch_size >= least:
+    minimum = num_workers * train.grad_accumulation
+    if train.global_batch_size >= minimum:
         return []
-    slices = f" x {train.grad_accumulation} slices" if train.grad_accumulation > 1 else ""
+    slices, or_accumulation = "", ""
+    if train.grad_accumulation > 1:
+        slices = f" x {train.grad_accumulation} slices"
+        or_accumulation = " or train.grad_accumulation"
     return [
-        f"train.global_batch_size={train.global_batch_size}: smaller than "
-        f"{num_workers} workers{slices}; "
-        f"set it to at least {least}, or lower strategy.num_workers or train.grad_accumulation"
+        f"train.global_batch_size={train.global_batch_size}: fewer than one sample for each of "
+        f"{num_workers} workers{slices}; set it to at least {minimum}, or lower strategy.num_workers{or_accumulation}"
     ]
 
 
 def _inventory(nodes: tuple[Node, ...]) -> str:
-    listed = [f"{n.name}: {n.cpus:g} CPUs and {n.gpus} GPUs" for n in nodes[:MOST_NODES_LISTED]]
+    listed = [f"{n.name}: {n.cpus:g} CPUs and {n.gpus} GPUs" for n in nodes[:MAX_NODES_LISTED]]
     more = [f"and {len(nodes) - len(listed)} more nodes"] if len(nodes) > len(listed) else []
     return ", ".join(listed + more) or "no nodes"

@@ -1,6 +1,6 @@
-"""Pipeline schedules by name, the rules they ask the plan to keep, and what the plan decides. Pure, no torch.
+"""Pipeline schedules: their rules for stages and micro-batches. Imports no torch.
 
-``torch.distributed.pipelining`` carries them out. Sources: GPipe (Huang et al. 2019), 1F1B and
+``torch.distributed.pipelining`` executes them. Sources: GPipe (Huang et al. 2019), 1F1B and
 Interleaved1F1B (Narayanan et al. 2021), LoopedBFS (Lamy-Poirier 2022), InterleavedZeroBubble and
 ZBVZeroBubble (Qi et al. 2023), DualPipeV (DeepSeek-AI 2024).
 """
@@ -15,10 +15,16 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """``stages_per_rank``: the number it needs, or the least it can have where ``more_stages``.
+    """The rules of a schedule, for ``p`` = ``pipeline_parallel_size``.
 
-    ``v_shaped``: rank r has stages r and 2p - 1 - r, so that the loss is on rank 0; otherwise stages
-    r, r + p, r + 2p, ...
+    Attributes:
+        name: the name in ``torch.distributed.pipelining`` and in ``strategy.schedule``.
+        stages_per_rank: the required number of stages on each rank; the minimum if ``more_stages``.
+        more_stages: whether a rank may have more stages.
+        v_shaped: whether rank r has the stages r and 2p - 1 - r, which puts the loss on rank 0. Otherwise rank r has
+            the stages r, r + p, r + 2p, ...
+        least_microbatches: the minimum number of micro-batches: one, or as many as stages.
+        whole_rounds: whether micro-batches run in rounds of equal size, about ``p`` each.
     """
 
     name: str
@@ -29,24 +35,33 @@ class Schedule:
     whole_rounds: bool = False
 
     def stage_ranks(self, num_stages: int, pipeline_parallel_size: int) -> tuple[int, ...]:
-        """The ``pp_rank`` of each stage."""
+        """Return the ``pp_rank`` of each stage."""
         p = pipeline_parallel_size
         if self.v_shaped:
             return (*range(p), *reversed(range(p)))
         return tuple(stage % p for stage in range(num_stages))
 
     def microbatches_error(self, num_microbatches: int, num_stages: int, pipeline_parallel_size: int) -> str | None:
-        """Why this number of micro-batches is not possible, with the remedy; None if it is."""
+        """Return why this number of micro-batches is impossible, with a remedy; None if it is possible."""
         if self.least_microbatches == "stages" and num_microbatches < num_stages:
-            return f"{self.name} needs at least one per stage; set it to {num_stages} or more, or use GPipe"
+            remedy = f"set it to {num_stages} or more, or use strategy.schedule=GPipe"
+            return f"{self.name} needs at least one per stage; {remedy}"
         rounds = max(1, num_microbatches // pipeline_parallel_size)
         if self.whole_rounds and num_microbatches % rounds:
-            return f"{self.name} needs a multiple of {pipeline_parallel_size}, one for each worker of a pipeline"
+            return f"{self.name} needs a multiple of {pipeline_parallel_size}, the number of workers of a pipeline"
         return None
 
     def choose_microbatches(self, samples: Iterable[int], num_stages: int, pipeline_parallel_size: int) -> int | None:
-        """The number nearest above two per stage, or the largest below it, that divides each of ``samples``
-        (those of a replica's slice) and keeps the rules; None: there is none."""
+        """Choose the number of micro-batches: the smallest from two per stage upward, or else the largest below.
+
+        Args:
+            samples: the number of samples in a slice, for each size of slice that occurs.
+            num_stages: the number of stages in the whole pipeline.
+            pipeline_parallel_size: the number of workers of a pipeline.
+
+        Returns:
+            A number that divides each of ``samples`` and keeps the rules of the schedule; None if there is none.
+        """
         common, chosen = math.gcd(*samples), None
         for m in range(1, common + 1):
             if common % m == 0 and not self.microbatches_error(m, num_stages, pipeline_parallel_size):
@@ -72,7 +87,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout:
-    """How a model is cut and worked through. ``stage_ranks``: the ``pp_rank`` of each stage."""
+    """The stages of a model and its micro-batches. ``stage_ranks`` is the ``pp_rank`` of each stage."""
 
     schedule: str
     num_stages: int
@@ -80,4 +95,5 @@ class PipelineLayout:
     stage_ranks: tuple[int, ...]
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Return the stages on the workers at position ``pp_rank``."""
         return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank)

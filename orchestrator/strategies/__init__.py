@@ -1,1 +1,1 @@
-"""How a job is laid over workers: one module a strategy, found by name through ``registry``."""
+"""Strategies, which lay a job out over workers: one module for each, found by name through ``registry``."""

@@ -1,4 +1,4 @@
-"""The interface of a strategy: how a job is laid over workers. Plain torch: no Ray, Hydra or MLflow."""
+"""The interface of a strategy, which lays a job out over workers. Plain torch: no Ray, Hydra or MLflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,19 @@ from orchestrator.timeline.spans import Span
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a strategy knows of its place in the run."""
+    """The place of a rank in the run.
+
+    Attributes:
+        mesh: the grid of ranks.
+        global_rank: this rank.
+        device: where model and batches are; the first device if this rank drives several.
+        seed: ``seed`` of the configuration, equal on all ranks.
+        train: the ``train`` section of the configuration.
+        options: the ``strategy`` section of the configuration.
+        pipeline: the stages and micro-batches; None if the model is not cut.
+        num_devices: the number of devices that this rank drives.
+        peer_copy_every: steps between copies of this rank's state to a neighbour's memory; 0 for no copies.
+    """
 
     mesh: Mesh
     global_rank: int
@@ -40,17 +52,25 @@ class Context:
 
     @property
     def dp_rank(self) -> int:
+        """The index of the replica that this rank belongs to."""
         return self.mesh.dp_rank(self.global_rank)
 
     @property
     def pp_rank(self) -> int:
+        """The position of this rank in its pipeline."""
         return self.mesh.pp_rank(self.global_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Scalars on the device: this rank's summed loss and weight, and the norm of the whole gradient
-    where it was asked for or needed. ``skipped``: the gradient was not finite and no update was made."""
+    """The result of a training step: scalar tensors, on the device where possible, so that reading them can wait.
+
+    Attributes:
+        loss_sum: the sum over this rank's samples of weight times loss.
+        weight: the sum of this rank's weights.
+        grad_norm: the 2-norm of the gradient of the whole model; None if neither the caller nor the step needed it.
+        skipped: whether the update was left out because the gradient was not finite.
+    """
 
     loss_sum: Tensor
     weight: Tensor
@@ -60,7 +80,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSums:
-    """Scalars on the device: sums over the valid samples of a batch."""
+    """Sums over the valid samples of a batch, as scalar tensors: of weighted loss, of weight, and of each metric."""
 
     loss_sum: Tensor
     weight: Tensor
@@ -68,127 +88,203 @@ class EvalSums:
 
 
 class Strategy(LayoutRules, abc.ABC):
-    """One rank's part of the model and its update; as a class, the rules of its layout."""
+    """One rank's part of the model and its update; the class methods are the rules of the layout.
+
+    Methods are listed in the order of a run. In each generation of the run, which has a process group of its own,
+    :meth:`attach` is the first and :meth:`close` the last.
+    """
 
     reads_data = True
-    """Whether this rank looks at batches; the others are given None."""
+    """Whether this rank reads batches; other ranks are given None instead."""
+
+    # On the driver, after the layout rules and before anything starts
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        """Check that the job's model can be trained by ``plan``, without allocating memory for its tensors.
+
+        Args:
+            config: the whole configuration.
+            job: the job; its model is built on the meta device or with fake tensors.
+            plan: the plan of the run.
+            errors: receives a line for each reason why the job cannot be trained.
+
+        Returns:
+            Notes for the user, printed with the plan.
+        """
+        return ()
+
+    # Set-up on each rank
+
+    @classmethod
+    def create(cls, context: Context, job: Job) -> Strategy:
+        """Return the object that trains on this rank. A strategy with several roles chooses the class by rank."""
+        return cls(context, job)
 
     def __init__(self, context: Context, job: Job):
         self.context = context
         self.job = job
 
-    @classmethod
-    def create(cls, context: Context, job: Job) -> Strategy:
-        """Make this rank's part of the strategy."""
-        return cls(context, job)
-
-    @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        """Check the job's model against ``plan`` on the driver, without memory for its tensors.
-
-        Append to ``errors`` why the job cannot run so; return notes for the plan.
-        """
-        return ()
-
     @abc.abstractmethod
     def setup(self, train_set: Dataset[Any]) -> None:
-        """Build this rank's part of model, optimizer and scheduler; seeded, so equal everywhere."""
+        """Build this rank's part of model, optimizer and scheduler, once, before the first :meth:`attach`.
+
+        The seed is equal on all ranks, and so are the initial values. ``train_set`` provides sample inputs.
+        """
 
     def reassign(self, context: Context) -> None:
-        """Take another place in the run, before :meth:`attach`; the model stays cut as it is."""
+        """Take another place in the run, before the :meth:`attach` of a later generation.
+
+        The model remains cut as it is.
+        """
         self.context = context
 
     def attach(self) -> None:
-        """Form what needs the process group, after :meth:`setup` and again in each later generation.
+        """Build what needs the process group: after :meth:`setup`, and again in each later generation.
 
-        The model and the optimizer are those of this rank's last completed step.
+        Model and optimizer may be at different steps on different ranks until the state is synchronised.
         """
 
+    def stage_summaries(self) -> tuple[StageSummary, ...]:
+        """Return the content of each stage of the model; empty if the model is not cut."""
+        return ()
+
     def sync_initial_state(self) -> None:
-        """Give what several ranks have the same first values, however random the model's constructor is."""
+        """Give all ranks the same initial values, in case the model's constructor ignores the seed."""
+
+    # The step
 
     @abc.abstractmethod
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
-        """One optimizer update from this rank's share of the global batch."""
+        """Make one optimizer update from this rank's share of the global batch.
+
+        Args:
+            microbatches: ``train.grad_accumulation`` batches ``(inputs, target)`` on the host; None in place of each
+                if not ``reads_data``.
+            want_grad_norm: whether the result must have ``grad_norm``.
+
+        Raises:
+            ValueError: the model cannot be trained by this strategy; the text says what to change.
+        """
 
     def after_step(self, *, step: int, samples_consumed: int) -> None:
-        """Once ``step`` counts as done: the place for copies that a lost rank may need."""
+        """Do work that follows a completed step, such as copying the state to a neighbour.
 
-    @abc.abstractmethod
-    def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        """Loss and metrics of the first ``valid`` samples of ``batch``."""
-
-    @abc.abstractmethod
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        """A host snapshot of what this rank has to save; None where another rank saves it.
-
-        Every rank calls it at the same step. ``into`` is an old snapshot whose memory may be used.
+        Args:
+            step: the step that was completed, from 1.
+            samples_consumed: global samples consumed up to and including that step.
         """
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
-        """Of which ranks this one could hand over the state, and after which steps; ``step`` is its own last one.
-
-        ``update_complete``: it is known that nothing is under way after it; otherwise an update may be, on a GPU.
-        """
-        return {}
-
-    def recover_state(
-        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
-    ) -> dict[str, Any]:
-        """Bring every rank to the state after ``source_step``; returns its ``meta``.
-
-        ``sources`` has for each rank the one that holds its state; all ranks call it, after :meth:`attach`. ``step``
-        and ``samples_consumed`` are where this rank stands.
-        """
-        raise NotImplementedError
-
-    @abc.abstractmethod
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        """Continue from the state that rank ``source`` holds; returns its ``meta`` on every rank."""
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Rows of the batches that :meth:`evaluate` takes."""
-        return even_shares(self.context.train.global_batch_size, self.context.mesh.data_parallel_size)[0]
+    # Reporting, after a step that is logged
 
     @property
     @abc.abstractmethod
     def lr(self) -> float:
         """The learning rate of the next step."""
 
-    @property
-    def full_model(self) -> nn.Module | None:
-        """The whole model, on the rank that has it and should show it; elsewhere None."""
+    def comm_ms(self) -> float | None:
+        """Return how long the last step waited for other ranks, in ms; None if unknown or without communication."""
         return None
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return what the stages of this rank did in the last step; empty if the model is not cut."""
+        return ()
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the strategy's own metrics since the last call, under the names by which they are logged."""
+        return {}
 
     @property
     def nonfinite_advice(self) -> str | None:
-        """What to do where the loss became NaN or infinite, if that may be the strategy's doing."""
+        """What to change after a NaN or infinite loss, if the strategy itself may cause it; None otherwise."""
         return None
 
-    def close(self) -> None:
-        """Give up what must not outlive the process group, whatever happened. The model stays usable, and
-        :meth:`attach` may follow in another group."""
+    # Evaluation and checkpoints
 
     def quiesced(self) -> contextlib.AbstractContextManager[None]:
-        """Around what all ranks do with one state of the model; asynchronous strategies wait for each other."""
+        """Return a context in which all ranks are idle at one state of the model, entered by all at the same step.
+
+        Synchronous strategies are always in that state; asynchronous ones wait for each other.
+        """
         return contextlib.nullcontext()
 
-    def metrics(self) -> Mapping[str, Metric]:
-        """What the strategy has to tell of itself since the last call, under the names it is logged by."""
+    @property
+    def eval_batch_size(self) -> int:
+        """The number of samples in the batches given to :meth:`evaluate`."""
+        return even_shares(self.context.train.global_batch_size, self.context.mesh.data_parallel_size)[0]
+
+    @abc.abstractmethod
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        """Compute loss and metrics of the first ``valid`` samples of ``batch``; the others are padding.
+
+        Only one of the ranks that share the batch returns sums other than zero.
+        """
+
+    @abc.abstractmethod
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        """Copy the state to be saved to host memory. All ranks call this at the same step.
+
+        Args:
+            step: the last completed step.
+            samples_consumed: global samples consumed up to that step.
+            into: an earlier snapshot whose memory may be reused.
+
+        Returns:
+            The state of the whole model on the rank that saves; None on the others.
+        """
+
+    @property
+    def full_model(self) -> nn.Module | None:
+        """The whole model, on the one rank that has it and lets the job sample from it; None elsewhere."""
+        return None
+
+    # State and recovery, after attach()
+
+    @abc.abstractmethod
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        """Continue on all ranks from a state that rank ``source`` has.
+
+        Args:
+            state: the state on rank ``source``; None on the others.
+            source: the global rank that has the state.
+
+        Returns:
+            The ``meta`` of the state, on every rank.
+        """
+
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+        """Return which states this rank can provide after a failure.
+
+        Args:
+            step: the last completed step of this rank.
+            update_complete: whether the device is known to be idle after that step; otherwise a later update may
+                have begun.
+
+        Returns:
+            For each global rank whose state can be provided, the steps at which it can.
+        """
         return {}
 
-    def spans(self) -> tuple[Span, ...]:
-        """What the stages of this rank did in the last step; empty where the model is not cut."""
-        return ()
+    def recover_state(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        """Bring every rank to the state after ``source_step``, from the memory of survivors. All ranks call this.
 
-    def stage_summaries(self) -> tuple[StageSummary, ...]:
-        """What each stage of the model consists of; empty where it is not cut."""
-        return ()
+        Args:
+            sources: for each global rank, the rank that provides its state.
+            source_step: the step from which the run continues.
+            step: the last completed step of this rank.
+            samples_consumed: global samples consumed up to ``step``.
 
-    def comm_ms(self) -> float | None:
-        """How long the step that has just been done waited for other ranks; asked in steps that are logged.
-
-        None: there is nothing to wait for, or it is not known.
+        Returns:
+            The ``meta`` of the state, on every rank.
         """
-        return None
+        raise NotImplementedError
+
+    # The end of a generation
+
+    def close(self) -> None:
+        """Release what must not outlive the process group, also after an error and before :meth:`attach`.
+
+        The model remains usable, and :meth:`attach` may follow in another group.
+        """

@@ -1,4 +1,4 @@
-"""Gradients of several ranks brought together: sums over replicas, the norm over all stages."""
+"""Gradients across ranks: the sum over replicas, and the norm over stages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over the ranks of ``group``: dense ones several in one collective operation,
-    sparse ones each by itself."""
+    """Replace each tensor by its sum over the ranks of ``group``.
+
+    Dense tensors are reduced in buckets of at most ``BUCKET_BYTES``, sparse ones one at a time.
+    """
     pending = []
     for tensor in tensors:
         if tensor.is_sparse:
@@ -29,7 +31,7 @@ def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
 
 
 def norm_over(group: dist.ProcessGroup, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm of all tensors of all ranks of ``group`` together."""
+    """Return the 2-norm over all tensors of all ranks of ``group``, as a scalar on ``device``."""
     squares = torch.zeros((), device=device)
     if tensors:
         squares = torch.nn.utils.get_total_norm(tensors).square().to(device)
@@ -38,7 +40,7 @@ def norm_over(group: dist.ProcessGroup, tensors: Sequence[Tensor], device: torch
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, up to ``BUCKET_BYTES`` together."""
+    """Yield runs of consecutive tensors of one dtype, of at most ``BUCKET_BYTES`` unless a single tensor is larger."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""A step with an optimizer of this rank's own: what is the same whether it has the whole model or some stages of it."""
+"""The training step of a rank that has an optimizer, for the whole model or for some stages of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from orchestrator.strategies.base import StepResult, Strategy
 
 
 class OptimizerStep(Strategy):
-    """A subclass has ``model``, and after its set-up ``parameters``, ``optimizer`` and ``scheduler``."""
+    """Forward and backward passes, clipping, update and learning-rate schedule; may skip non-finite gradients.
+
+    A subclass sets ``model``, ``parameters``, ``optimizer`` and ``scheduler`` before the first step.
+    """
 
     model: nn.Module
     parameters: Sequence[nn.Parameter]
@@ -36,8 +39,8 @@ class OptimizerStep(Strategy):
         context, train = self.context, self.context.train
         slices = [to_device(b, context.device) for b in microbatches]
         weights, total_weight = self._weigh(slices)
-        may_fail = train.on_nonfinite == "skip" or context.mesh.world_size > 1
-        self._buffers_before = [b.clone() for b in self._buffers()] if may_fail else []
+        may_be_undone = train.on_nonfinite == "skip" or context.mesh.world_size > 1
+        self._buffers_before = [b.clone() for b in self._buffers()] if may_be_undone else []
         self._in_step = True
         self.optimizer.zero_grad()
         loss_sum = self._backward(slices, weights, total_weight)
@@ -46,7 +49,7 @@ class OptimizerStep(Strategy):
             norm = self._gradient_norm()
         weight = torch.as_tensor(sum(weights), dtype=torch.float32)
         if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
-            # The one wait for the device that `skip` costs: the update depends on it.
+            # With `skip`, isfinite() makes the host wait for the device in every step: the update depends on it.
             self.forget_step()
             return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, skipped=True)
         if norm is not None and train.clip_norm is not None:
@@ -57,7 +60,7 @@ class OptimizerStep(Strategy):
         return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm)
 
     def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
-        """What this rank has of the model and its optimizer, in host memory."""
+        """Copy this rank's part of model, optimizer and scheduler to host memory, reusing that of ``into``."""
         return train_state.capture(
             self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
         )
@@ -67,24 +70,28 @@ class OptimizerStep(Strategy):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def forget_step(self) -> None:
-        """Undo what a step without an update has changed: the buffers that its forward pass wrote."""
+        """Undo a step that made no update: restore the buffers that its forward pass changed."""
         for buffer, before in zip(self._buffers(), self._buffers_before, strict=True):
             buffer.copy_(before)
         self._in_step = False
 
     @abc.abstractmethod
     def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
-        """The weight of each of this rank's slices, and of the global batch."""
+        """Return the weight of each of this rank's slices, and the weight of the global batch."""
 
     @abc.abstractmethod
     def _backward(
         self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor
     ) -> Tensor:
-        """Forward and backward passes; returns the summed loss, gradients are those of the global batch."""
+        """Compute the gradients of the global batch by forward and backward passes.
+
+        Returns:
+            The summed loss of this rank, a scalar.
+        """
 
     @abc.abstractmethod
     def _gradient_norm(self) -> Tensor:
-        """Of the whole model's gradient."""
+        """Return the 2-norm of the gradient of the whole model."""
 
     def _buffers(self) -> Sequence[Tensor]:
         return list(self.model.buffers())

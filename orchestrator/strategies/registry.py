@@ -1,4 +1,4 @@
-"""Strategies by name: ``conf/strategy/<name>.yaml`` and one module, ``strategies/<family>/<name>.py``."""
+"""Strategies by name. Each has a file ``conf/strategy/<name>.yaml`` and a module ``strategies/<family>/<name>.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STRATEGIES: dict[str, type[Strategy]] = {}
 
 
 def register(name: str) -> Callable[[S], S]:
-    """Register the decorated class as the strategy ``name``; its module, or package, must have that name too."""
+    """Register the decorated class as the strategy ``name``, which must also be the name of its module or package."""
 
     def add(cls: S) -> S:
         _STRATEGIES[name] = cls
@@ -27,22 +27,22 @@ def register(name: str) -> Callable[[S], S]:
 
 
 def load(name: str) -> type[Strategy]:
-    """Return the strategy ``name``, importing its module and none of the other strategies'.
+    """Return the strategy ``name``, importing its module but not those of other strategies.
 
     Raises:
-        LookupError: no module has that name, or it registers no such strategy.
+        LookupError: there is no such module, or it does not register the strategy.
     """
     if name not in _STRATEGIES:
-        deferred_dynamo.install()  # making an optimizer, or a pipeline, would import the compiler
+        deferred_dynamo.install()  # otherwise an optimizer or a pipeline would import torch._dynamo
         folder = Path(__file__).parent
         found = [*folder.glob(f"*/{name}.py"), *folder.glob(f"*/{name}/__init__.py")]
         if len(found) != 1:
-            raise LookupError(f"expected one module strategies/<family>/{name}.py, found {len(found)}")
+            raise LookupError(f"strategy={name}: expected one module strategies/<family>/{name}.py, found {len(found)}")
         path = ".".join(found[0].relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
         importlib.import_module(f"{__package__}.{path}")
     return _STRATEGIES[name]
 
 
 def config_class(name: str) -> type[StrategyConfig]:
-    """Return the configuration class of the strategy ``name``. Raises as :func:`load`."""
+    """Return the dataclass of the keys of the strategy ``name``. Raises like :func:`load`."""
     return load(name).config_class

@@ -122,7 +122,7 @@ class Half(Job):
             ["strategy=ddpp", "train.step=3", "strategy.num_workers=2.5", "job.hiden=3"],
             ["strategy=ddpp: unknown; did you mean ddp?", "train.step: ", "did you mean train.steps?", "job.hiden: "],
         ),
-        (["job._target_=half.Half", "output_dir=runs"], ["job._target_=half.Half: lacks loss()"]),
+        (["job._target_=half.Half", "output_dir=runs"], ["job._target_=half.Half: the class has to define loss()"]),
         (["output_dir=file/runs", "tracking.uri=nonsense"], ["output_dir=", "tracking.uri=nonsense: "]),
         (["cluster.address=127.0.0.1:1"], ["cluster.address=127.0.0.1:1: no Ray answers there"]),
     ],
@@ -146,7 +146,7 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
     (elsewhere / "half.py").write_text(SOMEONES_JOB)
     code, text = command("job._target_=half.Half", cwd=elsewhere, program=(str(script),))
     assert code == 2
-    assert message(text) == "job._target_=half.Half: lacks loss()"
+    assert message(text) == "job._target_=half.Half: the class has to define loss()"
 
 
 # Words and values ---------------------------------------------------------------------------------
@@ -160,15 +160,15 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
         ("+train.stps=1", "train.stps: unknown key; did you mean train.steps?"),
         ("strategy.num_workers=0", "strategy.num_workers=0: must be at least 1"),
         ("strategy.num_workers=-1", "strategy.num_workers=-1: must be at least 1"),
-        ("strategy.num_workers=2.5", "strategy.num_workers=2.5: expected a whole number of at least 1 or auto"),
-        ("strategy.num_workers=many", "strategy.num_workers=many: expected a whole number of at least 1 or auto"),
+        ("strategy.num_workers=2.5", "strategy.num_workers=2.5: expected a whole number of at least 1, auto or "),
+        ("strategy.num_workers=many", "strategy.num_workers=many: expected a whole number of at least 1, auto or "),
         ("strategy=single strategy.num_workers=2", "strategy.num_workers=2: strategy=single has one worker; "),
-        ("train.global_batch_size=1", "train.global_batch_size=1: smaller than 2 workers; set it to at least 2"),
-        ("train.steps=1 train.steps=2", "train.steps: given twice: train.steps=1 and train.steps=2; keep one"),
+        ("train.global_batch_size=1", "train.global_batch_size=1: fewer than one sample for each of 2 workers; "),
+        ("train.steps=1 train.steps=2", "train.steps: given twice, as train.steps=1 and train.steps=2; keep one"),
         ("job=gpt job._target_=jobs.digits.Digits", "job and job._target_: both name the job; keep one"),
-        ("job._target_=nowhere.Job", "job._target_=nowhere.Job: no module nowhere; it must be installed or lie in "),
+        ("job._target_=nowhere.Job", "job._target_=nowhere.Job: no module nowhere; install it or run from "),
         ("job._target_=jobs.digits.Digit", "jobs.digits has no class Digit; did you mean Digits?"),
-        ("job._target_=torch.nn.Linear", "job._target_=torch.nn.Linear: is not a subclass of orchestrator.Job"),
+        ("job._target_=torch.nn.Linear", "job._target_=torch.nn.Linear: not a subclass of orchestrator.Job"),
         ("job=gpt job.path=/nonexistent", "job.path=/nonexistent: cannot be read (No such file or directory); give "),
         ("job.hidden=0", "job.hidden=0"),
         ("job.hidden=wide", "job.hidden=wide: expected a whole number"),
@@ -179,7 +179,7 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
         ("--bogus", "--bogus: unknown option; "),
         ("recovery.chaos=[kill]", "recovery.chaos=kill: expected <kind>@<step>:<rank>"),
         ("recovery.chaos=[kill@5:2]", "recovery.chaos=kill@5:2: no rank 2 among 2 workers; ranks begin at 0"),
-        ("recovery.hang_min_s=400", "recovery.hang_min_s=400: more than recovery.hang_max_s=300; lower it"),
+        ("recovery.hang_min_s=400", "recovery.hang_min_s=400: above recovery.hang_max_s=300; lower it"),
     ],
 )
 def test_words_are_refused(words: str, said: str, refused: Refused) -> None:

@@ -168,11 +168,11 @@ def test_errors_may_be_rehearsed_on_any_rank_of_the_largest_size() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("strategy.num_workers=[3,2]",), "the smaller number first"),
-        (("strategy.num_workers=[0,2]",), "at least 1"),
-        (("strategy=hogwild", "strategy.num_workers=[1,2]"), "has a fixed number of workers; give one number"),
-        (("strategy=single", "strategy.num_workers=[1,2]"), "has a fixed number of workers; give one number"),
-        (("strategy.num_workers=[2,3]", "train.global_batch_size=1"), "smaller than 2 workers"),
+        (("strategy.num_workers=[3,2]",), "1 <= min <= max"),
+        (("strategy.num_workers=[0,2]",), "1 <= min <= max"),
+        (("strategy=hogwild", "strategy.num_workers=[1,2]"), "needs a fixed number of workers; set one number"),
+        (("strategy=single", "strategy.num_workers=[1,2]"), "needs a fixed number of workers; set one number"),
+        (("strategy.num_workers=[2,3]", "train.global_batch_size=1"), "fewer than one sample for each of 2 workers"),
     ],
 )
 def test_sizes_that_cannot_be(words: tuple[str, ...], said: str) -> None:

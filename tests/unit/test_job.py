@@ -135,12 +135,16 @@ def test_a_job_without_fields_needs_no_decorator(load: Load) -> None:
         ("post_init.Mine", {}, "job: a and b do not go together"),
         ("plain.Minne", {}, "job._target_=plain.Minne: plain has no class Minne; did you mean Mine?"),
         ("plain", {}, "job._target_=plain: "),
-        ("plain.Path", {}, "job._target_=plain.Path: is not a subclass of orchestrator.Job"),
+        ("plain.Path", {}, "job._target_=plain.Path: not a subclass of orchestrator.Job"),
         ("plain.dataclass", {}, "job._target_=plain.dataclass: plain has no class dataclass; valid: Mine, Wider"),
-        ("plain.Job", {}, "job._target_=plain.Job: lacks dataset(), loss(), model(), optimizer()"),
-        ("incomplete.Mine", {}, "job._target_=incomplete.Mine: lacks loss(), optimizer()"),
-        ("undecorated.Mine", {}, "job._target_=undecorated.Mine: its fields are not declared as a dataclass's; "),
-        ("lazy_types.Mine", {}, "job: Mine: the type of a field: name 'Thing' is not defined; "),
+        ("plain.Job", {}, "job._target_=plain.Job: the class has to define dataset(), loss(), model(), optimizer()"),
+        ("incomplete.Mine", {}, "job._target_=incomplete.Mine: the class has to define loss(), optimizer()"),
+        (
+            "undecorated.Mine",
+            {},
+            "job._target_=undecorated.Mine: not a dataclass, so that its fields cannot be configured",
+        ),
+        ("lazy_types.Mine", {}, "job: a field type of Mine is unknown: name 'Thing' is not defined; "),
         ("nowhere.Mine", {}, "job._target_=nowhere.Mine: no module nowhere; "),
         ("broken.Mine", {}, "job._target_=broken.Mine: importing broken failed: SyntaxError: "),
         ("raising.Mine", {}, "job._target_=raising.Mine: importing raising failed: KeyError: 'surprise'"),
@@ -169,7 +173,7 @@ def test_a_class_that_is_no_job_is_not_even_made() -> None:
     errors: list[str] = []
     spec = JobSpec(target="subprocess.Popen", fields={"args": "touch should-not-exist"})
     assert load_job(spec, errors) is None
-    assert errors == ["job._target_=subprocess.Popen: is not a subclass of orchestrator.Job"]
+    assert errors == ["job._target_=subprocess.Popen: not a subclass of orchestrator.Job; derive the class from it"]
 
 
 def test_the_working_directory_is_searched_as_python_m_would(tmp_path: Path) -> None:

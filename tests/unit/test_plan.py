@@ -85,7 +85,7 @@ def test_the_batch_is_shared_out_to_the_last_sample(batch: int, workers: int, ex
 )
 def test_every_slice_of_every_worker_needs_a_sample(words: list[str], least: int) -> None:
     (error,) = errors_of(LAPTOP, *words, embedded=True)
-    assert error.startswith(words[0] + ": smaller than ")
+    assert error.startswith(words[0] + ": fewer than one sample for each of ")
     assert f"at least {least}," in error
     assert "strategy.num_workers" in error
     plan_of(LAPTOP, f"train.global_batch_size={least}", *words[1:], embedded=True)

@@ -30,7 +30,7 @@ def test_shards_come_after_the_workers_and_read_no_data() -> None:
     assert [w.samples_per_step for w in plan.workers] == [4, 3, 3, 0, 0]
     assert [w.shard for w in plan.workers] == [None, None, None, 0, 1]
     assert [plan.display_name(rank) for rank in (2, 3, 4)] == ["rank 2", "rank 3 (shard 0)", "rank 4 (shard 1)"]
-    assert any(n.startswith("placement: gradients on ranks 0 to 2, parameters on ranks 3 to 4, ") for n in plan.notes)
+    assert any(n.startswith("placement: gradients are computed on ranks 0 to 2, parameters ") for n in plan.notes)
     assert any("5 workers and shards share 2 cores" in n for n in plan.notes)
     table = plan_table(plan, LAPTOP)
     assert "3 workers on cpu" in table
@@ -78,7 +78,7 @@ def checked(config: Config, job: Job) -> tuple[tuple[str, ...], list[str]]:
 def test_more_shards_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:
     many, one = (config_of("strategy=parameter_server", f"strategy.num_shards={n}") for n in (4, 1))
     shards, optimizer = checked(many, Tiny())[1]
-    assert shards == "strategy.num_shards=4: the model can be cut into 3 parts at most; lower it"
+    assert shards == "strategy.num_shards=4: the model allows at most 3 shards; lower it"
     assert optimizer.startswith("strategy=parameter_server: Job.optimizer: Adafactor: ")
     assert checked(one, Tiny())[1] == [optimizer]
     assert checked(many, SparseLogistic())[1] == []

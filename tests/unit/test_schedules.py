@@ -73,9 +73,9 @@ def test_the_configuration_offers_every_one_of_them() -> None:
 @pytest.mark.parametrize(
     ("name", "microbatches", "stages", "workers", "said"),
     [
-        ("1F1B", 3, 4, 4, "needs at least one per stage; set it to 4 or more, or use GPipe"),
+        ("1F1B", 3, 4, 4, "needs at least one per stage; set it to 4 or more, or use strategy.schedule=GPipe"),
         ("DualPipeV", 3, 4, 2, "set it to 4 or more"),
-        ("Interleaved1F1B", 5, 4, 2, "needs a multiple of 2, one for each worker of a pipeline"),
+        ("Interleaved1F1B", 5, 4, 2, "needs a multiple of 2, the number of workers of a pipeline"),
         ("InterleavedZeroBubble", 6, 8, 4, None),
         ("GPipe", 1, 4, 4, None),
     ],

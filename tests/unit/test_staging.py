@@ -119,7 +119,7 @@ def new_notes(job: Job, *words: str) -> tuple[str, ...]:
 )
 def test_statistics_of_micro_batches_are_noted(words: str, rows: int, together: int) -> None:
     (note,) = new_notes(Normed(), *words.split())
-    assert note.startswith("BatchNorm (0.1, 1.1 and 2 more) has the statistics of micro-batches of")
+    assert note.startswith("BatchNorm (0.1, 1.1 and 2 more) uses the statistics of micro-batches of")
     assert f"micro-batches of {rows} samples, with strategy=single those of {together}:" in note
 
 
@@ -144,18 +144,22 @@ def test_of_a_traced_model_too() -> None:
 @pytest.mark.parametrize("job", [ThroughNumpy(), TracedThroughNumpy()])
 def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Job) -> None:
     (note,) = new_notes(job, "strategy=pipeline")
-    assert note.startswith("job.model() does what cannot be done for a part of the model (RuntimeError: .numpy() is")
+    assert note.startswith("job.model() cannot build a part of the model (RuntimeError: .numpy() is")
     assert "each worker builds all of it" in note
 
 
 @pytest.mark.parametrize(
     ("job", "words", "said"),
     [
-        (Frozen(), "strategy=pipeline", "strategy=pipeline: the model has no parameters to train, or all are frozen"),
+        (
+            Frozen(),
+            "strategy=pipeline",
+            "strategy=pipeline: the model has no trainable parameters; set ",
+        ),
         (
             Normed(norm=nn.SyncBatchNorm),
             "strategy=ddp_pipeline",
-            "strategy=ddp_pipeline: SyncBatchNorm (0.1, 1.1 and 2 more) waits for all workers",
+            "strategy=ddp_pipeline: SyncBatchNorm (0.1, 1.1 and 2 more) would wait for workers",
         ),
         (
             Rows(),

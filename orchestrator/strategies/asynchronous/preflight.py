@@ -1,4 +1,4 @@
-"""Whether the job's model suits a strategy that shares or serves its parameters. Checked on the driver."""
+"""Checks of the job's model for strategies that share or serve parameters, on the driver."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from orchestrator.model.sharding import extents_of, optimizer_error
 
 
 def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:
-    """Why the job's parameters and its optimizer cannot be cut into ``num_shards`` shards."""
+    """Return why the job's parameters and optimizer cannot be divided into ``num_shards`` shards; empty if they can."""
     model = on_meta_device(job.model)
     errors = []
-    numbers = sum(extent.units for extent in extents_of(model))
-    if num_shards > numbers:
-        errors.append(f"strategy.num_shards={num_shards}: the model can be cut into {numbers} parts at most; lower it")
+    max_shards = sum(extent.units for extent in extents_of(model))
+    if num_shards > max_shards:
+        errors.append(f"strategy.num_shards={num_shards}: the model allows at most {max_shards} shards; lower it")
     if error := optimizer_error(job.optimizer([p for p in model.parameters() if p.requires_grad])):
         errors.append(f"strategy={strategy}: Job.optimizer: {error}")
     return errors
 
 
 def statistics_notes(job: Job) -> tuple[str, ...]:
-    """What to know about a model with running statistics where workers do not wait for each other."""
+    """Return a note if the model has running statistics, which asynchronous workers do not share."""
     model = on_meta_device(job.model)
     if not any(isinstance(module, BatchNorm) for module in model.modules()):
         return ()
     return (
-        "BatchNorm: each worker has running statistics of its own batches, and those of rank 0 are saved; "
+        "BatchNorm: each worker has the running statistics of its own batches, and those of rank 0 are saved; "
         "use GroupNorm or LayerNorm, or a synchronous strategy",
     )

@@ -1,7 +1,7 @@
 """``ddp_pipeline``: replicas of a pipeline, on a grid of data_parallel_size x pipeline_parallel_size workers.
 
-Each replica is a pipeline of its own, with its share of the global batch. After the last backward pass the gradients
-of a stage are summed over its replicas.
+Each replica is a separate pipeline with its share of the global batch. After the last backward pass of a step, the
+gradients of each stage are summed over its replicas.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from orchestrator.strategies.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class DDPPipelineConfig(PipelinedConfig):
+    """The keys of ``ddp_pipeline``."""
+
     name: Literal["ddp_pipeline"]
-    pipeline_parallel_size: int = option("workers of each pipeline", minimum=2)
+    pipeline_parallel_size: int = option("number of workers of each pipeline", minimum=2)
     close: Literal["stages", "replicas"] = option(
-        "what shares a node where not everything does: the stages of a pipeline, or the replicas of a stage"
+        "ranks to place on one node if not all fit: the stages of a pipeline, or the replicas of a stage"
     )
 
 
 @register("ddp_pipeline")
 class DDPPipeline(Pipeline):
+    """One stage, or several, of one of the replicas of a pipeline."""
+
     config_class: ClassVar[type[StrategyConfig]] = DDPPipelineConfig
     size_key = "strategy.pipeline_parallel_size"
 
@@ -43,25 +47,25 @@ class DDPPipeline(Pipeline):
         options = config.strategy
         assert isinstance(options, DDPPipelineConfig)
         p = options.pipeline_parallel_size
-        fits = num_workers % p == 0
-        if not fits:
-            near = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
+        divisible = num_workers % p == 0
+        if not divisible:
+            nearest = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
             errors.append(
                 f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
-                f"set it to {near}"
+                f"set it to {nearest}"
             )
         mesh = Mesh(
             data_parallel_size=max(1, num_workers // p),
             pipeline_parallel_size=p,
             replicas_close=options.close == "replicas",
         )
-        return staged(config, mesh, errors, fits=fits, notes=(_placement(options),))
+        return staged(config, mesh, errors, valid_mesh=divisible, notes=(_placement(options),))
 
     @classmethod
     def resized(
         cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
     ) -> StrategyConfig | None:
-        """Give fewer replicas more micro-batches, not larger ones: what flows between stages keeps its shape."""
+        """Give fewer replicas more micro-batches of the same size: activations between stages keep their shape."""
         assert isinstance(options, DDPPipelineConfig)
         assert pipeline is not None
         replicas = max(1, num_workers // options.pipeline_parallel_size)
@@ -73,5 +77,7 @@ class DDPPipeline(Pipeline):
 
 def _placement(options: DDPPipelineConfig) -> str:
     if options.close == "replicas":
-        return "placement: the replicas of a stage share a node where not everything does: gradients stay inside it"
-    return "placement: the stages of a pipeline share a node where not everything does: activations stay inside it"
+        return (
+            "placement: if not all ranks fit on one node, the replicas of a stage share one; gradients stay inside it"
+        )
+    return "placement: if not all ranks fit on one node, the stages of a pipeline share one; activations stay inside it"

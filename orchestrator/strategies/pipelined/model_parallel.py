@@ -1,6 +1,6 @@
-"""``model_parallel``: the model cut into one stage per worker, without micro-batches: one stage computes at a time.
+"""``model_parallel``: the model cut into one stage per worker, of which one computes at a time.
 
-The naive split that a pipeline is compared with. It is a pipeline with a single micro-batch.
+The naive split, as a baseline for pipelines: a pipeline with a single micro-batch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from orchestrator.strategies.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig(StagedConfig):
+    """The keys of ``model_parallel``."""
+
     name: Literal["model_parallel"]
 
 
 @register("model_parallel")
 class ModelParallel(Pipeline):
+    """A stage of the model, without micro-batches."""
+
     config_class: ClassVar[type[StrategyConfig]] = ModelParallelConfig

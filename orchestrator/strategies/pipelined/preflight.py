@@ -1,5 +1,4 @@
-"""Cutting the job's model as planned: what is wrong with it and what a person should know of it, found out on the
-driver, with fake tensors, before anything starts."""
+"""Checks that the job's model can be cut into stages as planned, on the driver and with fake tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +24,15 @@ from orchestrator.strategies.pipelined.layout import StagedConfig
 def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, size_key: str) -> tuple[str, ...]:
     """Cut the job's model as planned, with fake tensors.
 
-    Append to ``errors`` why it cannot be cut so; return notes on the model. ``size_key``: the key that says how many
-    workers a pipeline has.
+    Args:
+        config: the configuration of a strategy with stages.
+        job: the job whose model is cut.
+        plan: the plan of the run.
+        errors: receives a line for each reason why the model cannot be cut as planned.
+        size_key: the key that sets the number of workers of a pipeline, for the messages.
+
+    Returns:
+        Notes for the user, printed with the plan.
     """
     strategy, layout = config.strategy, plan.pipeline
     assert layout is not None
@@ -38,12 +44,12 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     try:
         inputs, _ = collate([job.dataset("train")[0]] * rows)
         sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split)
-        of_layers = _layer_errors(sequence, plan, size_key)
-        if strategy.split != "auto" and not of_layers:
-            cut, of_layers = cut_at(sequence.layers, split, layout.num_stages)
+        layer_errors = _layer_errors(sequence, plan, size_key)
+        if strategy.split != "auto" and not layer_errors:
+            cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)
             if cut is not None:
                 boundaries_of(sequence, flow(sequence, inputs, precision=contextlib.nullcontext), cut)
-        errors += of_layers
+        errors += layer_errors
         return tuple(notes_of(sequence.whole, plan, rows))
     except ValueError as e:
         errors.append(str(e) if str(e).startswith("strategy.") else f"strategy={strategy.name}: {e}")
@@ -51,47 +57,47 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
 
 
 def notes_of(whole: FakeModel, plan: Plan, rows: int) -> list[str]:
-    """What is not as with ``strategy=single`` when the model is trained in micro-batches of ``rows`` samples."""
+    """Return notes on what differs from ``strategy=single`` with micro-batches of ``rows`` samples."""
     notes = []
     if (reason := whole.full_build_reason) is not None:
         notes.append(
-            f"job.model() does what cannot be done for a part of the model ({reason}): each worker builds "
-            "all of it, and needs the memory for that once, before it keeps its stages"
+            f"job.model() cannot build a part of the model ({reason}): each worker builds all of it at the "
+            "start, which needs memory for the whole model, and then keeps its stages"
         )
-    together = plan.global_batch_size // plan.grad_accumulation
-    if (norms := _names_of(whole.model, BatchNorm)) and rows < together:
+    slice_size = plan.global_batch_size // plan.grad_accumulation
+    if (norms := _names_of(whole.model, BatchNorm)) and rows < slice_size:
         notes.append(
-            f"BatchNorm ({_few(norms)}) has the statistics of micro-batches of {rows} samples, with strategy=single "
-            f"those of {together}: expect another loss curve; to GroupNorm and LayerNorm other samples mean nothing"
+            f"BatchNorm ({_few(norms)}) uses the statistics of micro-batches of {rows} samples, with strategy=single "
+            f"those of {slice_size}: expect another loss curve; GroupNorm and LayerNorm are unaffected"
         )
     return notes
 
 
 def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[str]:
-    """What is wrong wherever the cuts are."""
+    """Return the errors that do not depend on where the model is cut."""
     layers, layout, name = sequence.layers, plan.pipeline, plan.strategy
     assert layout is not None
     errors = []
     if not any(layer.trainable for layer in layers):
-        errors.append(f"strategy={name}: the model has no parameters to train, or all are frozen")
+        errors.append(f"strategy={name}: the model has no trainable parameters; set requires_grad=True on some")
     if synchronised := _names_of(sequence.whole.model, nn.SyncBatchNorm):
         errors.append(
-            f"strategy={name}: SyncBatchNorm ({_few(synchronised)}) waits for all workers, of which those with other "
-            "stages do not come; use BatchNorm"
+            f"strategy={name}: SyncBatchNorm ({_few(synchronised)}) would wait for workers that have other stages; "
+            "use BatchNorm"
         )
     if plan.split is None:
         try:
             balance(layers, [1.0] * len(layers), layout.num_stages)
         except ValueError as e:
-            errors.append(_too_few(plan, str(e), size_key))
+            errors.append(_too_few_layers_error(plan, str(e), size_key))
     return errors
 
 
-def _too_few(plan: Plan, reason: str, size_key: str) -> str:
+def _too_few_layers_error(plan: Plan, reason: str, size_key: str) -> str:
     assert plan.pipeline is not None
     size = plan.mesh.pipeline_parallel_size
-    lower = f"lower {size_key}" + (" or strategy.stages_per_rank" if plan.pipeline.num_stages > size else "")
-    return f"{size_key}={size}: the model has {reason}; {lower}, or give the model more layers"
+    remedy = f"lower {size_key}" + (" or strategy.stages_per_rank" if plan.pipeline.num_stages > size else "")
+    return f"{size_key}={size}: the model has {reason}; {remedy}, or give the model more layers"
 
 
 def _names_of(model: nn.Module, kind: type[nn.Module]) -> list[str]:

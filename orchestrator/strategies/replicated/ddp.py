@@ -1,9 +1,8 @@
 """``ddp``: ``DistributedDataParallel``, a replica of the model on every worker.
 
-Each rank computes the loss of its share of the global batch; the gradients are averaged bucket by
-bucket while the backward pass goes on, once a step, whatever the accumulation. The loss of a rank is
-weighted by its part of the global weight, so that uneven shares are exact. Every rank makes the
-same update and has the buffers of rank 0 after it; rank 0 saves.
+Each rank computes the loss of its share of the global batch. The gradients are averaged bucket by bucket, overlapped
+with the last backward pass of the step. The loss of a rank is weighted by its part of the global weight, so that uneven
+shares give the exact gradient. All ranks make the same update and then take the buffers of rank 0; rank 0 saves.
 """
 
 from __future__ import annotations
@@ -31,18 +30,24 @@ from orchestrator.strategies.replicated.whole_model import WholeModel
 
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig(StrategyConfig):
+    """The keys of ``ddp``."""
+
     elastic = True
 
     name: Literal["ddp"]
-    bucket_mb: float = option("size of the gradient buckets in MiB", above=0)
-    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("gradient compression")
-    powersgd_rank: int = option("rank of the PowerSGD approximation", minimum=1)
-    find_unused_parameters: bool = option("allow parameters that take no part in a step")
+    bucket_mb: float = option("size of the gradient buckets, in MiB", above=0)
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("compression of the gradients that are exchanged")
+    powersgd_rank: int = option("rank of the approximation with comm_hook=powersgd", minimum=1)
+    find_unused_parameters: bool = option("allow parameters that do not contribute to the loss of every step")
 
 
 @register("ddp")
 class DDP(WholeModel):
+    """A replica of the model whose gradients are averaged over all ranks."""
+
     config_class: ClassVar[type[StrategyConfig]] = DDPConfig
+    replica: DistributedDataParallel | None = None
+    """The wrapped model, while there is a process group."""
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
@@ -59,24 +64,24 @@ class DDP(WholeModel):
     def attach(self) -> None:
         super().attach()
         options = self._options
-        # With it, DDP's own errors name parameters instead of counting them.
+        # At this level, DDP's errors name the parameters concerned.
         dist.set_debug_level(dist.DebugLevel.INFO)
-        self.replica = DistributedDataParallel(
+        replica = DistributedDataParallel(
             self.model,
             device_ids=None if self.context.device.type == "cpu" else [self.context.device],
             bucket_cap_mb=options.bucket_mb,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=True,
-            init_sync=False,  # the ranks may stand at different steps yet
-            forward_sync_buffers=False,  # before the next forward pass is too late for evaluation
+            init_sync=False,  # ranks may still be at different steps
+            forward_sync_buffers=False,  # evaluation comes before the next forward pass
         )
-        self.forward_model = self.replica
-        # Lambdas, because DDP compares the annotations of a hook, which are mere text in this file.
+        self.replica = self.forward_model = replica
+        # Lambdas, because DDP compares a hook's annotations with types, and here annotations are strings.
         if options.comm_hook in ("bf16", "fp16"):
             dtype = torch.bfloat16 if options.comm_hook == "bf16" else torch.float16
-            self.replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
+            replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
         elif self._powersgd is not None:
-            self.replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
+            replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
 
     def sync_initial_state(self) -> None:
         for tensor in self.model.state_dict().values():
@@ -86,7 +91,8 @@ class DDP(WholeModel):
         train = self.context.train
         self._step += 1
         self._timed = self._step % train.log_every == 0 or self._step in (1, train.steps)
-        # Reading its clocks, DDP waits for the device: in steps that are logged alone.
+        # DDP synchronises with the device to read its timers, so they are sampled only in steps that are logged.
+        assert self.replica is not None
         set_ddp_timing(self.replica, enabled=self._timed)
         return super().train_step(microbatches, want_grad_norm=want_grad_norm)
 
@@ -94,7 +100,7 @@ class DDP(WholeModel):
         powersgd = self._powersgd.state() if self._powersgd is not None else {}
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
         if state is not None:
-            # Under names that no parameter has: other strategies leave them alone.
+            # No parameter has these names, so other strategies ignore the tensors.
             state.optimizer.update({name: tensor.to("cpu", copy=True) for name, tensor in powersgd.items()})
         return state
 
@@ -108,7 +114,7 @@ class DDP(WholeModel):
         return meta
 
     def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
-        """Everything, except where ranks have something of their own, as the errors of PowerSGD are."""
+        """Return the last step for every rank, as all are equal; nothing with PowerSGD, whose errors differ by rank."""
         if not update_complete or self._powersgd is not None:
             return {}
         return {rank: (step,) for rank in range(self.context.mesh.world_size)}
@@ -116,22 +122,29 @@ class DDP(WholeModel):
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        source, state = sources[0], None  # all have the same state
+        source, state = sources[0], None  # all survivors at this step have the same state
         if self.context.global_rank == source:
             assert step == source_step
             state = self.snapshot(step=step, samples_consumed=samples_consumed)
         return self.restore(state, source=source)
 
     def close(self) -> None:
-        """Give up all that holds the process group. Its connections close with it, which frees the ranks that wait for
-        this one; and the reducer, as its last owner, would wait for gloo's threads while it holds the interpreter, and
-        they may be waiting for that."""
-        if (replica := vars(self).pop("replica", None)) is not None:
-            self.forward_model = self.model
-            release_ddp(replica)
+        """Release everything that references the process group.
+
+        Its connections then close, which frees the ranks that wait for this one. If the reducer were the last owner of
+        the group, its destructor would wait for gloo's threads while it holds the GIL, which they may be waiting for.
+        """
+        if self.replica is None:
+            return
+        self.forward_model = self.model
+        release_ddp(self.replica)
+        self.replica = None
 
     def comm_ms(self) -> float | None:
-        return ddp_comm_ms(self.replica) if self._timed else None
+        if not self._timed:
+            return None
+        assert self.replica is not None
+        return ddp_comm_ms(self.replica)
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
         total = torch.as_tensor(weight, dtype=torch.float32, device=self.context.device).clone()
@@ -140,12 +153,13 @@ class DDP(WholeModel):
 
     @contextlib.contextmanager
     def _gradient_sync(self, last: bool) -> Iterator[None]:
-        # Forward and backward both have to be inside: DDP decides in the forward pass.
+        # The forward pass must be inside as well, because DDP decides there whether to synchronise.
+        assert self.replica is not None
         with contextlib.nullcontext() if last else self.replica.no_sync():
             try:
                 yield
             except RuntimeError as e:
-                # Used in an early micro-batch of the step before and not in its last one.
+                # A parameter was used in an earlier slice of the previous step, but not in its last one.
                 if "finished reduction in the prior iteration" not in str(e):
                     raise
                 raise ValueError(f"set strategy.find_unused_parameters=true: {e}") from e
@@ -154,11 +168,12 @@ class DDP(WholeModel):
         if not self._options.find_unused_parameters and any(p.grad is None for p in self.parameters):
             unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
             raise ValueError(
-                f"parameters that take no part in the loss: {', '.join(unused)}; the other ranks "
-                "would wait for their gradients. Use them, freeze them (requires_grad=False), or "
-                "set strategy.find_unused_parameters=true"
+                f"parameters that take no part in the loss: {', '.join(unused)}; the other ranks would wait for "
+                "their gradients. Use them, freeze them (requires_grad=False), or set "
+                "strategy.find_unused_parameters=true"
             )
         if self._has_buffers:
+            assert self.replica is not None
             broadcast_ddp_buffers(self.replica)
 
     def forget_step(self) -> None:

@@ -1,4 +1,4 @@
-"""``single``: the whole model on one worker, the baseline of every comparison. Nothing is communicated."""
+"""``single``: the whole model on one worker, without communication. The baseline of every comparison."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from orchestrator.strategies.replicated.whole_model import WholeModel
 
 @dataclass(frozen=True, kw_only=True)
 class SingleConfig(StrategyConfig):
+    """The keys of ``single``. Raises ValueError unless ``num_workers`` is 1 or auto."""
+
     name: Literal["single"]
 
     def __post_init__(self) -> None:
@@ -24,6 +26,8 @@ class SingleConfig(StrategyConfig):
 
 @register("single")
 class Single(WholeModel):
+    """The whole model on one worker."""
+
     config_class: ClassVar[type[StrategyConfig]] = SingleConfig
 
     @classmethod

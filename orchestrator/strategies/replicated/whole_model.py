@@ -1,7 +1,7 @@
-"""The whole model on each worker: what ``single``, ``ddp``, ``dp`` and the asynchronous strategies have in common.
+"""The whole model on each worker: the common part of ``single``, ``ddp``, ``dp`` and the asynchronous strategies.
 
-A rank has model, optimizer and loss. Nothing is communicated here: subclasses add how gradients, or parameters, are
-shared between ranks.
+Each rank has the model, the optimizer and the loss. This class communicates nothing; subclasses exchange gradients or
+parameters between ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orchestrator.strategies.optimizer_step import OptimizerStep
 
 
 class WholeModel(OptimizerStep):
-    """A strategy with all of the model, the optimizer and the loss on this worker."""
+    """A strategy that has the whole model, the optimizer and the loss on this worker."""
 
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
@@ -78,16 +78,20 @@ class WholeModel(OptimizerStep):
         return loss_sum
 
     def _weights(self, targets: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
-        """The weight of each micro-batch, and of the global batch."""
+        """Return the weight of each slice of the batch, and the weight of the global batch.
+
+        The weights are those of the job, or else the numbers of samples.
+        """
         weights = [self.job.weight(target) for target in targets]
         if weights[0] is None:
             train, mesh = self.context.train, self.context.mesh
             share = even_shares(train.global_batch_size, mesh.data_parallel_size)[self.context.dp_rank]
             return even_shares(share, train.grad_accumulation), train.global_batch_size
-        counted = [w for w in weights if w is not None]
-        return counted, self._sum_over_ranks(sum(counted))
+        job_weights = [w for w in weights if w is not None]
+        return job_weights, self._sum_over_ranks(sum(job_weights))
 
     def _forward(self, inputs: Any) -> Any:
+        """Return the output for training; a hook for subclasses, as are the methods below."""
         return self.forward_model(inputs)
 
     def _evaluated(self, inputs: Any) -> Any:
@@ -100,24 +104,24 @@ class WholeModel(OptimizerStep):
         return weight
 
     def _after_backward(self) -> None:
-        """After the backward passes of a step, before its update; a hook for strategies."""
+        """Do what follows the backward passes of a step, before its update."""
 
     def _gradient_norm(self) -> Tensor:
         return nn.utils.get_total_norm([entries(p.grad) for p in self.parameters if p.grad is not None])
 
     @contextlib.contextmanager
     def _gradient_sync(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch; a hook for strategies that synchronise."""
+        """Wrap the forward and backward pass of a slice; ``last`` is True for the last slice of the step."""
         yield
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """The summed loss of a batch from its mean. Without any units it is 0, where their mean is NaN."""
+    """Return the summed loss of a batch, given its mean. It is 0 for a weight of 0, for which the mean is NaN."""
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
     return loss * weight if weight else torch.zeros_like(loss)
 
 
 def entries(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, each once: a sparse one may have several parts of the same number."""
+    """Return the values of a gradient, without duplicate entries: a sparse one may have several for one index."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

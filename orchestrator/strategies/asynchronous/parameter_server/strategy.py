@@ -17,21 +17,29 @@ from orchestrator.strategies.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig(StrategyConfig):
+    """The keys of ``parameter_server``."""
+
     name: Literal["parameter_server"]
-    num_shards: int = option("actors beside the workers that the parameters are spread over, by bytes", minimum=1)
-    consistency: Literal["sync", "async", "stale"] = option(
-        "sync: an update by all workers, as ddp; async: one by each, as they come; stale: the same within max_staleness"
+    num_shards: int = option(
+        "actors that hold equal parts of the parameters, in addition to the workers",
+        minimum=1,
     )
-    max_staleness: int = option("steps that a worker may be ahead of the slowest, with consistency=stale", minimum=0)
-    compression: Literal["none", "bf16"] = option("gradient compression")
+    consistency: Literal["sync", "async", "stale"] = option(
+        "when gradients are applied; sync: those of all workers together, as in ddp; async: each as it arrives; stale: "
+        "async within max_staleness"
+    )
+    max_staleness: int = option(
+        "steps by which a worker may be ahead of the slowest, with consistency=stale", minimum=0
+    )
+    compression: Literal["none", "bf16"] = option("compression of the gradients that are pushed")
 
 
 @register("parameter_server")
 class ParameterServer(Strategy):
-    """What workers and shards have in common: the layout."""
+    """The layout and the checks; :meth:`create` makes a worker or a shard."""
 
     config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
-    cpu_only = "its workers compute on CPUs as yet"
+    cpu_only = "its workers run on CPUs only"
 
     @classmethod
     def is_synchronous(cls, options: StrategyConfig) -> bool:
@@ -44,8 +52,8 @@ class ParameterServer(Strategy):
         assert isinstance(options, ParameterServerConfig)
         mesh = Mesh(data_parallel_size=num_workers, num_shards=options.num_shards)
         note = (
-            f"placement: gradients on {_ranks(range(mesh.num_workers))}, parameters on {_ranks(mesh.shards)}, "
-            "which are spread over the nodes where there are several"
+            f"placement: gradients are computed on {_ranks(range(mesh.num_workers))}, parameters are held by "
+            f"{_ranks(mesh.shards)}, spread over the nodes"
         )
         return Layout(mesh=mesh, notes=(note,))
 
@@ -58,7 +66,7 @@ class ParameterServer(Strategy):
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:
-        """Make a worker, or one of the shards on the ranks after the workers."""
+        """Return a worker, or a shard on the ranks after the workers."""
         from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
         from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
 
