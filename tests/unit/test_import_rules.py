@@ -36,7 +36,7 @@ RULES = {
     "worker":       ("job config planning timeline protocol records compat state strategies",  "torch ray"),
     "driver":       ("job config planning timeline protocol records compat state model strategies policy tracking "
                      "display worker",                                                         "torch ray"),
-    "verbs":        ("config records strategies tracking display driver",                                 ""),
+    "verbs":        ("config records strategies tracking display driver",                        ""),
     "jobs":         ("job",                                                                    "torch"),
 }  # fmt: skip
 
