@@ -33,8 +33,9 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    """A head with one CPU."""
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head with one CPU. It asks for no token, although this user may have one."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
     yield made
     made.shutdown()
@@ -49,8 +50,7 @@ class Run:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "orchestrator.launch", *WORDS, f"cluster.address={cluster.address}", *words],
             cwd=folder,
-            # The job, for the workers too; and a cluster of this kind asks for no token, though this user may have one.
-            env={**environment, "PYTHONPATH": PYTHONPATH, "RAY_AUTH_MODE": "disabled"},
+            env={**environment, "PYTHONPATH": PYTHONPATH},  # the job, for the workers too
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -70,7 +70,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         outcome=outcome,
         points=list(outbox.collect({}).points),
         training=model_of(strategy).training,
-        owns_reducer="reducer" in vars(getattr(strategy, "replica", strategy)),
+        owns_reducer=getattr(strategy, "replica", None) is not None,
     )
 
 

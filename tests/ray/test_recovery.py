@@ -146,7 +146,7 @@ def test_a_crash_loop_ends_with_its_cause_said_once(run: Any) -> None:
 def test_an_error_that_comes_again_is_no_accident(run: Any) -> None:
     result = run(*WORDS, "recovery.chaos=[raise@13:1,raise@13:1]")
     assert (result.status, result.exit_code) == ("FAILED", 1)
-    assert "the same error at the same step as before" in result.reason
+    assert "the same error occurred twice at the same step" in result.reason
 
 
 @pytest.mark.parametrize("strategy", ["single", *in_campaign("pipeline")])

@@ -108,13 +108,13 @@ def test_a_killed_shard_is_in_its_neighbours_memory(
 ) -> None:
     rank = FIRST_SHARD + shard
     words = (f"strategy.consistency={consistency}", "recovery.peer_copy_every=4", f"recovery.chaos=[kill@15:{rank}]")
-    result = run(*SERVER, NORMED, NO_CHECKPOINT, *words)
+    result = run(*SERVER, NO_CHECKPOINT, *words)
     assert recoveries(result) == [([rank], True)]
     (recovered,) = events(result.run_dir, "recovered")
     assert recovered["step"] in (8, 12), "the last copy may have been on its way"
     assert_learned(result)
     if consistency == "sync":
-        assert_undisturbed(result.run_dir, NORMED)
+        assert_undisturbed(result.run_dir)
 
 
 def test_without_copies_a_killed_shard_comes_from_the_checkpoint(run: Any, assert_undisturbed: Any) -> None:
