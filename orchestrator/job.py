@@ -7,7 +7,7 @@ A job is a frozen dataclass. Its fields are its configuration: ``job.hidden=1024
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,6 +70,19 @@ class Job(abc.ABC):
         Args:
             parameters: the parameters to train. In a pipeline, these are the parameters of the worker's own stages.
         """
+
+    def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """Cut the model by hand, for the strategies that divide it into stages.
+
+        Args:
+            model: what :meth:`model` returned. Its tensors may be fake, so do not read their values.
+
+        Returns:
+            Modules that together do what ``model`` does: each is called with the result of the one before, the first
+            with the input and the last returning the output. They hold no tensors but the model's. Stages begin between
+            them. None (the default) leaves the cutting to the strategy.
+        """
+        return None
 
     def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
         """Return a learning-rate scheduler, or None (the default) for a constant learning rate.

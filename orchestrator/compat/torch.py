@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -60,6 +61,7 @@ __all__ = [
     "set_ddp_timing",
     "setting_fake_data",
     "storage_key",
+    "unset_fake_temporarily",
     "version_of",
     "waits_for_weight_gradients",
 ]

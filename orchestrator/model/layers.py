@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import FakeTensor, pytree, version_of
+from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.tensor_slots import tensor_slots
+from orchestrator.model.tensor_slots import random_like, tensor_slots
 
 MEASURED_RUNS = 3
 MEASURED_S = 1.0
@@ -31,7 +32,7 @@ def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[
         precision: opens the context of the forward pass.
     """
     values = [pytree.tree_map_only(Tensor, sequence.whole.fake_like, inputs)]
-    with sequence.whole.mode, precision():
+    with sequence.whole.mode, fake_calls(sequence.whole), precision():
         for layer in sequence.modules:
             values.append(layer(values[-1]))
     return values
@@ -74,9 +75,9 @@ def costs(
         tensors = (*pytree.tree_leaves(values[index]), *layer.parameters())
         kind = (repr(layer), is_last, *((t.shape, t.dtype) for t in tensors if isinstance(t, Tensor)))
         if kind not in known:
-            value = inputs if index == 0 else pytree.tree_map_only(FakeTensor, _random_like, values[index])
+            value = inputs if index == 0 else pytree.tree_map_only(FakeTensor, random_like, values[index])
             slots = list(tensor_slots(layer))
-            memory = {id(slot.tensor): _random_like(slot.tensor) for slot in slots}
+            memory = {id(slot.tensor): random_like(slot.tensor) for slot in slots}
             for slot in slots:
                 slot.fill(memory)
             known[kind] = _cost(layer, value, precision, loss if is_last else _sum)
@@ -109,10 +110,3 @@ def _synchronize(value: Any) -> None:
     for tensor in pytree.tree_leaves(value):
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
-
-
-def _random_like(fake: Tensor) -> Tensor:
-    real = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
-    if real.is_floating_point():
-        real.uniform_(0.01, 0.1)
-    return real.requires_grad_(fake.requires_grad)

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from orchestrator.compat.torch import own_children
 from orchestrator.model.cut import Layer
 from orchestrator.model.partial_init import FakeModel, build_part
+from orchestrator.model.tensor_slots import tensor_slots
+
+Stages = Callable[[nn.Module], "Sequence[nn.Module] | None"]
+"""``Job.stages``."""
 
 
 class LayerSequence(abc.ABC):
@@ -20,6 +24,9 @@ class LayerSequence(abc.ABC):
         names: the name of each layer.
         modules: each layer.
     """
+
+    runs_modules_as_they_are = True
+    """Whether the layers are the model's own modules in their order, so that they train as the whole model does."""
 
     def __init__(self, whole: FakeModel, names: Sequence[str], modules: Sequence[nn.Module]):
         self.whole = whole
@@ -80,3 +87,49 @@ class SequentialLayers(LayerSequence):
         own = {self.names[index] for index in indices}
         model = build_part(build, lambda name: name.partition(".")[0] in own, seed=seed)
         return {index: model.get_submodule(self.names[index]) for index in indices}
+
+
+class HandCutLayers(LayerSequence):
+    """The modules that ``Job.stages`` returns for the model."""
+
+    runs_modules_as_they_are = False
+
+    def __init__(self, whole: FakeModel, stages: Stages):
+        """
+        Args:
+            whole: the model, of fake tensors.
+            stages: from the model to its layers.
+
+        Raises:
+            ValueError: a layer holds a parameter or buffer that the model does not hold.
+        """
+        modules = _layers_of(whole.model, stages)
+        known = {id(module): name for name, module in whole.model.named_modules()}
+        names = [known.get(id(module)) or f"stage{index}" for index, module in enumerate(modules)]
+        super().__init__(whole, names, modules)
+        self._stages = stages
+        own = {id(slot.tensor): slot.name for slot in reversed(list(tensor_slots(whole.model)))}
+        self._model_names: list[dict[str, str]] = []
+        for name, module in zip(names, modules, strict=True):
+            slots = list(tensor_slots(module))
+            if unknown := [slot.name for slot in slots if id(slot.tensor) not in own]:
+                raise ValueError(f"Job.stages: {name} holds {unknown[0]}, which is not a tensor of the model")
+            self._model_names.append({slot.name: own[id(slot.tensor)] for slot in slots})
+
+    def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
+        names = self._model_names[index]
+        return {names[name]: tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+
+    def build_layers(
+        self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
+    ) -> dict[int, nn.Module]:
+        wanted = {name for index in indices for name in self._model_names[index].values()}
+        modules = _layers_of(build_part(build, wanted.__contains__, seed=seed), self._stages)
+        return {index: modules[index] for index in indices}
+
+
+def _layers_of(model: nn.Module, stages: Stages) -> list[nn.Module]:
+    modules = list(stages(model) or ())
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise ValueError("Job.stages: expected a list of modules, each of which is called with the result of the last")
+    return modules

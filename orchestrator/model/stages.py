@@ -14,7 +14,9 @@ from orchestrator.compat.torch import own_buffers, own_children, own_parameters
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.sequence import LayerSequence, SequentialLayers
+from orchestrator.model.recorded import RecordedLayers
+from orchestrator.model.sequence import HandCutLayers, LayerSequence, SequentialLayers, Stages
+from orchestrator.model.tape import TapeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,28 +60,48 @@ class Shared:
 
 
 def sequence_of(
-    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str]
+    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str], stages: Stages
 ) -> LayerSequence:
     """Divide a model into layers, with fake tensors.
 
-    An ``nn.Sequential`` is divided into its children, any other model by the tracer.
+    ``Job.stages`` decides, if the job defines it. Otherwise an ``nn.Sequential`` is divided into its children. Of any
+    other model the forward pass is recorded, or traced by ``torch.export`` where it cannot be recorded.
 
     Args:
         build: the model's constructor.
         inputs: a real micro-batch on ``device``.
         device: the device on which the model will run.
         split: the names of layers at which stages are to begin.
+        stages: ``Job.stages``.
 
     Raises:
         ValueError: the model cannot be cut; the text says why and what else to do.
     """
     whole = build_fake(build, device)
+    if stages(whole.model) is not None:
+        return HandCutLayers(whole, stages)
     splits_a_child = any("." in name for name in split)
     if isinstance(whole.model, nn.Sequential) and not splits_a_child:
         return SequentialLayers(whole)
+    try:
+        return RecordedLayers(build, inputs, device, split=split)
+    except TapeError as e:
+        return _traced(build, inputs, device, split=split, reason=e)
+
+
+def _traced(
+    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str], reason: TapeError
+) -> LayerSequence:
+    """Divide a model whose forward pass cannot be recorded, by ``torch.export``."""
     from orchestrator.model.tracing import TracedLayers  # not at the top: importing the tracer takes seconds
 
-    return TracedLayers(build, inputs, device, split=split)
+    try:
+        return TracedLayers(build, inputs, device, split=split)
+    except ValueError as e:
+        raise ValueError(
+            f"the model cannot be cut: {reason}. Define Job.stages(model), which returns its parts in order, make "
+            f"job.model() an nn.Sequential, or use strategy=ddp. (torch.export fails too: {e})"
+        ) from e
 
 
 def build_stages(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import adopt_user_state, own_buffers, own_parameters, pytree
@@ -60,3 +61,11 @@ def tensor_slots(model: nn.Module) -> Iterator[TensorSlot]:
             for path, leaf in pytree.tree_leaves_with_path(value):
                 if isinstance(leaf, Tensor):
                     yield TensorSlot(name + pytree.keystr(path), module, attribute, leaf)
+
+
+def random_like(fake: Tensor) -> Tensor:
+    """Return a real tensor of the same kind, with small random numbers or zeros."""
+    real = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+    if real.is_floating_point():
+        real.uniform_(0.01, 0.1)
+    return real.requires_grad_(fake.requires_grad)

@@ -8,9 +8,7 @@ before.
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
 
 from orchestrator.compat.torch import FakeTensorMode, pytree
-from orchestrator.config.build import did_you_mean
+from orchestrator.model.calls import first_modules
 from orchestrator.model.partial_init import FakeModel, build_fake, build_part
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.tensor_slots import tensor_slots
@@ -36,6 +34,8 @@ class TracedLayers(LayerSequence):
 
     The model is traced twice, for training and for evaluation, because dropout and the like become part of the graph.
     """
+
+    runs_modules_as_they_are = False
 
     def __init__(
         self, build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str]
@@ -55,7 +55,7 @@ class TracedLayers(LayerSequence):
                 f"the model takes {' and '.join(sorted(other))}; the tracer follows only tensors; {_ADVICE}"
             )
         whole = build_fake(build, device)
-        names, output = _first_modules(whole, inputs, split)
+        names, output = first_modules(whole, inputs, split)
         graphs = {training: _trace(build, inputs, device, names[1:], training) for training in (True, False)}
         dataflows = {training: _dataflow(graph.pipe) for training, graph in graphs.items()}
         if dataflows[True] != dataflows[False]:
@@ -164,48 +164,6 @@ class _Graph:
 
     pipe: Pipe
     mode: FakeTensorMode
-
-
-def _first_modules(whole: FakeModel, inputs: Any, split: Sequence[str]) -> tuple[list[str], pytree.TreeSpec]:
-    """Find the modules that begin a piece, in the order of their calls, and the structure of the model's output.
-
-    These are the outermost modules and those that ``split`` names. Only a module that a forward pass calls exactly once
-    can begin a piece.
-    """
-    calls: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-        for name, module in whole.model.named_modules()
-        if name and not isinstance(module, nn.Identity)  # which the graph does not show
-    ]
-    with whole.mode:
-        out = whole.model(pytree.tree_map_only(Tensor, whole.fake_like, inputs))
-    for hook in hooks:
-        hook.remove()
-    num_calls = Counter(calls)
-    once = [name for name in calls if num_calls[name] == 1]
-    setting = f"strategy.split=[{','.join(split)}]"
-    for name in split:
-        if num_calls[name] > 1:
-            raise ValueError(
-                f"{setting}: {name} is called {num_calls[name]} times in a forward pass; only a layer that is called "
-                "once can begin a stage"
-            )
-        if name not in num_calls:
-            raise ValueError(f"{setting}: {name}: no such layer; {did_you_mean(name, once)}")
-    called = set(calls)
-
-    def is_outermost(name: str) -> bool:
-        parts = name.split(".")
-        return not any(".".join(parts[:depth]) in called for depth in range(1, len(parts)))
-
-    chosen = [name for name in once if is_outermost(name) or name in split]
-    # A module and its first child begin at the same point. If split names the child, leave out the module.
-    next_call = dict(itertools.pairwise(calls))
-    first = [
-        name for name in chosen if not (next_call.get(name, "").startswith(f"{name}.") and next_call[name] in split)
-    ]
-    return first, pytree.tree_structure(out)
 
 
 def _trace(

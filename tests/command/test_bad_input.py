@@ -169,7 +169,10 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
         ("job._target_=nowhere.Job", "job._target_=nowhere.Job: no module nowhere; install it or run from "),
         ("job._target_=jobs.digits.Digit", "jobs.digits has no class Digit; did you mean Digits?"),
         ("job._target_=torch.nn.Linear", "job._target_=torch.nn.Linear: not a subclass of orchestrator.Job"),
-        ("job=gpt job.path=/nonexistent", "job.path=/nonexistent: cannot be read (No such file or directory); set it to "),
+        (
+            "job=gpt job.path=/nonexistent",
+            "job.path=/nonexistent: cannot be read (No such file or directory); set ",
+        ),
         ("job.hidden=0", "job.hidden=0"),
         ("job.hidden=wide", "job.hidden=wide: expected a whole number"),
         ("output_dir=/proc/nowhere/at/all", "output_dir=/proc/nowhere/at/all: cannot be written ("),

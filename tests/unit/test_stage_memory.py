@@ -37,9 +37,9 @@ def stage(number: int, layers: int, width: int) -> object:
         return model(layers, width)
 
     inputs = torch.ones(2, width)
-    sequence = sequence_of(build, inputs, CPU, split=())
+    sequence = sequence_of(build, inputs, CPU, split=(), stages=lambda model: None)
     values = flow(sequence, inputs, precision=contextlib.nullcontext)
-    fresh = sequence_of(build, inputs, CPU, split=())
+    fresh = sequence_of(build, inputs, CPU, split=(), stages=lambda model: None)
     costs(fresh, values, inputs, precision=contextlib.nullcontext, loss=lambda out: out.square().mean())
     return build_stages(build, sequence, values, CUT, [number], device=CPU, seed=1)
 

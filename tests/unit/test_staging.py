@@ -169,7 +169,7 @@ def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Jo
         (
             Worded(),
             "strategy=pipeline strategy.split=[norm]",
-            "strategy=pipeline: the model takes str; the tracer follows only tensors; make job.model()",
+            "strategy=pipeline: the model takes str; only tensors can be cut into micro-batches",
         ),
         (Rows(), "strategy=pipeline strategy.split=[9]", "strategy.split=[9]: 9: no such layer"),
     ],

@@ -128,6 +128,8 @@ class Pipeline(OptimizerStep):
         pipeline, replicas = grid.get_group("pp"), grid.get_group("dp")
         cut = self._agree_on_cut()
         if self._builder is not None:
+            if self.context.global_rank == 0:
+                self._builder.check_parity(precision=self._precision)
             self._build(self._builder, cut)
             self._builder = None
         super().attach()

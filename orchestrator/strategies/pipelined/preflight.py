@@ -43,7 +43,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     collate = job.collate or default_collate
     try:
         inputs, _ = collate([job.dataset("train")[0]] * rows)
-        sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split)
+        sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split, stages=job.stages)
         layer_errors = _layer_errors(sequence, plan, size_key)
         if strategy.split != "auto" and not layer_errors:
             cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)

@@ -12,6 +12,7 @@ from torch import Tensor
 from orchestrator.job import Job
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import Precision, changing_buffers, costs, flow
+from orchestrator.model.parity import free_memory, parity_error
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import (
     Shared,
@@ -84,18 +85,48 @@ class StageBuilder:
         Raises:
             ValueError: The model cannot be cut.
         """
-        sequence = sequence_of(job.model, inputs, device, split=split)
+        sequence = sequence_of(job.model, inputs, device, split=split, stages=job.stages)
         values = flow(sequence, inputs, precision=precision)
         return cls(job=job, sequence=sequence, values=values, inputs=inputs, target=target, device=device, seed=seed)
 
     def measure_costs(self, *, precision: Precision) -> list[float]:
         """Return the milliseconds that forward and backward of each layer take; the last one includes the loss."""
-        fresh = sequence_of(self.job.model, self.inputs, self.device, split=())
+        fresh = sequence_of(self.job.model, self.inputs, self.device, split=(), stages=self.job.stages)
 
         def loss(output: Any) -> Tensor:
             return self.job.loss(output, self.target)
 
         return costs(fresh, self.values, self.inputs, precision=precision, loss=loss)
+
+    def check_parity(self, *, precision: Precision) -> None:
+        """Check on one micro-batch that the pieces of the model train as the whole model does.
+
+        Layers that are the model's own modules in their order do so by construction. Without memory for two copies of
+        the model and their gradients, the check is left out, and the log says so.
+
+        Raises:
+            ValueError: they do not; the text names the module.
+        """
+        if self.sequence.runs_modules_as_they_are:
+            return
+        needed = 4 * sum(p.numel() * p.element_size() for p in self.sequence.whole.model.parameters())
+        if needed > (free := free_memory(self.device)) / 2:
+            print(
+                f"parity with the whole model is not checked: {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB", flush=True
+            )
+            return
+
+        def loss(output: Any) -> Tensor:
+            return self.job.loss(output, self.target)
+
+        error = parity_error(
+            self.job.model, self.sequence, self.inputs, loss, device=self.device, seed=self.seed, precision=precision
+        )
+        if error is not None:
+            raise ValueError(
+                f"the model's stages would not train as the whole model does: {error}; cut elsewhere with "
+                "strategy.split, define Job.stages, make job.model() an nn.Sequential, or use strategy=ddp"
+            )
 
     def build(self, cut: Cut, *, own: Collection[int], stage_ranks: Sequence[int], precision: Precision) -> BuiltStages:
         """Build the stages ``own``, initialized as in the whole model.

@@ -1,0 +1,262 @@
+"""Any model as a sequence of pieces of its recorded forward pass, in which its submodules run as they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.compat.torch import pytree
+from orchestrator.model.calls import first_modules
+from orchestrator.model.fake_calls import fake_calls
+from orchestrator.model.partial_init import FakeModel, build_fake, build_part
+from orchestrator.model.sequence import LayerSequence
+from orchestrator.model.tape import Slot, Step, Tape, TapeError, play, record, restore
+from orchestrator.model.tensor_slots import tensor_slots
+
+ValueKey = tuple[int, int]
+"""A tensor that flows between pieces: the piece that computes it (-1 for the input), and its number among those."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """A part of a tape.
+
+    Attributes:
+        steps: its calls.
+        slots: the slot of each value that flows into it or out of it.
+        output: the model's output for the last piece, None for the others.
+    """
+
+    steps: tuple[Step, ...]
+    slots: Mapping[ValueKey, Slot]
+    output: Any = None
+
+
+class RecordedLayers(LayerSequence):
+    """The pieces of a recorded model.
+
+    The model is recorded twice, in training and in evaluation, because glue such as ``F.dropout`` depends on the mode.
+    """
+
+    runs_modules_as_they_are = False
+
+    def __init__(
+        self, build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str]
+    ) -> None:
+        """
+        Args:
+            build: the model's constructor.
+            inputs: a real micro-batch on ``device``.
+            device: the device on which the model will run.
+            split: the names of layers at which stages are to begin.
+
+        Raises:
+            TapeError: the forward pass cannot be recorded.
+            ValueError: the model cannot be cut at these layers.
+        """
+        if other := {type(leaf).__name__ for leaf in pytree.tree_leaves(inputs) if not isinstance(leaf, Tensor)}:
+            raise ValueError(
+                f"the model takes {' and '.join(sorted(other))}; only tensors can be cut into micro-batches"
+            )
+        whole = build_fake(build, device)
+        names, tapes = _record_both(whole, inputs, split)
+        cut_tapes = {training: _cut(tape, names) for training, tape in tapes.items()}
+        flows = {training: _flow(pieces, tapes[training]) for training, pieces in cut_tapes.items()}
+        if flows[True].keys() != flows[False].keys():
+            raise TapeError("the model passes other values between its layers in training than in eval()")
+        keys = {training: {slot: key for key, slot in flow.items()} for training, flow in flows.items()}
+        needs = [
+            {keys[training][slot] for training in keys for slot in _used(cut_tapes[training][index], keys[training])}
+            for index in range(len(names))
+        ]
+        outputs = {keys[t][slot] for t, tape in tapes.items() for slot in _slots_of(tape.output) if slot in keys[t]}
+        carried = _carried(needs, outputs)
+        pieces = [
+            TapePiece(
+                {
+                    training: Excerpt(
+                        steps=cut_tapes[training][index],
+                        slots=flows[training],
+                        output=tapes[training].output if index == len(names) - 1 else None,
+                    )
+                    for training in (True, False)
+                },
+                takes=carried[index],
+                gives=carried[index + 1] if index + 1 < len(names) else (),
+                first=index == 0,
+                last=index == len(names) - 1,
+                model=whole.model,
+            )
+            for index in range(len(names))
+        ]
+        super().__init__(whole, names, pieces)
+        self._persistent = set(whole.model.state_dict())
+
+    def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
+        assert isinstance(module, TapePiece)
+        return {name: tensor for name, tensor in module.named_tensors().items() if name in self._persistent}
+
+    def build_layers(
+        self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
+    ) -> dict[int, nn.Module]:
+        pieces = {index: self.modules[index] for index in indices}
+        wanted = {name for piece in pieces.values() if isinstance(piece, TapePiece) for name in piece.slot_names()}
+        model = build_part(build, wanted.__contains__, seed=seed)
+        built: dict[int, nn.Module] = {}
+        for index, piece in pieces.items():
+            assert isinstance(piece, TapePiece)
+            built[index] = piece.of(model)
+        return built
+
+
+class TapePiece(nn.Module):
+    """A part of the recorded forward pass.
+
+    It takes and returns one tensor or a tuple of tensors: those that it or a later piece needs. The first piece takes
+    the model's input, and the last one returns the model's output.
+    """
+
+    def __init__(
+        self,
+        excerpts: Mapping[bool, Excerpt],
+        *,
+        takes: tuple[ValueKey, ...],
+        gives: tuple[ValueKey, ...],
+        first: bool,
+        last: bool,
+        model: nn.Module,
+    ):
+        """
+        Args:
+            excerpts: its part of the tape for training (True) and for evaluation (False).
+            takes: the values that it is called with, unless it is the first piece.
+            gives: the values that it returns, unless it is the last piece.
+            first: whether it is called with the model's input.
+            last: whether it returns the model's output.
+            model: the model that holds the modules and tensors that the steps use.
+        """
+        super().__init__()
+        self._excerpts, self._takes, self._gives, self._first, self._last = dict(excerpts), takes, gives, first, last
+        steps = [step for excerpt in self._excerpts.values() for step in excerpt.steps]
+        self._names = list(dict.fromkeys(step.target for step in steps if isinstance(step.target, str)))
+        self._held_names = list(dict.fromkeys(name for step in steps for name in step.held()))
+        self._held_names += [
+            leaf.name
+            for excerpt in self._excerpts.values()
+            for leaf in pytree.tree_leaves(excerpt.output)
+            if hasattr(leaf, "name") and leaf.name not in self._held_names
+        ]
+        # Under plain names, because the model's own may be those of methods; in lists, because a dot is not allowed.
+        self.calls = nn.ModuleList([model.get_submodule(name) for name in self._names])
+        self._held = {slot.name: slot for slot in tensor_slots(model) if slot.name in self._held_names}
+        for number, name in enumerate(self._held_names):
+            tensor = self._held[name].tensor
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(f"held_{number}", tensor)
+            else:
+                self.register_buffer(f"held_{number}", tensor)
+
+    def forward(self, value: Any) -> Any:
+        excerpt = self._excerpts[self.training]
+        tensors = pytree.tree_leaves(value)
+        keys = [(-1, number) for number in range(len(tensors))] if self._first else self._takes
+        values = {excerpt.slots[key]: tensor for key, tensor in zip(keys, tensors, strict=True) if key in excerpt.slots}
+        held = {name: getattr(self, f"held_{number}") for number, name in enumerate(self._held_names)}
+        play(excerpt.steps, values, dict(zip(self._names, self.calls, strict=True)), held)
+        if self._last:
+            return restore(excerpt.output, values, held)
+        # A stage must return tensors of its own, so values that pass through are cloned.
+        given = []
+        for key in self._gives:
+            tensor = values[excerpt.slots[key]]
+            given.append(tensor.clone() if key in keys else tensor)
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers of the modules that it calls, by the model's own names."""
+        tensors: dict[str, Tensor] = {}
+        for name, module in zip(self._names, self.calls, strict=True):
+            tensors |= module.state_dict(prefix=f"{name}.", keep_vars=True)
+        return tensors | {name: getattr(self, f"held_{number}") for number, name in enumerate(self._held_names)}
+
+    def slot_names(self) -> set[str]:
+        """Return the names of all tensors that its modules hold or that it uses directly."""
+        names = {
+            f"{name}.{slot.name}"
+            for name, module in zip(self._names, self.calls, strict=True)
+            for slot in tensor_slots(module)
+        }
+        return names | set(self._held_names)
+
+    def of(self, model: nn.Module) -> TapePiece:
+        """Return the same piece of another instance of the model."""
+        return TapePiece(
+            self._excerpts, takes=self._takes, gives=self._gives, first=self._first, last=self._last, model=model
+        )
+
+
+def _record_both(whole: FakeModel, inputs: Any, split: Sequence[str]) -> tuple[list[str], dict[bool, Tape]]:
+    """Return the names of the modules at which pieces begin, and the tapes of training (True) and evaluation."""
+    names, _ = first_modules(whole, inputs, split)
+    return names, {training: _record(whole, inputs, names, training=training) for training in (True, False)}
+
+
+def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bool) -> Tape:
+    parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
+    whole.model.train(training)
+    try:
+        with whole.mode, fake_calls(whole):
+            return record(
+                whole.model, pytree.tree_map_only(Tensor, whole.fake_like, inputs), lambda n: n not in parents
+            )
+    finally:
+        whole.model.train()
+
+
+def _cut(tape: Tape, names: Sequence[str]) -> list[tuple[Step, ...]]:
+    """Cut the tape before the calls of these modules; what comes before the first one belongs to it."""
+    if missing := [name for name in names if name not in tape.begins]:
+        raise TapeError(f"the layer {missing[0]} is called only in training or only in eval()")
+    positions = [0, *(tape.begins[name] for name in names[1:]), len(tape.steps)]
+    if positions != sorted(positions):
+        raise TapeError("the layers are called in another order in eval()")
+    return [tape.steps[begin:end] for begin, end in itertools.pairwise(positions)]
+
+
+def _flow(pieces: Sequence[tuple[Step, ...]], tape: Tape) -> dict[ValueKey, Slot]:
+    """Return the values that leave their piece, numbered within it, and the model's inputs."""
+    owner = {slot: index for index, steps in enumerate(pieces) for step in steps for slot in step.results}
+    leaving: set[Slot] = set()
+    for index, steps in enumerate(pieces):
+        leaving |= {slot for step in steps for slot in step.slots() if owner.get(slot, index) != index}
+    flow = {(-1, number): Slot(number) for number in range(tape.num_inputs)}
+    for index in range(len(pieces)):
+        mine = sorted((slot for slot in leaving if owner[slot] == index), key=lambda slot: slot.index)
+        flow |= {(index, number): slot for number, slot in enumerate(mine)}
+    last = len(pieces) - 1
+    outside = {slot for slot in _slots_of(tape.output) if owner.get(slot, last) != last} - set(flow.values())
+    for slot in sorted(outside, key=lambda slot: slot.index):
+        index = owner[slot]
+        flow[index, sum(key[0] == index for key in flow)] = slot
+    return flow
+
+
+def _slots_of(tree: Any) -> list[Slot]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Slot)]
+
+
+def _used(steps: Sequence[Step], keys: Mapping[Slot, ValueKey]) -> set[Slot]:
+    return {slot for step in steps for slot in step.slots() if slot in keys}
+
+
+def _carried(needs: Sequence[set[ValueKey]], outputs: set[ValueKey]) -> list[tuple[ValueKey, ...]]:
+    """Return the values that flow into each piece: all that it, a later one or the output needs from earlier ones."""
+    return [
+        tuple(sorted(key for key in set().union(*needs[index:], outputs) if key[0] < index))
+        for index in range(len(needs))
+    ]

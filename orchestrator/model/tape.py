@@ -1,0 +1,297 @@
+"""A forward pass as a tape: calls of submodules as they are, and the tensor operations between them.
+
+The model's own ``forward`` runs once and is recorded. A submodule that holds no cut point is a *leaf*: its call is one
+step of the tape, and what happens inside is not looked at. Custom autograd functions, hooks, state kept in attributes,
+data-dependent branches, and compiled or quantised blocks therefore run as they are. Only the code between leaves, the
+*glue*, is recorded operation by operation (:class:`torch.overrides.TorchFunctionMode`). Its control flow is resolved by
+the recording, so glue that branches on the values of tensors is refused.
+
+The recorded shapes hold for every micro-batch, because all micro-batches have one shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from orchestrator.compat.torch import pytree
+from orchestrator.model.tensor_slots import tensor_slots
+
+_READ_VALUES = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
+_WRITE = frozenset({"__setitem__", "__set__"})
+"""Functions that return nothing and change a tensor."""
+
+
+class TapeError(ValueError):
+    """The forward pass cannot be recorded; the text says where and why."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of the forward pass: one of the inputs, or a result of a step."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that the model holds, by its :class:`~orchestrator.model.tensor_slots.TensorSlot` name."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One call.
+
+    Attributes:
+        target: a function, or the name of a leaf module.
+        arguments: ``(args, kwargs)``, in which ``Slot`` and ``Held`` stand for tensors.
+        results: the slots of the tensors in the result, in the order of :func:`tensors_in`.
+        grad_enabled: whether autograd recorded the call.
+    """
+
+    target: Callable[..., Any] | str
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
+    results: tuple[Slot, ...]
+    grad_enabled: bool
+
+    def slots(self) -> Iterator[Slot]:
+        """Yield the slots of the arguments."""
+        yield from (leaf for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Slot))
+
+    def held(self) -> Iterator[str]:
+        """Yield the names of the model's tensors that are used directly."""
+        yield from (leaf.name for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Held))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tape:
+    """A recorded forward pass.
+
+    Attributes:
+        num_inputs: the number of tensors in the model's input. They have the first slots.
+        steps: the calls, in order.
+        begins: for each submodule that the glue calls, the position of its first step.
+        output: the model's output, in which ``Slot`` and ``Held`` stand for tensors.
+    """
+
+    num_inputs: int
+    steps: tuple[Step, ...]
+    begins: Mapping[str, int]
+    output: Any
+
+
+def record(model: nn.Module, inputs: Any, is_leaf: Callable[[str], bool]) -> Tape:
+    """Run ``model(inputs)`` and record it.
+
+    Args:
+        model: the model, in the mode (training or evaluation) to record.
+        inputs: nested tensors; the model is called with them as its one argument.
+        is_leaf: whether the submodule of a given name is to be called as it is.
+
+    Raises:
+        TapeError: the glue reads values of tensors, or uses a tensor or an object that a stage cannot rebuild.
+    """
+    recorder = _Recorder(model, is_leaf)
+    for tensor in pytree.tree_leaves(inputs):
+        recorder.new_slot(tensor)
+    num_inputs = recorder.num_slots
+    with _calls_through(recorder), recorder:
+        out = model(inputs)
+    return Tape(
+        num_inputs=num_inputs,
+        steps=tuple(recorder.steps),
+        begins=recorder.begins,
+        output=recorder.stand_ins(out, "the output"),
+    )
+
+
+def play(
+    steps: Sequence[Step], values: dict[Slot, Tensor], modules: Mapping[str, nn.Module], held: Mapping[str, Tensor]
+) -> None:
+    """Execute ``steps``: read the tensors of their arguments from ``values``, and add those of their results to it."""
+    for step in steps:
+        args, kwargs = restore(step.arguments, values, held)
+        target = modules[step.target] if isinstance(step.target, str) else step.target
+        with contextlib.nullcontext() if step.grad_enabled else torch.no_grad():
+            out = target(*args, **kwargs)
+        for slot, tensor in zip(step.results, tensors_in(out), strict=True):
+            values[slot] = tensor
+
+
+def restore(tree: Any, values: Mapping[Slot, Tensor], held: Mapping[str, Tensor]) -> Any:
+    """Return ``tree`` with tensors in place of ``Slot`` and ``Held``."""
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, Slot):
+            return values[leaf]
+        return held[leaf.name] if isinstance(leaf, Held) else leaf
+
+    return pytree.tree_map(value, tree)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, is_leaf: Callable[[str], bool]):
+        super().__init__()
+        self.steps: list[Step] = []
+        self.begins: dict[str, int] = {}
+        self.num_slots = 0
+        self._names = {module: name for name, module in model.named_modules()}
+        self._is_leaf = is_leaf
+        self._slots: dict[int, Slot] = {}
+        self._held = {id(slot.tensor): Held(slot.name) for slot in tensor_slots(model)}
+        self._alive: list[Any] = []  # so that no two tensors have the same id
+        self._inside_leaf = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside_leaf:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name in _READ_VALUES and any(self._is_computed(tensor) for tensor in tensors_in(args)):
+            raise TapeError(f"its forward() reads the values of a tensor ({name}) outside of the layers")
+        arguments = None
+        out = None
+        try:
+            # Before the call, which may change its arguments.
+            arguments = self.stand_ins((args, kwargs), name)
+        except TapeError:
+            out = func(*args, **kwargs)
+            if name in _WRITE or any(True for _ in tensors_in(out)):
+                raise
+            return out
+        out = func(*args, **kwargs)
+        if name in _WRITE or any(True for _ in tensors_in(out)):
+            self._add(func, arguments, out)
+        return out
+
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module of the model, and record the call if it is that of a leaf."""
+        name = self._names.get(module)
+        if self._inside_leaf or not name:
+            return forward(module, *args, **kwargs)
+        self.begins.setdefault(name, len(self.steps))
+        if not self._is_leaf(name):
+            return forward(module, *args, **kwargs)
+        arguments = self.stand_ins((args, kwargs), f"the arguments of {name}")
+        before = _fingerprint((args, kwargs))
+        self._inside_leaf = True
+        try:
+            out = forward(module, *args, **kwargs)
+        finally:
+            self._inside_leaf = False
+        if _fingerprint((args, kwargs)) != before:
+            kinds = {type(leaf).__name__ for leaf in pytree.tree_leaves((args, kwargs)) if _is_object(leaf)}
+            raise TapeError(
+                f"the layer {name} changes an object that it is called with ({', '.join(sorted(kinds))}); "
+                "a cache of a Hugging Face model is turned off by use_cache=False in its configuration"
+            )
+        self._add(name, arguments, out)
+        return out
+
+    def new_slot(self, tensor: Tensor) -> Slot:
+        """Give a tensor the next slot."""
+        slot = Slot(self.num_slots)
+        self.num_slots += 1
+        self._alive.append(tensor)
+        self._slots[id(tensor)] = slot
+        return slot
+
+    def stand_ins(self, tree: Any, where: str) -> Any:
+        """Return ``tree`` with ``Slot`` and ``Held`` in place of tensors.
+
+        Raises:
+            TapeError: a tensor is neither the model's nor computed from the input, or an object holds such tensors.
+        """
+
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                if any(self._is_computed(tensor) for tensor in _tensors_of_object(leaf)):
+                    raise TapeError(f"{where}: a {type(leaf).__name__} holds tensors; only tensors, tuples, lists and "
+                                    "dicts of them can pass between layers; a cache of a Hugging Face model is turned "
+                                    "off by use_cache=False in its configuration")  # fmt: skip
+                return leaf
+            found = self._slots.get(id(leaf)) or self._held.get(id(leaf))
+            if found is None:
+                raise TapeError(f"{where}: a tensor of shape {list(leaf.shape)} is neither an attribute of the model "
+                                "nor computed from its input")  # fmt: skip
+            return found
+
+        return pytree.tree_map(stand_in, tree)
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._slots
+
+    def _add(self, target: Callable[..., Any] | str, arguments: Any, out: Any) -> None:
+        results = tuple(self.new_slot(tensor) for tensor in tensors_in(out))
+        self._alive.append(out)
+        self.steps.append(
+            Step(target=target, arguments=arguments, results=results, grad_enabled=torch.is_grad_enabled())
+        )
+
+
+@contextlib.contextmanager
+def _calls_through(recorder: _Recorder) -> Iterator[None]:
+    """Let the recorder make every call of a module, hooks included."""
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call(module, original, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, range, type, type(...), torch.dtype, torch.device)
+_PLAIN_TORCH = (torch.layout, torch.memory_format, torch.Size, torch.Generator)
+
+
+def _is_object(leaf: Any) -> bool:
+    return not isinstance(leaf, (Tensor, *_PLAIN, *_PLAIN_TORCH)) and not callable(leaf)
+
+
+def _tensors_of_object(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yield the tensors that an object holds in its attributes, a few levels deep."""
+    if isinstance(leaf, Tensor):
+        yield leaf
+    elif isinstance(leaf, (list, tuple)):
+        for item in leaf:
+            yield from _tensors_of_object(item, depth)
+    elif isinstance(leaf, Mapping):
+        for item in leaf.values():
+            yield from _tensors_of_object(item, depth)
+    elif depth and _is_object(leaf) and hasattr(leaf, "__dict__"):
+        for item in vars(leaf).values():
+            yield from _tensors_of_object(item, depth - 1)
+
+
+def _fingerprint(tree: Any) -> list[int]:
+    """Identify the tensors that the objects in ``tree`` hold."""
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if _is_object(leaf)]
+    return [id(tensor) for leaf in leaves for tensor in _tensors_of_object(leaf)]

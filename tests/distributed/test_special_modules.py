@@ -1,0 +1,125 @@
+"""Modules that a tracer would change train in stages as they do alone, or are refused; none differs in silence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from helpers.gang import Gang
+from helpers.layouts import MODEL_PARALLEL, SGD, ddp_pipeline, pipeline
+from helpers.special_modules import SPECIAL, Model, model_with
+from helpers.stage_toys import Chain
+from helpers.toys import Case, having, losses, train
+from orchestrator.config import schema
+
+LAYOUTS: dict[str, tuple[schema.StrategyConfig, int]] = {
+    "model_parallel": (replace(MODEL_PARALLEL, split=("third",)), 2),
+    "pipeline": (pipeline("1F1B", 2, ("special",)), 2),
+    "ddp_pipeline": (ddp_pipeline("GPipe", 1, split=("third",)), 4),
+}
+# What is called with micro-batches of its own changes state more often than with whole batches.
+ONCE_A_STEP = {"moving average", "branch on values"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_special_module_trains_as_it_does_alone(gang: Gang, name: str, layout: str) -> None:
+    options, world_size = LAYOUTS[layout]
+    slices = 2 if layout == "pipeline" else 1
+    case = Case(job=Chain(build=functools.partial(model_with, name)), train=having(steps=6, global_batch_size=16))
+    if layout == "ddp_pipeline" and name == "branch on values":
+        pytest.skip("each replica decides by its own samples")
+    alone_case = replace(case, train=replace(case.train, grad_accumulation=slices if name in ONCE_A_STEP else 1))
+    (alone,) = gang.run(train, alone_case, world_size=1)
+    ranks = gang.run(train, replace(case, options=options), world_size=world_size)
+    assert losses([alone])[-1] < losses([alone])[0]
+    torch.testing.assert_close(losses(ranks), losses([alone]), rtol=SGD, atol=0)
+
+
+class CustomFunctionInGlue(Model):
+    """Its own ``forward`` applies a custom function, which cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from helpers.special_modules import _DoubledGradient
+
+        return self.head(self.third(_DoubledGradient.apply(self.special(self.first(x)))))
+
+
+class CountsInGlue(Model):
+    """Its own ``forward`` counts calls, which would be forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(16, 16))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.third(F.relu(self.special(self.first(x))) * self.calls))
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (CustomFunctionInGlue, "would not train as the whole model does: the gradient of "),
+        (CountsInGlue, "would not train as the whole model does: the loss of the pieces is "),
+    ],
+)
+def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: str) -> None:
+    case = Case(job=Chain(build=build), train=having(steps=2, global_batch_size=16), options=LAYOUTS["pipeline"][0])
+    answers = gang.ask(train, case, world_size=2)
+    assert said in str(answers[0].error)
+    assert "Job.stages" in str(answers[0].error)
+
+
+class TwoHalves(nn.Module):
+    """A forward pass that no tool can cut: a loop whose length depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(10, 16), nn.Tanh())
+        self.decoder = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + int(x.sum() > 1e9)):
+            x = self.encoder(x)
+        return self.decoder(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutByHand(Chain):
+    build: Callable[[], nn.Module] = TwoHalves
+
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, TwoHalves)
+        return [model.encoder, *model.decoder]
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "ddp_pipeline"])
+def test_a_job_cuts_its_model_by_hand(gang: Gang, layout: str) -> None:
+    options, world_size = LAYOUTS[layout]
+    split = ("decoder.2",) if layout == "pipeline" else ("decoder.0",)
+    case = Case(job=CutByHand(), train=having(steps=6, global_batch_size=16), options=replace(options, split=split))
+    (alone,) = gang.run(train, case, world_size=1)
+    ranks = gang.run(train, case, world_size=world_size)
+    torch.testing.assert_close(losses(ranks), losses([alone]), rtol=SGD, atol=0)
+    whole: dict[str, Tensor] = {}
+    for rank in ranks:
+        whole |= rank.model
+    torch.testing.assert_close(whole, alone.model, rtol=100 * SGD, atol=10 * SGD)
+
+
+def test_without_it_the_message_says_what_to_write(gang: Gang) -> None:
+    case = Case(job=Chain(build=TwoHalves), train=having(steps=2), options=LAYOUTS["pipeline"][0])
+    answers = gang.ask(train, replace(case, options=replace(case.options, split="auto")), world_size=2)
+    assert "its forward() reads the values of a tensor (__int__) outside of the layers" in str(answers[0].error)
+    assert "Job.stages" in str(answers[0].error)

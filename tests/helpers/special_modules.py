@@ -1,0 +1,190 @@
+"""Modules that a tracer would change: each is the middle of a model that takes ten numbers and returns four classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class _DoubledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class CustomFunction(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _DoubledGradient.apply(super().forward(x))
+
+
+class StraightThrough(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        soft = super().forward(x).tanh()
+        return soft + (soft.sign() - soft).detach()
+
+
+def backward_hook() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.register_full_backward_hook(lambda module, before, after: (before[0] * 0.5,))
+    return layer
+
+
+def forward_hook() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.register_forward_hook(lambda module, args, out: out.tanh() * 2)
+    return layer
+
+
+def forward_pre_hook() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    return layer
+
+
+def tensor_hook() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.weight.register_hook(lambda gradient: gradient * 0.25)
+    return layer
+
+
+class Counter(nn.Linear):
+    """Counts its calls in a plain attribute, and scales by the count."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+class MovingAverage(nn.Linear):
+    """Keeps a moving average of its weights in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("average", torch.zeros(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.mul_(0.9).add_(self.weight.detach(), alpha=0.1)
+        return super().forward(x) + 0.1 * F.linear(x, self.average)
+
+
+class BranchOnValues(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if float(x.sum()) > 0 else super().forward(-x)
+
+
+class PlainTensor(nn.Linear):
+    """Uses a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.scale = torch.linspace(0.5, 1.5, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class InPlace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out[:, ::2] *= 0.5
+        return out.add_(1)
+
+
+class NoGrad(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = super().forward(x)
+        return super().forward(x) + shift
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False).relu()
+
+
+class Keywords(nn.Linear):
+    def forward(self, x: Tensor, *, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        return super().forward(x) * factor + (0.0 if bias is None else bias)
+
+
+class Several(nn.Linear):
+    """Returns a dict and a tuple in it."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        out = super().forward(x)
+        return {"out": out, "more": (out.tanh(), None, 3)}
+
+
+class Recurrent(nn.LSTM):
+    def __init__(self) -> None:
+        super().__init__(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.unsqueeze(1))[0].squeeze(1)
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+
+def shared() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+class Model(nn.Module):
+    """``first``, the module in question, ``third``, ``head``; with glue and a skip connection between them."""
+
+    def __init__(self, make: Callable[[], nn.Module]):
+        super().__init__()
+        self.first, self.special, self.third, self.head = nn.Linear(10, 16), make(), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.shift = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh() + self.shift
+        if isinstance(self.special, Keywords):
+            out = self.special(hidden, factor=0.5, bias=self.shift)
+        else:
+            out = self.special(hidden)
+        if isinstance(out, dict):
+            out = out["out"] + out["more"][0]
+        out = F.gelu(out) + hidden
+        return self.head(self.third(out).tanh() + 0.1 * hidden)
+
+
+SPECIAL: dict[str, Callable[[], nn.Module]] = {
+    "custom function": lambda: CustomFunction(16, 16),
+    "straight-through": lambda: StraightThrough(16, 16),
+    "backward hook": backward_hook,
+    "forward hook": forward_hook,
+    "forward pre-hook": forward_pre_hook,
+    "tensor hook": tensor_hook,
+    "moving average": MovingAverage,
+    "branch on values": lambda: BranchOnValues(16, 16),
+    "plain tensor": PlainTensor,
+    "in place": lambda: InPlace(16, 16),
+    "no_grad": lambda: NoGrad(16, 16),
+    "activation checkpointing": lambda: Checkpointed(16, 16),
+    "keyword arguments": lambda: Keywords(16, 16),
+    "several results": lambda: Several(16, 16),
+    "recurrent": Recurrent,
+    "parametrized": parametrized,
+    "shared": shared,
+}
+
+
+def model_with(name: str) -> nn.Module:
+    return Model(SPECIAL[name])
