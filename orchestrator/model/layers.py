@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import FakeTensor, pytree, version_of
 from orchestrator.model.fake_calls import fake_calls
+from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.tensor_slots import random_like, tensor_slots
 
 MEASURED_RUNS = 3
 MEASURED_S = 1.0
 """A layer is timed ``MEASURED_RUNS`` times, or until this many seconds have passed."""
-
-Precision = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Opens the context in which a forward pass runs, such as autocast."""
 
 
 def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[Any]:
@@ -29,10 +26,10 @@ def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[
     Args:
         sequence: the layers, of fake tensors.
         inputs: a batch for the model, of real tensors on the device of the fake model.
-        precision: opens the context of the forward pass.
+        precision: what the forward pass is computed in.
     """
     values = [pytree.tree_map_only(Tensor, sequence.whole.fake_like, inputs)]
-    with sequence.whole.mode, fake_calls(sequence.whole), precision():
+    with sequence.whole.mode, fake_calls(sequence.whole), precision.autocast():
         for layer in sequence.modules:
             values.append(layer(values[-1]))
     return values
@@ -65,7 +62,7 @@ def costs(
         sequence: the layers, of fake tensors.
         values: the result of :func:`flow`.
         inputs: a batch for the model, of real tensors.
-        precision: opens the context of the forward pass.
+        precision: what the forward pass is computed in.
         loss: the loss of the model's output.
     """
     known: dict[Any, float] = {}
@@ -93,7 +90,7 @@ def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[An
     while len(times) <= MEASURED_RUNS and (len(times) < 2 or time.perf_counter() - began < MEASURED_S):
         _synchronize(value)
         start = time.perf_counter()
-        with precision():
+        with precision.autocast():
             out = loss(layer(value))
         if out.requires_grad:
             out.backward()

@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from orchestrator.model.layers import Precision
+from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 
 PASSES = 2
@@ -39,7 +39,7 @@ def parity_error(
         loss: the loss of the model's output for that micro-batch.
         device: where to compute.
         seed: the seed before the constructor runs.
-        precision: opens the context of a forward pass.
+        precision: what the forward passes are computed in.
 
     Returns:
         What differs and in which module; None if nothing does.
@@ -57,7 +57,7 @@ def parity_error(
             losses = []
             for model in (whole, pieces):
                 torch.manual_seed(seed + number)
-                with precision():
+                with precision.autocast():
                     value = loss(model(inputs))
                 if value.requires_grad:
                     value.backward()

@@ -211,9 +211,8 @@ def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bo
     whole.model.train(training)
     try:
         with whole.mode, fake_calls(whole):
-            return record(
-                whole.model, pytree.tree_map_only(Tensor, whole.fake_like, inputs), lambda n: n not in parents
-            )
+            fakes = pytree.tree_map_only(Tensor, whole.fake_like, inputs)
+            return record(whole.model, fakes, opened=parents)
     finally:
         whole.model.train()
 

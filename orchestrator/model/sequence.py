@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -12,8 +13,12 @@ from orchestrator.model.cut import Layer
 from orchestrator.model.partial_init import FakeModel, build_part
 from orchestrator.model.tensor_slots import tensor_slots
 
-Stages = Callable[[nn.Module], "Sequence[nn.Module] | None"]
-"""``Job.stages``."""
+
+class CutsByHand(Protocol):
+    """The part of a job that may cut its model."""
+
+    def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """Return the layers of ``model``, or None to leave the cutting to the strategy."""
 
 
 class LayerSequence(abc.ABC):
@@ -94,20 +99,20 @@ class HandCutLayers(LayerSequence):
 
     runs_modules_as_they_are = False
 
-    def __init__(self, whole: FakeModel, stages: Stages):
+    def __init__(self, whole: FakeModel, job: CutsByHand):
         """
         Args:
             whole: the model, of fake tensors.
-            stages: from the model to its layers.
+            job: returns the layers of the model.
 
         Raises:
             ValueError: a layer holds a parameter or buffer that the model does not hold.
         """
-        modules = _layers_of(whole.model, stages)
+        modules = _layers_of(whole.model, job)
         known = {id(module): name for name, module in whole.model.named_modules()}
         names = [known.get(id(module)) or f"stage{index}" for index, module in enumerate(modules)]
         super().__init__(whole, names, modules)
-        self._stages = stages
+        self._job = job
         own = {id(slot.tensor): slot.name for slot in reversed(list(tensor_slots(whole.model)))}
         self._model_names: list[dict[str, str]] = []
         for name, module in zip(names, modules, strict=True):
@@ -124,12 +129,12 @@ class HandCutLayers(LayerSequence):
         self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
     ) -> dict[int, nn.Module]:
         wanted = {name for index in indices for name in self._model_names[index].values()}
-        modules = _layers_of(build_part(build, wanted.__contains__, seed=seed), self._stages)
+        modules = _layers_of(build_part(build, wanted.__contains__, seed=seed), self._job)
         return {index: modules[index] for index in indices}
 
 
-def _layers_of(model: nn.Module, stages: Stages) -> list[nn.Module]:
-    modules = list(stages(model) or ())
+def _layers_of(model: nn.Module, job: CutsByHand) -> list[nn.Module]:
+    modules = list(job.stages(model) or ())
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise ValueError("Job.stages: expected a list of modules, each of which is called with the result of the last")
     return modules

@@ -15,7 +15,7 @@ from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.recorded import RecordedLayers
-from orchestrator.model.sequence import HandCutLayers, LayerSequence, SequentialLayers, Stages
+from orchestrator.model.sequence import CutsByHand, HandCutLayers, LayerSequence, SequentialLayers
 from orchestrator.model.tape import TapeError
 
 
@@ -60,7 +60,7 @@ class Shared:
 
 
 def sequence_of(
-    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str], stages: Stages
+    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str], job: CutsByHand
 ) -> LayerSequence:
     """Divide a model into layers, with fake tensors.
 
@@ -72,14 +72,14 @@ def sequence_of(
         inputs: a real micro-batch on ``device``.
         device: the device on which the model will run.
         split: the names of layers at which stages are to begin.
-        stages: ``Job.stages``.
+        job: may cut the model by hand.
 
     Raises:
         ValueError: the model cannot be cut; the text says why and what else to do.
     """
     whole = build_fake(build, device)
-    if stages(whole.model) is not None:
-        return HandCutLayers(whole, stages)
+    if job.stages(whole.model) is not None:
+        return HandCutLayers(whole, job)
     splits_a_child = any("." in name for name in split)
     if isinstance(whole.model, nn.Sequential) and not splits_a_child:
         return SequentialLayers(whole)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,18 +89,18 @@ class Tape:
     output: Any
 
 
-def record(model: nn.Module, inputs: Any, is_leaf: Callable[[str], bool]) -> Tape:
+def record(model: nn.Module, inputs: Any, *, opened: Collection[str]) -> Tape:
     """Run ``model(inputs)`` and record it.
 
     Args:
         model: the model, in the mode (training or evaluation) to record.
         inputs: nested tensors; the model is called with them as its one argument.
-        is_leaf: whether the submodule of a given name is to be called as it is.
+        opened: the names of the submodules whose own forward is recorded; all others are called as they are.
 
     Raises:
         TapeError: the glue reads values of tensors, or uses a tensor or an object that a stage cannot rebuild.
     """
-    recorder = _Recorder(model, is_leaf)
+    recorder = _Recorder(model, opened)
     for tensor in pytree.tree_leaves(inputs):
         recorder.new_slot(tensor)
     num_inputs = recorder.num_slots
@@ -154,13 +154,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, is_leaf: Callable[[str], bool]):
+    def __init__(self, model: nn.Module, opened: Collection[str]):
         super().__init__()
         self.steps: list[Step] = []
         self.begins: dict[str, int] = {}
         self.num_slots = 0
         self._names = {module: name for name, module in model.named_modules()}
-        self._is_leaf = is_leaf
+        self._opened = frozenset(opened)
         self._slots: dict[int, Slot] = {}
         self._held = {id(slot.tensor): Held(slot.name) for slot in tensor_slots(model)}
         self._alive: list[Any] = []  # so that no two tensors have the same id
@@ -194,7 +194,7 @@ class _Recorder(TorchFunctionMode):
         if self._inside_leaf or not name:
             return forward(module, *args, **kwargs)
         self.begins.setdefault(name, len(self.steps))
-        if not self._is_leaf(name):
+        if name in self._opened:
             return forward(module, *args, **kwargs)
         arguments = self.stand_ins((args, kwargs), f"the arguments of {name}")
         before = _fingerprint((args, kwargs))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from orchestrator.model.batch import to_device
+from orchestrator.model.precision import Precision
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
@@ -107,8 +107,8 @@ class OptimizerStep(Strategy):
         if self.scheduler is not None:
             self.scheduler.step()
 
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        enabled = self.context.train.precision == "bf16"
-        with torch.autocast(self.context.device.type, dtype=torch.bfloat16, enabled=enabled):
-            yield
+    @property
+    def precision(self) -> Precision:
+        """What forward passes and losses are computed in."""
+        dtype = torch.bfloat16 if self.context.train.precision == "bf16" else None
+        return Precision(self.context.device.type, dtype)

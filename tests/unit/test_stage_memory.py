@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
@@ -15,11 +14,17 @@ from torch import nn
 
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import costs, flow
+from orchestrator.model.precision import FLOAT32
 from orchestrator.model.stages import build_stages, sequence_of
 
 LAYERS, WIDTH, STAGES = 64, 896, 4
 CUT = Cut(tuple(range(0, LAYERS, LAYERS // STAGES)))
 CPU = torch.device("cpu")
+
+
+class NotByHand:
+    def stages(self, model: nn.Module) -> None:
+        """Leave the cutting to the strategy."""
 
 
 def model(layers: int, width: int) -> nn.Module:
@@ -37,10 +42,10 @@ def stage(number: int, layers: int, width: int) -> object:
         return model(layers, width)
 
     inputs = torch.ones(2, width)
-    sequence = sequence_of(build, inputs, CPU, split=(), stages=lambda model: None)
-    values = flow(sequence, inputs, precision=contextlib.nullcontext)
-    fresh = sequence_of(build, inputs, CPU, split=(), stages=lambda model: None)
-    costs(fresh, values, inputs, precision=contextlib.nullcontext, loss=lambda out: out.square().mean())
+    sequence = sequence_of(build, inputs, CPU, split=(), job=NotByHand())
+    values = flow(sequence, inputs, precision=FLOAT32)
+    fresh = sequence_of(build, inputs, CPU, split=(), job=NotByHand())
+    costs(fresh, values, inputs, precision=FLOAT32, loss=lambda out: out.square().mean())
     return build_stages(build, sequence, values, CUT, [number], device=CPU, seed=1)
 
 

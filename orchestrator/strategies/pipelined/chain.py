@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from orchestrator.compat.torch import pytree
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows
-from orchestrator.model.layers import Precision
+from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import EvalSums
@@ -56,7 +56,7 @@ class Chain:
             rows: Samples in a micro-batch.
             device: The device of the stages.
             group: The ranks of this pipeline.
-            precision: Makes the autocast context of the forward pass.
+            precision: What the forward passes are computed in.
         """
         self.feeds = stages[0].inputs is None
         self.has_loss = stages[-1].outputs is None
@@ -125,7 +125,7 @@ class Chain:
         inputs, target = batch if self.feeds or self.has_loss else (None, None)
         for stage in self._stages:
             stage.module.eval()
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self._precision.autocast():
             outputs = forward_only(
                 self._stages,
                 self.microbatches(inputs) if self.feeds else [],
@@ -178,7 +178,7 @@ class Chain:
         """Return the weighted loss of the micro-batch that the last stage has just processed."""
         last = self.timed_stages[-1]
         target, weight = self._targets[int(number)], self._weights[int(number)]
-        with self._clock.span("F", last.stage_index, int(number)), self._precision():
+        with self._clock.span("F", last.stage_index, int(number)), self._precision.autocast():
             loss = self._job.loss(last.output, target)
         last.output = None
         self._loss_sum += weighted(loss.detach(), weight)

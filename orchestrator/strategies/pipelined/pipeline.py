@@ -117,7 +117,7 @@ class Pipeline(OptimizerStep):
             split=self._split() or (),
             device=context.device,
             seed=context.seed,
-            precision=self._precision,
+            precision=self.precision,
         )
         self._layers = self._builder.sequence.layers
         self._names = list(self._builder.sequence.whole.model.state_dict())
@@ -129,7 +129,7 @@ class Pipeline(OptimizerStep):
         cut = self._agree_on_cut()
         if self._builder is not None:
             if self.context.global_rank == 0:
-                self._builder.check_parity(precision=self._precision)
+                self._builder.check_parity(precision=self.precision)
             self._build(self._builder, cut)
             self._builder = None
         super().attach()
@@ -150,12 +150,12 @@ class Pipeline(OptimizerStep):
             rows=self._rows,
             device=context.device,
             group=pipeline,
-            precision=self._precision,
+            precision=self.precision,
         )
         self._connections = _Connected(pipeline=pipeline, replicas=replicas, sharing=sharing, chain=chain)
 
     def _build(self, builder: StageBuilder, cut: Cut) -> None:
-        built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, precision=self._precision)
+        built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, precision=self.precision)
         self.stages, self._shared = built.stages, built.shared
         self.parameters = [p for p in self.state_module().parameters() if p.requires_grad]
         self.optimizer = _optimizer_of(self.job, self.parameters)
@@ -335,7 +335,7 @@ class Pipeline(OptimizerStep):
         if starts.any():
             return Cut(tuple(starts.tolist()))
         if self.context.global_rank == 0 and self._builder is not None:
-            self._costs = self._builder.measure_costs(precision=self._precision)
+            self._costs = self._builder.measure_costs(precision=self.precision)
             starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import nn
 from torch.utils.data import default_collate
@@ -14,6 +12,7 @@ from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
 from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.precision import FLOAT32
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
 from orchestrator.planning.mesh import even_shares
@@ -43,12 +42,12 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     collate = job.collate or default_collate
     try:
         inputs, _ = collate([job.dataset("train")[0]] * rows)
-        sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split, stages=job.stages)
+        sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split, job=job)
         layer_errors = _layer_errors(sequence, plan, size_key)
         if strategy.split != "auto" and not layer_errors:
             cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)
             if cut is not None:
-                boundaries_of(sequence, flow(sequence, inputs, precision=contextlib.nullcontext), cut)
+                boundaries_of(sequence, flow(sequence, inputs, precision=FLOAT32), cut)
         errors += layer_errors
         return tuple(notes_of(sequence.whole, plan, rows))
     except ValueError as e:

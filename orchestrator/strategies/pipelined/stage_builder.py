@@ -11,8 +11,9 @@ from torch import Tensor
 
 from orchestrator.job import Job
 from orchestrator.model.cut import Cut
-from orchestrator.model.layers import Precision, changing_buffers, costs, flow
+from orchestrator.model.layers import changing_buffers, costs, flow
 from orchestrator.model.parity import free_memory, parity_error
+from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import (
     Shared,
@@ -80,18 +81,18 @@ class StageBuilder:
             split: The module names to cut at; empty to cut by measured time.
             device: Where the stages are placed.
             seed: The seed of the model's initialization.
-            precision: Makes the autocast context of the forward pass.
+            precision: What the forward pass is computed in.
 
         Raises:
             ValueError: The model cannot be cut.
         """
-        sequence = sequence_of(job.model, inputs, device, split=split, stages=job.stages)
+        sequence = sequence_of(job.model, inputs, device, split=split, job=job)
         values = flow(sequence, inputs, precision=precision)
         return cls(job=job, sequence=sequence, values=values, inputs=inputs, target=target, device=device, seed=seed)
 
     def measure_costs(self, *, precision: Precision) -> list[float]:
         """Return the milliseconds that forward and backward of each layer take; the last one includes the loss."""
-        fresh = sequence_of(self.job.model, self.inputs, self.device, split=(), stages=self.job.stages)
+        fresh = sequence_of(self.job.model, self.inputs, self.device, split=(), job=self.job)
 
         def loss(output: Any) -> Tensor:
             return self.job.loss(output, self.target)
@@ -135,7 +136,7 @@ class StageBuilder:
             cut: Where the model is cut.
             own: The indices of this rank's stages.
             stage_ranks: The ``pp_rank`` of each stage.
-            precision: Makes the autocast context of the forward pass.
+            precision: What the forward pass is computed in.
 
         Raises:
             ValueError: Something other than tensors flows between two stages, or stages on different ranks share a

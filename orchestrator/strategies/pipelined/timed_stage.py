@@ -20,7 +20,7 @@ from orchestrator.compat.torch import (
     parameter_of,
     saved_forward,
 )
-from orchestrator.model.layers import Precision
+from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.timeline.spans import Kind, Span
 
@@ -123,7 +123,7 @@ class TimedStage(PipelineStage):
         self.live = 0
 
     def forward_maybe_with_nosync(self, *received: Tensor) -> tuple[Tensor, ...]:
-        with self._precision():
+        with self._precision.autocast():
             boundary = self._stage.inputs
             value = self._inputs.microbatches[int(received[0])] if boundary is None else boundary.unpack(received)
             out = self.submod(value)

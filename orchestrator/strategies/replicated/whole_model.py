@@ -36,7 +36,7 @@ class WholeModel(OptimizerStep):
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         inputs, target = to_device(batch, self.context.device)
         self.model.eval()
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self.precision.autocast():
             output, target = first_rows(self._evaluated(inputs), valid), first_rows(target, valid)
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
@@ -70,7 +70,7 @@ class WholeModel(OptimizerStep):
         last = len(slices) - 1
         for i, ((inputs, target), weight) in enumerate(zip(slices, weights, strict=True)):
             with self._gradient_sync(i == last):
-                with self._precision():
+                with self.precision.autocast():
                     loss = self._mean_loss(inputs, target)
                 (loss * (weight / total_weight * self.context.mesh.data_parallel_size)).backward()
             loss_sum += weighted(loss.detach(), weight)
