@@ -29,8 +29,9 @@ class Job(abc.ABC):
     Subclasses implement :meth:`model`, :meth:`dataset`, :meth:`loss` and :meth:`optimizer`; the other methods have
     defaults. A job says nothing about devices or processes: each strategy calls the same methods.
 
-    A dataset item is a pair ``(input, target)`` unless :meth:`collate` says otherwise. A batch is always a pair
+    A dataset item is a pair ``(input, target)`` unless :meth:`collate` says otherwise. A batch is a pair
     ``(input, target)``, each a tensor or nested tuples, lists and dicts of tensors whose first dimension is the sample.
+    It may also be a single dict of such tensors, which then is both the input and the target.
     """
 
     @abc.abstractmethod
@@ -51,13 +52,35 @@ class Job(abc.ABC):
             split: ``"train"`` or ``"val"``.
         """
 
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        """Return the model's output for the input of a batch. The default is ``model(inputs)``.
+
+        Override this for a model that takes several arguments: ``return model(**inputs)`` passes the dict of a Hugging
+        Face data collator as keyword arguments. Every strategy with a whole model on each worker calls this method, in
+        training and in evaluation. A strategy that cuts the model into stages refuses a job that overrides it.
+
+        Args:
+            model: the result of :meth:`model`, or a replica of it.
+            inputs: the batch's input; the batch itself if it is a dict.
+
+        Returns:
+            Tensors, alone or in tuples, lists, dicts, dataclasses, or types such as the ``ModelOutput`` of Hugging
+            Face. Tensors whose first dimension is the sample are cut to the samples that count; if there are others,
+            such as a loss, the model is called with only these samples. ``strategy=dp`` joins the outputs of its
+            replicas: it stacks scalars, and cannot join objects such as caches.
+        """
+        return model(inputs)
+
     @abc.abstractmethod
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the MEAN loss of a batch, over the units that :meth:`weight` counts.
 
+        For a model that computes its own loss, ``return output.loss``; :meth:`weight` then has to count the units that
+        the model averages over, if their number differs between batches of the same size.
+
         Args:
-            output: what the model returns for the batch's input.
-            target: the batch's target, of shape ``(batch, ...)``.
+            output: what :meth:`forward` returns for the batch's input.
+            target: the batch's target, of shape ``(batch, ...)``; the batch itself if it is a dict.
 
         Returns:
             A scalar tensor.
@@ -94,8 +117,9 @@ class Job(abc.ABC):
         return None
 
     @property
-    def collate(self) -> Callable[[list[Any]], tuple[Any, Any]] | None:
-        """The function that joins a list of dataset items to a batch ``(input, target)``; None for torch's default."""
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        """The function that joins a list of dataset items to a batch, a pair ``(input, target)`` or a dict; None (the
+        default) for torch's own."""
         return None
 
     def weight(self, target: Any) -> int | Tensor | None:

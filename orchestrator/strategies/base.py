@@ -159,8 +159,8 @@ class Strategy(LayoutRules, abc.ABC):
         """Make one optimizer update from this rank's share of the global batch.
 
         Args:
-            microbatches: ``train.grad_accumulation`` batches ``(inputs, target)`` on the host; None in place of each
-                if not ``reads_data``.
+            microbatches: ``train.grad_accumulation`` collated batches on the host, as ``model.batch.split_batch`` takes
+                them; None in place of each if not ``reads_data``.
             want_grad_norm: whether the result must have ``grad_norm``.
 
         Raises:
@@ -180,7 +180,12 @@ class Strategy(LayoutRules, abc.ABC):
     @property
     @abc.abstractmethod
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """The learning rate of the next step; with several parameter groups, that of the first."""
+
+    @property
+    def group_lrs(self) -> Sequence[float]:
+        """The learning rate of each parameter group of the optimizer on this rank."""
+        return (self.lr,)
 
     def comm_ms(self) -> float | None:
         """Return how long the last step waited for other ranks, in ms; None if unknown or without communication."""

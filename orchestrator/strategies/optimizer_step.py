@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from orchestrator.model.batch import to_device
+from orchestrator.model.batch import split_batch, to_device
 from orchestrator.model.precision import Precision
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
@@ -37,7 +37,7 @@ class OptimizerStep(Strategy):
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         context, train = self.context, self.context.train
-        slices = [to_device(b, context.device) for b in microbatches]
+        slices = [split_batch(to_device(b, context.device)) for b in microbatches]
         weights, total_weight = self._weigh(slices)
         may_be_undone = train.on_nonfinite == "skip" or context.mesh.world_size > 1
         self._buffers_before = [b.clone() for b in self._buffers()] if may_be_undone else []
@@ -67,7 +67,11 @@ class OptimizerStep(Strategy):
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return self.group_lrs[0]
+
+    @property
+    def group_lrs(self) -> Sequence[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def forget_step(self) -> None:
         """Undo a step that made no update: restore the buffers that its forward pass changed."""

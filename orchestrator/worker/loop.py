@@ -25,7 +25,7 @@ from orchestrator.worker.checkpoints import Checkpoints
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of, eval_batches, train_batches
 from orchestrator.worker.evaluation import evaluate
-from orchestrator.worker.metrics import NonFiniteError, Window
+from orchestrator.worker.metrics import NonFiniteError, Window, lr_of_groups
 from orchestrator.worker.profiling import NoProfiler, StepProfiler, profile_to
 
 GRAD_NORM_EVERY = 10
@@ -235,7 +235,7 @@ class Loop:
                 grad_norm=result.grad_norm,
                 comm_ms=self.strategy.comm_ms(),
                 spans=self.strategy.spans(),
-                metrics=self.strategy.metrics(),
+                metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},
             )
         )
         self._checkpoints.report()

@@ -30,6 +30,13 @@ LR = MetricSpec(name="train/lr")
 GRAD_NORM = MetricSpec(name="train/grad_norm")
 
 
+def lr_of_groups(lrs: Sequence[float]) -> dict[str, Metric]:
+    """Return ``train/lr_group_<i>`` for each parameter group; empty if all groups have the same learning rate."""
+    if len(set(lrs)) < 2:
+        return {}
+    return measured({MetricSpec(name=f"{LR.name}_group_{i}"): lr for i, lr in enumerate(lrs)})
+
+
 class NonFiniteError(ArithmeticError):
     """``what`` became NaN or infinite at ``step``, possibly some steps ago; ``advice`` tells the user what to do."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from helpers.gang import SOON_S
 from helpers.toys import (
@@ -130,6 +134,30 @@ def test_no_checkpoint_has_parameters_that_are_not_finite(gang, tmp_path, at, wo
     saved = [load(path) for path in (tmp_path / "checkpoints").iterdir()]
     assert [state.step for state in saved] == ([] if at == 3 else [3])
     assert all(tensor.isfinite().all() for state in saved for tensor in state.model.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(Toy):
+    """The head has a learning rate of its own, which falls to that of the body at the third step."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        *body, weight, bias = parameters
+        return torch.optim.SGD([{"params": body}, {"params": [weight, bias], "lr": 0.4}], lr=0.1)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, [lambda step: 1, lambda step: 1 if step < 3 else 0.25])
+
+
+def test_the_learning_rate_of_each_group_is_logged_while_they_differ(gang, tmp_path):
+    for job, expected in {
+        Grouped(): [(0.1, 0.1, 0.4), (0.1, 0.1, 0.4), (0.1, None, None)],
+        Toy(): [(0.1, None, None)] * 3,
+    }.items():
+        case = Case(job=job, train=having(steps=3))
+        for ran in gang.run(run_loop, case, 2, str(tmp_path / type(job).__name__), None, 0, world_size=2):
+            points = [p.metrics for p in ran.points if isinstance(p, TrainPoint)]
+            names = ("train/lr", "train/lr_group_0", "train/lr_group_1")
+            assert [tuple(m[n].value if n in m else None for n in names) for m in points] == expected
 
 
 def not_on_rank_1_at_third_call(rank: int, call: int) -> bool:

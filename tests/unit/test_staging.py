@@ -80,6 +80,11 @@ def through_numpy(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
+class Keywords(Rows):
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        return model(**inputs)
+
+
 class ThroughNumpy(Rows):
     def model(self) -> nn.Module:
         return nn.Sequential(*(through_numpy(nn.Linear(8, 8)) for _ in range(2)))
@@ -170,6 +175,12 @@ def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Jo
             Worded(),
             "strategy=pipeline strategy.split=[norm]",
             "strategy=pipeline: the model takes str; only tensors can be cut into micro-batches",
+        ),
+        (
+            Keywords(),
+            "strategy=model_parallel",
+            "strategy=model_parallel: the job overrides Job.forward, which needs the whole model on a worker; use "
+            "strategy=ddp, or let Job.model return",
         ),
         (Rows(), "strategy=pipeline strategy.split=[9]", "strategy.split=[9]: 9: no such layer"),
     ],

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, default_collate
 
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
-from orchestrator.model.batch import to_device
+from orchestrator.model.batch import split_batch, to_device
 from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.stages import Shared, Stage, state_of
 from orchestrator.planning.layout import Layout
@@ -109,7 +109,7 @@ class Pipeline(OptimizerStep):
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context = self.context
         collate = self.job.collate or default_collate
-        inputs, target = to_device(collate([train_set[0]] * self._rows), context.device)
+        inputs, target = split_batch(to_device(collate([train_set[0]] * self._rows), context.device))
         self._builder = StageBuilder.outline(
             self.job,
             inputs,
@@ -187,7 +187,7 @@ class Pipeline(OptimizerStep):
         )
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        return self._connected.chain.evaluate(to_device(batch, self.context.device), valid)
+        return self._connected.chain.evaluate(split_batch(to_device(batch, self.context.device)), valid)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         context, sharing = self.context, self._connected.sharing

@@ -9,6 +9,7 @@ from torch.utils.data import default_collate
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
+from orchestrator.model.batch import split_batch
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
 from orchestrator.model.partial_init import FakeModel
@@ -33,6 +34,12 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     Returns:
         Notes for the user, printed with the plan.
     """
+    if type(job).forward is not Job.forward:
+        errors.append(
+            f"strategy={config.strategy.name}: the job overrides Job.forward, which needs the whole model on a worker; "
+            "use strategy=ddp, or let Job.model return an nn.Module that takes the input of a batch as it is"
+        )
+        return ()
     strategy, layout = config.strategy, plan.pipeline
     assert layout is not None
     assert isinstance(strategy, StagedConfig)
@@ -41,7 +48,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     split = () if strategy.split == "auto" else strategy.split
     collate = job.collate or default_collate
     try:
-        inputs, _ = collate([job.dataset("train")[0]] * rows)
+        inputs, _ = split_batch(collate([job.dataset("train")[0]] * rows))
         sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split, job=job)
         layer_errors = _layer_errors(sequence, plan, size_key)
         if strategy.split != "auto" and not layer_errors:

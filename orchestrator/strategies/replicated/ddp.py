@@ -25,7 +25,7 @@ from orchestrator.state.transport import broadcast_state
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average_in
-from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.strategies.replicated.whole_model import WholeModel, forward_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class DDP(WholeModel):
         # At this level, DDP's errors name the parameters concerned.
         dist.set_debug_level(dist.DebugLevel.INFO)
         replica = DistributedDataParallel(
-            self.model,
+            forward_module(self.job, self.model),
             device_ids=None if self.context.device.type == "cpu" else [self.context.device],
             bucket_cap_mb=options.bucket_mb,
             find_unused_parameters=options.find_unused_parameters,
@@ -136,7 +136,7 @@ class DDP(WholeModel):
         """
         if self.replica is None:
             return
-        self.forward_model = self.model
+        self.forward_model = forward_module(self.job, self.model)
         release_ddp(self.replica)
         self.replica = None
 

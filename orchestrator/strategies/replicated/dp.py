@@ -16,16 +16,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import pytree
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows
+from orchestrator.model.batch import first_rows, num_rows, split_batch, tensors_in
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums, StepResult
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.replicas import Replicas, num_rows
+from orchestrator.strategies.replicated.replicas import Replicas
 from orchestrator.strategies.replicated.whole_model import WholeModel, weighted
 
 
@@ -82,7 +81,7 @@ class DP(WholeModel):
         return {"dp/gathered_bytes": Metric(gathered, "sum")}
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        return super().evaluate(first_rows(batch, valid), valid)
+        return super().evaluate(first_rows(split_batch(batch), valid), valid)
 
     def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
         if self._options.loss_on == "device0":
@@ -97,6 +96,18 @@ class DP(WholeModel):
         losses = self._gather(self._replicas.apply(summed_loss, pieces, targets, weights))
         total: Tensor = losses.sum() / sum(weights)
         return total
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        """Return the mean loss. A loss that the model computes is gathered as one mean per replica."""
+        loss = self.job.loss(output, target)
+        if loss.numel() == 1:
+            return loss
+        assert self._replicas is not None
+        weights = [self._weight_of(piece) for piece in self._replicas.scatter(target)]
+        if loss.shape != (len(weights),):
+            raise ValueError(f"Job.loss returned a tensor of shape {tuple(loss.shape)}; return the mean, a scalar")
+        total: Tensor = torch.stack([weighted(mean, w) for mean, w in zip(loss, weights, strict=True)]).sum()
+        return total / sum(weights)
 
     def _evaluated(self, inputs: Any) -> Any:
         before = self._gathered_bytes
@@ -113,7 +124,7 @@ class DP(WholeModel):
         return out
 
     def _apply(self, replica: nn.Module, piece: Any) -> Any:
-        out = replica(piece)
+        out = self.job.forward(replica, piece)
         if self._options.verbose:
             print(f"in a replica: input {_sizes(piece)}, output {_sizes(out)}", flush=True)
         return out
@@ -121,7 +132,7 @@ class DP(WholeModel):
     def _gather(self, outputs: list[Any]) -> Any:
         assert self._replicas is not None
         out = self._replicas.gather(outputs)
-        self._gathered_bytes += sum(t.nbytes for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
+        self._gathered_bytes += sum(t.nbytes for t in tensors_in(out))
         return out
 
     def _weight_of(self, target: Any) -> float | Tensor:
@@ -129,8 +140,8 @@ class DP(WholeModel):
         weight = self.job.weight(target)
         if weight is not None:
             return weight
-        return num_rows(target)
+        return num_rows(target) or 0
 
 
 def _sizes(value: Any) -> str:
-    return ", ".join(str(list(t.shape)) for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+    return ", ".join(str(list(t.shape)) for t in tensors_in(value))

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import replicate
 
-from orchestrator.compat.torch import data_parallel_replica, own_buffers, own_children, own_parameters, pytree
-from orchestrator.model.batch import to_device
+from orchestrator.compat.torch import data_parallel_replica, own_buffers, own_children, own_parameters
+from orchestrator.model.batch import join, num_rows, rows_between, to_device
 
 
 class Replicas:
@@ -33,13 +33,13 @@ class Replicas:
         Returns:
             Consecutive pieces of nearly equal size; fewer than there are devices if there are too few rows.
         """
-        sizes = [len(piece) for piece in torch.arange(num_rows(value)).chunk(len(self._devices))]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-
-        def rows(start: int, size: int) -> Any:
-            return pytree.tree_map_only(Tensor, lambda t: t[start : start + size], value)
-
-        pieces = [rows(start, size) for start, size in zip(starts, sizes, strict=True)]
+        rows = num_rows(value)
+        if rows is None:
+            raise ValueError("the batch has no tensors that strategy=dp could divide among the devices")
+        pieces = [
+            rows_between(value, int(numbers[0]), int(numbers[-1]) + 1)
+            for numbers in torch.arange(rows).chunk(len(self._devices))
+        ]
         return [to_device(piece, device) for piece, device in zip(pieces, self._devices, strict=False)]
 
     def apply(self, function: Callable[..., Any], *pieces: Sequence[Any]) -> list[Any]:
@@ -62,13 +62,8 @@ class Replicas:
         return [future.result() for future in futures]
 
     def gather(self, outputs: Sequence[Any]) -> Any:
-        """Concatenate outputs of the same structure on the first device; scalars are stacked."""
-
-        def join(*tensors: Any) -> Any:
-            moved = [t.to(self._devices[0]) for t in tensors]
-            return torch.stack(moved) if moved[0].ndim == 0 else torch.cat(moved)
-
-        return pytree.tree_map(join, *outputs)
+        """Join outputs of the same structure on the first device, as ``model.batch.join`` does."""
+        return join(outputs, self._devices[0])
 
     def close(self) -> None:
         """Stop the threads without waiting for them."""
@@ -95,8 +90,3 @@ def _copy_of(model: nn.Module, *, clone_buffers: bool) -> nn.Module:
     for module, copy in copies.items():
         own_children(copy).update({n: None if c is None else copies[c] for n, c in own_children(module).items()})
     return copies[model]
-
-
-def num_rows(value: Any) -> int:
-    """Return the size of the first dimension of nested tensors."""
-    return len(next(t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)))

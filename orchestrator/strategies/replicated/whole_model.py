@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.model.batch import first_rows, to_device
+from orchestrator.job import Job
+from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows, split_batch, to_device
 from orchestrator.planning.mesh import even_shares
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
@@ -28,19 +29,26 @@ class WholeModel(OptimizerStep):
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
         self.model = self.job.model().to(self.context.device)
-        self.forward_model: nn.Module = self.model
+        self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.job.optimizer(self.parameters)
         self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        inputs, target = to_device(batch, self.context.device)
+        inputs, target = split_batch(to_device(batch, self.context.device))
+        rows = num_rows((inputs, target))
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
-            output, target = first_rows(self._evaluated(inputs), valid), first_rows(target, valid)
+            output = self._evaluated(inputs)
+            if rows is not None and valid < rows:
+                if has_row_per_sample(output, rows):
+                    output = first_rows(output, valid)
+                else:  # for example a loss that the model has computed over the padding as well
+                    output = self._evaluated(first_rows(inputs, valid))
+                target = first_rows(target, valid)
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
-            loss = weighted(self.job.loss(output, target), weight)
+            loss = weighted(self._loss(output, target), weight)
             metrics = dict(self.job.metrics(output, target))
         self.model.train()
         return EvalSums(loss_sum=loss, weight=torch.as_tensor(float(weight)), metrics=metrics)
@@ -95,10 +103,13 @@ class WholeModel(OptimizerStep):
         return self.forward_model(inputs)
 
     def _evaluated(self, inputs: Any) -> Any:
-        return self.model(inputs)
+        return self.job.forward(self.model, inputs)
 
     def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
-        return self.job.loss(self._forward(inputs), target)
+        return self._loss(self._forward(inputs), target)
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        return self.job.loss(output, target)
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
         return weight
@@ -113,6 +124,23 @@ class WholeModel(OptimizerStep):
     def _gradient_sync(self, last: bool) -> Iterator[None]:
         """Wrap the forward and backward pass of a slice; ``last`` is True for the last slice of the step."""
         yield
+
+
+class _JobForward(nn.Module):
+    """``Job.forward`` as a module of one argument, for ``DistributedDataParallel``, which has to see each call."""
+
+    def __init__(self, job: Job, model: nn.Module):
+        super().__init__()
+        self.job = job
+        self.model = model
+
+    def forward(self, inputs: Any) -> Any:
+        return self.job.forward(self.model, inputs)
+
+
+def forward_module(job: Job, model: nn.Module) -> nn.Module:
+    """Return a module that is called with a batch's input: ``model``, unless the job overrides ``forward``."""
+    return model if type(job).forward is Job.forward else _JobForward(job, model)
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
