@@ -66,7 +66,7 @@ Line = tuple[str, str]
 
 _REFRESH_PER_S = 4
 _LINE_INTERVAL_S = 1.0
-_LOG_TAIL_LINES = 20
+_LOG_TAIL_LINES = 60
 _VERDICT_STYLES = {"FINISHED": "bold green", "KILLED": "bold yellow"}
 
 
@@ -299,7 +299,8 @@ def _straggler(event: StragglerFound) -> str:
     compute = f"it computes {event.compute_ms:.3g} ms per step (the others {event.others_compute_ms:.3g} ms)"
     data = f"waits {event.data_wait_ms:.3g} ms for data (the others {event.others_data_wait_ms:.3g} ms)"
     rank = f"{event.display_name} on {event.node}"
-    return f"warning: {rank} is {event.slower_by:.1f} times slower than the others: {compute} and {data}"
+    cost = f"which costs the run {event.throughput_loss:.0%} of its throughput"
+    return f"warning: {rank} is {event.slower_by:.1f} times slower than the others, {cost}: {compute} and {data}"
 
 
 def _recovered(event: Recovered) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from orchestrator.driver.calls import GangError, cause_of_death, check_ray
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.growth import Growth
-from orchestrator.driver.node_watch import NodeWatch
+from orchestrator.driver.node_watch import NodeWatch, kernel_oom_kills
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.planning.faults import Fault
@@ -27,7 +28,7 @@ from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan
 from orchestrator.protocol.events import Event, GenerationStarted, StopRequested
 from orchestrator.protocol.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
 from orchestrator.records.lease import Lease
-from orchestrator.records.run_dir import RunDir, write_json
+from orchestrator.records.run_dir import RunDir, crash_report, write_json
 from orchestrator.worker.actor import Worker
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
@@ -85,6 +86,7 @@ class Generation:
         self._silent_since: dict[int, float] = {}
         self._unreachable: tuple[str, ...] = ()
         self._hang_detector = HangDetector(self._config.recovery)
+        self._oom_kills = kernel_oom_kills()
 
     def begin(
         self,
@@ -247,7 +249,15 @@ class Generation:
 
     def _record_death(self, member: Member, error: Exception) -> None:
         info = member.info
-        failure = death(cause_of_death(error), pid=info.pid, hostname=info.hostname, time=time.time())
+        oom_kills = kernel_oom_kills() if info.hostname == socket.gethostname() else None
+        failure = death(
+            cause_of_death(error),
+            pid=info.pid,
+            hostname=info.hostname,
+            time=time.time(),
+            crash_report=crash_report(self._run_dir.log_file(member.global_rank), info.pid),
+            kernel_oom_kill=None not in (oom_kills, self._oom_kills) and oom_kills != self._oom_kills,
+        )
         self._record_failure(member.global_rank, failure)
 
     def _record_failure(self, rank: int, failure: Failure) -> None:

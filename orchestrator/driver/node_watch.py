@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +23,18 @@ class NodeProbe:
 
     def ping(self) -> None:
         """Answer."""
+
+
+def kernel_oom_kills() -> int | None:
+    """Return how many processes of this machine its kernel has killed for lack of memory, also within a cgroup's limit.
+
+    None if the kernel does not tell.
+    """
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counters["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 class NodeWatch:

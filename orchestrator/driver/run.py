@@ -38,10 +38,10 @@ from orchestrator.protocol.events import (
     WorkerFailed,
     WorkerLost,
 )
-from orchestrator.protocol.messages import Failure, WorkerEnvironment
+from orchestrator.protocol.messages import WorkerEnvironment
 from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.records.lease import Lease
-from orchestrator.records.run_dir import CRASH, RunDir, log_tail
+from orchestrator.records.run_dir import RunDir, log_tail
 from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
 from orchestrator.timeline.spans import Timeline
 from orchestrator.tracking.uploader import Uploader
@@ -237,9 +237,10 @@ class Run:
                 rank=rank,
                 display_name=self._plan.display_name(rank),
                 step=generation.last_step(),
-                reason=self._redact(self._message(rank, failure)),
+                reason=self._redact(failure.message),
                 traceback=self._redact(failure.traceback),
                 log=str(self.spec.run_dir.log_file(rank)),
+                log_tail=self._redact(failure.log_tail),
             )
         )
 
@@ -314,25 +315,18 @@ class Run:
         name, step = self._plan.display_name(rank), generation.outcomes[rank].step
         failure = generation.failure(rank)
         log = self.spec.run_dir.log_file(rank)
-        message = self._message(rank, failure)
         self._events.emit(
             WorkerFailed(
                 rank=rank,
                 display_name=name,
                 step=step,
-                reason=self._redact(message),
+                reason=self._redact(failure.message),
                 traceback=self._redact(failure.traceback),
                 log=str(log),
                 log_tail=self._redact(failure.log_tail or log_tail(log)),
             )
         )
-        return self._failed(f"{name} failed at step {step}: {message}" + (f" ({why})" if why else ""))
-
-    def _message(self, rank: int, failure: Failure) -> str:
-        """The message of a failure, with the crash of the process if its log shows one."""
-        tail = failure.log_tail or log_tail(self.spec.run_dir.log_file(rank))
-        crash = f": {tail.splitlines()[0]}" if not failure.traceback and tail.startswith(CRASH) else ""
-        return failure.message + crash
+        return self._failed(f"{name} failed at step {step}: {failure.message}" + (f" ({why})" if why else ""))
 
     def _conclude(self, generation: Generation) -> RunResult:
         rank_0 = generation.outcomes.get(0)

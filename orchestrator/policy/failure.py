@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from orchestrator.protocol.messages import Failure, Outcome
@@ -10,11 +12,33 @@ from orchestrator.protocol.messages import Failure, Outcome
 CauseOfDeath = Literal["out of memory", "node lost", "unknown"]
 """What Ray knows about the death of a process; it knows the cause only if it killed the process itself."""
 
+_LESS_MEMORY = "lower the batch size or the model size"
 _DEATHS: dict[CauseOfDeath, str] = {
-    "out of memory": "was killed by Ray, because the node ran out of memory; lower the batch size or the model size",
+    "out of memory": f"was killed by Ray, because the node ran out of memory; {_LESS_MEMORY}",
     "node lost": "was lost with its node",
-    "unknown": "died (killed from outside, out of memory, or crashed)",
+    "unknown": (
+        "died without a report: killed by SIGKILL from outside or by the kernel's out-of-memory killer, or ended by "
+        "os._exit"
+    ),
 }
+_KERNEL_OOM = (
+    "died without a report, and the kernel's out-of-memory killer has ended a process on this node meanwhile: "
+    f"probably this one; {_LESS_MEMORY}"
+)
+
+_SIGNALS = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Illegal instruction": "SIGILL",
+    "Floating point exception": "SIGFPE",
+    "Floating-point exception": "SIGFPE",
+}
+"""By the name that faulthandler gives a signal."""
+_FATAL_ERROR = re.compile(r"Fatal Python error: (.*)")
+_CRASHED_FRAME = re.compile(
+    r"^(?:Current thread|Thread) .*\(most recent call first\):\n\s+File \"(.*)\", line (\d+) in (.*)", re.M
+)
 
 
 def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
@@ -26,9 +50,45 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
     return min(failed, key=failed.__getitem__, default=None)
 
 
-def death(cause: CauseOfDeath, *, pid: int, hostname: str, time: float) -> Failure:
-    """Describe a process that died. ``time`` is in seconds since the epoch, here and below."""
-    return _seen_by_driver(f"its process {pid} on {hostname} {_DEATHS[cause]}", time)
+def death(
+    cause: CauseOfDeath,
+    *,
+    pid: int,
+    hostname: str,
+    time: float,
+    crash_report: str = "",
+    kernel_oom_kill: bool = False,
+) -> Failure:
+    """Describe a process that died.
+
+    Args:
+        cause: what Ray says.
+        pid: the process.
+        hostname: its node.
+        time: in seconds since the epoch, here and below.
+        crash_report: what its fault handlers have written into its log; empty if nothing.
+        kernel_oom_kill: whether the out-of-memory killer of the kernel was at work on the node.
+    """
+    what = _DEATHS[cause]
+    if cause == "unknown" and crash_report:
+        what = f"crashed: {describe_crash(crash_report)}"
+    elif cause == "unknown" and kernel_oom_kill:
+        what = _KERNEL_OOM
+    return replace(_seen_by_driver(f"its process {pid} on {hostname} {what}", time), log_tail=crash_report)
+
+
+def describe_crash(report: str) -> str:
+    """Return the signal that ended a process, and the innermost Python frame, out of its crash report.
+
+    Args:
+        report: what the fault handlers of the process have written.
+    """
+    errors = _FATAL_ERROR.findall(report)
+    signals = [f"{_SIGNALS[e]} ({e})" for e in errors if e in _SIGNALS]
+    what = [e for e in errors if e not in _SIGNALS][:1] + signals[-1:]
+    frame = _CRASHED_FRAME.search(report)
+    where = f" in {frame[3]} ({frame[1]}, line {frame[2]})" if frame else ""
+    return ", ".join(what) + where
 
 
 def silence(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failure:

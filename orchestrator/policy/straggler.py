@@ -1,25 +1,40 @@
-"""Which rank is persistently slower than the others, not counting the time it waits for them. Pure."""
+"""Which rank is persistently slower than the others, not counting the time it waits for them. Pure.
+
+A busy machine slows down each rank in turn, so a rank is blamed only if it has been the slow one nearly all of the time
+for :data:`MIN_SLOW_S`, and if the run would be noticeably faster without the delay.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from orchestrator.protocol.messages import TrainPoint
 
 MIN_SLOWDOWN = 1.5
 """A straggler's step takes at least this many times the median of the others."""
-MIN_DIFFERENCE_MS = 2.0
-"""Ignore smaller differences per step: other processes on the machine cause them, on changing ranks."""
-MIN_POINTS = 2
-MIN_STEPS = 10
-"""A straggler is slower in this many consecutive logged points, which cover this many steps in total."""
+MIN_SLOW_S = 10.0
+"""A straggler has been slow for this many seconds of training."""
+MIN_SLOW_STEPS = 20
+MIN_PERIOD_S = 0.5
+"""Shorter points are judged together with the next ones, because the times of a few steps contain more noise."""
+MIN_SLOW_PERIODS = 2
+"""A straggler has been slow in this many periods: a single long pause slows down only one."""
+MIN_SLOW_SHARE = 0.8
+"""The share of the time, 0 to 1, in which it was slow, counted from the first of the periods in which it was."""
+MIN_THROUGHPUT_LOSS = 0.1
+"""A straggler costs at least this share of the run's throughput, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A slow rank: its mean times per step, in milliseconds, and the median of those of the others."""
+    """A slow rank: its mean times per step, in milliseconds, and the medians of those of the others.
+
+    ``throughput_loss`` is the share of the run's throughput, 0 to 1, that would be gained if its steps took the median
+    time of the others.
+    """
 
     rank: int
     step: int
@@ -27,6 +42,7 @@ class Straggler:
     others_compute_ms: float
     data_wait_ms: float
     others_data_wait_ms: float
+    throughput_loss: float
 
     @property
     def slower_by(self) -> float:
@@ -36,13 +52,41 @@ class Straggler:
 
 @dataclass(frozen=True)
 class _Times:
+    """A rank's times, summed over ``steps``; ``total_ms`` includes waiting for other ranks."""
+
+    steps: int
+    total_ms: float
     compute_ms: float
     data_wait_ms: float
-    steps: int
 
     @property
     def own_ms(self) -> float:
         return self.compute_ms + self.data_wait_ms
+
+    def __add__(self, other: _Times) -> _Times:
+        return _Times(
+            self.steps + other.steps,
+            self.total_ms + other.total_ms,
+            self.compute_ms + other.compute_ms,
+            self.data_wait_ms + other.data_wait_ms,
+        )
+
+
+@dataclass(frozen=True)
+class _Period:
+    """One or more consecutive points: the times of each rank, and which rank was slow; None if they were even."""
+
+    step: int
+    times: Mapping[int, _Times]
+    slow: int | None
+
+    @property
+    def steps(self) -> int:
+        return max(t.steps for t in self.times.values())
+
+    @property
+    def seconds(self) -> float:
+        return max(t.total_ms for t in self.times.values()) / 1e3
 
 
 class StragglerWatch:
@@ -50,54 +94,102 @@ class StragglerWatch:
 
     def __init__(self, world_size: int):
         self._world_size = world_size
-        self._points: dict[int, dict[int, _Times]] = defaultdict(dict)
-        self._slow_points: dict[int, list[int]] = defaultdict(list)  # by rank: the steps of each consecutive point
+        self._points: dict[int, dict[int, _Times]] = {}
+        self._begun: dict[int, _Times] = {}  # the period that is still too short
+        self._periods: deque[_Period] = deque()  # the newest, as many as it takes to judge
         self._reported: set[int] = set()
 
     def add(self, rank: int, point: TrainPoint) -> Straggler | None:
         """Add one rank's part of a logged point; returns a new straggler once the parts of all ranks show one."""
         if not point.step_ms or self._world_size < 2:
             return None
-        parts = self._points[point.step]
+        parts = self._points.setdefault(point.step, {})
         parts[rank] = _times(point)
         if len(parts) < self._world_size:
             return None
         del self._points[point.step]
-        return self._judge(point.step, parts)
+        times = {r: t + self._begun[r] if r in self._begun else t for r, t in parts.items()}
+        period = _Period(point.step, times, _slow_rank(times))
+        self._begun = times if period.seconds < MIN_PERIOD_S else {}
+        if self._begun:
+            return None
+        self._periods.append(period)
+        self._drop_old_periods()
+        self._reported &= {p.slow for p in self._periods if p.slow is not None}
+        return self._judge()
 
     def forget(self, rank: int) -> None:
         """Discard what is known about a rank, which has a new worker."""
         self._points.clear()
-        self._slow_points.pop(rank, None)
+        self._begun = {}
+        self._periods = deque(replace(p, slow=None) if p.slow == rank else p for p in self._periods)
         self._reported.discard(rank)
 
-    def _judge(self, step: int, parts: dict[int, _Times]) -> Straggler | None:
-        slowest = max(parts, key=lambda r: parts[r].own_ms)
-        others = [t for r, t in parts.items() if r != slowest]
-        usual_ms = statistics.median(t.own_ms for t in others)
-        slow = parts[slowest].own_ms > max(MIN_SLOWDOWN * usual_ms, usual_ms + MIN_DIFFERENCE_MS)
-        for rank in parts:
-            if rank != slowest or not slow:
-                self._slow_points.pop(rank, None)
-                self._reported.discard(rank)
-        if not slow:
+    def _drop_old_periods(self) -> None:
+        """Keep the newest periods in which a straggler could have been slow for long enough."""
+        seconds, steps = sum(p.seconds for p in self._periods), sum(p.steps for p in self._periods)
+        while len(self._periods) > MIN_SLOW_PERIODS:
+            seconds, steps = seconds - self._periods[0].seconds, steps - self._periods[0].steps
+            if seconds * MIN_SLOW_SHARE < MIN_SLOW_S or steps * MIN_SLOW_SHARE < MIN_SLOW_STEPS:
+                return
+            self._periods.popleft()
+
+    def _judge(self) -> Straggler | None:
+        """Return the rank that is slow in the newest period, if it has been for long enough and is a new one."""
+        rank = self._periods[-1].slow
+        if rank is None or rank in self._reported:
             return None
-        row = self._slow_points[slowest]
-        row.append(parts[slowest].steps)
-        if slowest in self._reported or len(row) < MIN_POINTS or sum(row) < MIN_STEPS:
-            return None
-        self._reported.add(slowest)
-        return Straggler(
-            rank=slowest,
-            step=step,
-            compute_ms=parts[slowest].compute_ms,
-            others_compute_ms=statistics.median(t.compute_ms for t in others),
-            data_wait_ms=parts[slowest].data_wait_ms,
-            others_data_wait_ms=statistics.median(t.data_wait_ms for t in others),
-        )
+        total_s = slow_s = 0.0
+        slow: list[_Period] = []
+        for period in reversed(self._periods):
+            total_s += period.seconds
+            if period.slow != rank:
+                continue
+            slow.append(period)
+            slow_s += period.seconds
+            if slow_s < MIN_SLOW_S or slow_s < MIN_SLOW_SHARE * total_s:
+                continue
+            if len(slow) < MIN_SLOW_PERIODS or sum(p.steps for p in slow) < MIN_SLOW_STEPS:
+                continue
+            straggler = _describe(rank, slow, total_s)
+            if straggler.throughput_loss >= MIN_THROUGHPUT_LOSS:
+                self._reported.add(rank)
+                return straggler
+        return None
 
 
 def _times(point: TrainPoint) -> _Times:
-    own_ms = statistics.fmean(point.step_ms) * (1 - (point.comm_share or 0.0))
-    data_wait_ms = min(point.data_wait_ms, own_ms)
-    return _Times(compute_ms=own_ms - data_wait_ms, data_wait_ms=data_wait_ms, steps=len(point.step_ms))
+    total_ms = sum(point.step_ms)
+    own_ms = total_ms * (1 - (point.comm_share or 0.0))
+    data_wait_ms = min(point.data_wait_ms * len(point.step_ms), own_ms)
+    return _Times(len(point.step_ms), total_ms, own_ms - data_wait_ms, data_wait_ms)
+
+
+def _slow_rank(times: Mapping[int, _Times]) -> int | None:
+    """Return the slowest rank if it is :data:`MIN_SLOWDOWN` times slower than the others; None otherwise."""
+    slowest = max(times, key=lambda r: times[r].own_ms)
+    usual_ms = statistics.median(t.own_ms for r, t in times.items() if r != slowest)
+    return slowest if times[slowest].own_ms > MIN_SLOWDOWN * usual_ms else None
+
+
+def _describe(rank: int, slow: list[_Period], total_s: float) -> Straggler:
+    """Return the times of ``rank`` in the periods in which it was slow, the newest first, out of ``total_s`` seconds.
+
+    The others' part is the sum of their medians.
+    """
+    steps = sum(p.steps for p in slow)
+    own = [p.times[rank] for p in slow]
+    others = [[t for r, t in p.times.items() if r != rank] for p in slow]
+    compute_ms, data_wait_ms = sum(t.compute_ms for t in own), sum(t.data_wait_ms for t in own)
+    others_compute_ms = sum(statistics.median(t.compute_ms for t in ts) for ts in others)
+    others_data_wait_ms = sum(statistics.median(t.data_wait_ms for t in ts) for ts in others)
+    delay_ms = compute_ms + data_wait_ms - others_compute_ms - others_data_wait_ms
+    return Straggler(
+        rank=rank,
+        step=slow[0].step,
+        compute_ms=compute_ms / steps,
+        others_compute_ms=others_compute_ms / steps,
+        data_wait_ms=data_wait_ms / steps,
+        others_data_wait_ms=others_data_wait_ms / steps,
+        throughput_loss=delay_ms / 1e3 / total_s,
+    )

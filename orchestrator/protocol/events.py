@@ -163,13 +163,15 @@ class WorkerLost(Event):
     reason: str
     traceback: str
     log: str
+    log_tail: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerFound(Event):
     """A rank is persistently slower than the others.
 
-    Times are means per step; those of the others are medians over the other ranks.
+    Times are means per step; those of the others are medians over the other ranks. ``throughput_loss`` is the share of
+    the run's throughput, 0 to 1, that this rank costs.
     """
 
     rank: int
@@ -181,6 +183,7 @@ class StragglerFound(Event):
     others_compute_ms: float
     data_wait_ms: float
     others_data_wait_ms: float
+    throughput_loss: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import socket
 import sys
@@ -28,14 +27,14 @@ from orchestrator.protocol.messages import (
     WorkerEnvironment,
     WorkerInfo,
 )
-from orchestrator.records.run_dir import RunDir, log_tail
+from orchestrator.records.run_dir import RunDir, log_header, log_tail
 from orchestrator.strategies import registry
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
 from orchestrator.worker.loop import Loop, context_of
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
-from orchestrator.worker.process import allocator, connections
+from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.stacks import all_stacks
 
@@ -248,7 +247,8 @@ def _redirect_output(path: Path) -> None:
     with path.open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    faulthandler.enable()
+    os.write(2, log_header(os.getpid(), socket.gethostname()).encode())
+    crash_reports.enable()
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 

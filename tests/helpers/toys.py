@@ -54,6 +54,7 @@ DDP = DDPConfig(
     comm_hook="none",
     powersgd_rank=4,
     find_unused_parameters=False,
+    sync_batchnorm=False,
 )
 CLUSTER = schema.ClusterConfig(
     address=None,

@@ -29,16 +29,17 @@ def test_death_of_a_process_is_named(run: Callable[..., Any]) -> None:
     result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=kill")
     assert (result.status, result.exit_code) == ("FAILED", 1)
     assert result.reason.startswith("rank 1 failed at step")
-    assert "died (killed from outside" in result.reason
+    assert "died without a report: killed by SIGKILL from outside" in result.reason
 
 
-def test_crash_shows_where_it_was(run: Callable[..., Any]) -> None:
+def test_crash_names_the_signal_and_shows_both_stacks(run: Callable[..., Any]) -> None:
     result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=segfault")
     assert result.exit_code == 1
     (failure,) = events(result.run_dir, "worker_failed")
     assert failure["rank"] == 1
-    assert "Segmentation fault" in result.reason
+    assert "crashed: SIGSEGV (Segmentation fault) in string_at" in result.reason
     assert "faulty_jobs.py" in failure["log_tail"]
+    assert "ffi_call" in failure["log_tail"]
 
 
 def test_unreadable_sample_is_named(run: Callable[..., Any]) -> None:

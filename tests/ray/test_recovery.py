@@ -88,6 +88,10 @@ def test_every_kind_of_failure_is_outlived(run: Any, reference: Any, kind: str) 
     assert result.summary["steps_lost"] == 0
     (lost,) = events(result.run_dir, "worker_lost")
     assert lost["rank"] == 1
+    if kind == "segv":
+        assert "crashed: SIGSEGV (Segmentation fault) in string_at" in lost["reason"]
+        assert "fault_injection.py" in lost["log_tail"], "the Python stack"
+        assert "ffi_call" in lost["log_tail"], "the C stack"
     if kind in ("stop", "sleep", "gil"):
         assert "no progress for" in lost["reason"]
         stacks = (result.run_dir / "logs" / "stacks-generation-1.txt").read_text()
@@ -172,21 +176,23 @@ def test_a_stage_gets_its_state_from_its_replica(run: Any, reference: Any) -> No
     assert [(e["step"], e["in_place"]) for e in events(result.run_dir, "recovered")] == [(12, True), (18, True)]
 
 
-def test_a_straggler_is_named_within_twenty_steps(run: Any) -> None:
-    result = run(
-        "job._target_=helpers.straggling_job.Straggling", "train.steps=40", "train.log_every=5", "train.eval_every=0"
-    )
+@pytest.mark.campaign
+def test_a_straggler_is_named_after_ten_seconds(run: Any) -> None:
+    words = ("train.steps=36", "train.log_every=2", "train.eval_every=0")
+    result = run("job._target_=helpers.straggling_job.Straggling", *words)
     assert result.exit_code == 0, result.reason
     (found,) = events(result.run_dir, "straggler_found")
     assert (found["rank"], found["node"]) == (1, "node_0")
-    assert found["step"] <= 10 + 20, "ten steps warm up"
+    assert 10 + 20 <= found["step"] <= 36, "ten steps warm up"
     assert found["slower_by"] > 2
-    assert found["compute_ms"] > 25 > found["data_wait_ms"]
+    assert found["throughput_loss"] > 0.5
+    assert found["compute_ms"] > 400 > found["data_wait_ms"]
 
 
+@pytest.mark.campaign
 def test_a_straggler_is_replaced_where_that_is_wished(run: Any, tmp_path: Path) -> None:
     job = ("job._target_=helpers.straggling_job.SlowProcess", f"job.who={tmp_path / 'who'}")
-    words = ("train.steps=120", "train.log_every=5", "train.eval_every=0", "recovery.replace_stragglers=true")
+    words = ("train.steps=60", "train.log_every=2", "train.eval_every=0", "recovery.replace_stragglers=true")
     result = run(*job, *words)
     assert result.exit_code == 0, result.reason
     (lost,) = events(result.run_dir, "worker_lost")

@@ -213,7 +213,7 @@ def test_every_event_has_words() -> None:
 
 
 def test_a_recovery_says_what_happened_and_what_it_cost() -> None:
-    lost = WorkerLost(rank=1, display_name="rank 1", step=412, reason="it died", traceback="", log="")
+    lost = WorkerLost(rank=1, display_name="rank 1", step=412, reason="it died", traceback="", log="", log_tail="")
     in_place = Recovered(
         generation=2, step=412, steps_lost=0, replaced=(1,), in_place=True, seconds=0.2,
         num_workers=2, num_workers_before=2,
@@ -231,11 +231,11 @@ def test_a_recovery_says_what_happened_and_what_it_cost() -> None:
 def test_a_straggler_is_named_with_its_times() -> None:
     found = StragglerFound(
         rank=1, display_name="rank 1", node="node-b", step=50, slower_by=2.0,
-        compute_ms=6.0, others_compute_ms=3.0, data_wait_ms=0.0, others_data_wait_ms=0.01,
+        compute_ms=6.0, others_compute_ms=3.0, data_wait_ms=0.0, others_data_wait_ms=0.01, throughput_loss=0.5,
     )  # fmt: skip
     assert "".join(printed(found)) == (
-        "warning: rank 1 on node-b is 2.0 times slower than the others: it computes 6 ms per step (the others 3 ms) "
-        "and waits 0 ms for data (the others 0.01 ms)"
+        "warning: rank 1 on node-b is 2.0 times slower than the others, which costs the run 50% of its throughput: "
+        "it computes 6 ms per step (the others 3 ms) and waits 0 ms for data (the others 0.01 ms)"
     )
 
 

@@ -11,8 +11,7 @@ from orchestrator.config.schema import RecoveryConfig
 from orchestrator.planning.faults import Fault, parse, planned, without_next
 from orchestrator.policy.hang import HangDetector, culprit
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoverableSteps, RecoveryPlan, decide, newest_state
-from orchestrator.policy.straggler import Straggler, StragglerWatch
-from orchestrator.protocol.messages import Heartbeat, Phase, TrainPoint
+from orchestrator.protocol.messages import Heartbeat, Phase
 
 CONFIG = RecoveryConfig(
     max_failures=10,
@@ -190,47 +189,3 @@ def test_a_error_strikes_once() -> None:
     first, second, others = (parse(word) for word in ("kill@10:1", "kill@20:1", "kill@5:0"))
     assert without_next([second, first, others], 1) == (second, others)
     assert without_next([others], 1) == (others,)
-
-
-# Stragglers ---------------------------------------------------------------------------------------
-
-
-def times(step: int, step_ms: float, *, comm_share: float = 0.0, data_wait_ms: float = 0.0) -> TrainPoint:
-    return TrainPoint(
-        step=step, time=0.0, loss_sum=0.0, weight=1.0,
-        step_ms=(step_ms,) * 5, data_wait_ms=data_wait_ms, comm_share=comm_share,
-    )  # fmt: skip
-
-
-def watched(*rounds: tuple[TrainPoint, TrainPoint, TrainPoint]) -> list[Straggler]:
-    watch = StragglerWatch(3)
-    found = [watch.add(rank, point) for parts in rounds for rank, point in enumerate(parts)]
-    return [straggler for straggler in found if straggler is not None]
-
-
-def slow_round(step: int) -> tuple[TrainPoint, TrainPoint, TrainPoint]:
-    """All take 40 ms, of which ranks 0 and 1 wait three quarters for rank 2, which waits 30 ms for data."""
-    waiting = times(step, 40.0, comm_share=0.75)
-    return waiting, waiting, times(step, 40.0, data_wait_ms=30.0)
-
-
-def even_round(step: int) -> tuple[TrainPoint, TrainPoint, TrainPoint]:
-    return times(step, 40.0), times(step, 50.0), times(step, 45.0)
-
-
-def test_a_rank_that_is_slower_twice_in_a_row_is_named_with_what_it_spends_its_time_on() -> None:
-    (found,) = watched(slow_round(5), slow_round(10), slow_round(15))
-    assert (found.rank, found.step) == (2, 10)
-    assert (found.compute_ms, found.others_compute_ms) == pytest.approx((10.0, 10.0))
-    assert (found.data_wait_ms, found.others_data_wait_ms) == pytest.approx((30.0, 0.0))
-    assert found.slower_by == pytest.approx(4.0)
-
-
-def test_passing_slowness_names_nobody() -> None:
-    assert watched(slow_round(5), even_round(10), slow_round(15), even_round(20)) == []
-    assert watched(even_round(5), even_round(10), even_round(15)) == []
-
-
-def test_it_is_named_again_after_it_was_itself() -> None:
-    rounds = [slow_round(5), slow_round(10), even_round(15), slow_round(20), slow_round(25)]
-    assert [found.step for found in watched(*rounds)] == [10, 25]

@@ -19,12 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from orchestrator.compat.torch import broadcast_ddp_buffers, ddp_comm_ms, release_ddp, set_ddp_timing
-from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.job import Job
+from orchestrator.planning.plan import Plan
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average_in
+from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
 from orchestrator.strategies.replicated.whole_model import WholeModel, forward_module
 
 
@@ -39,6 +42,7 @@ class DDPConfig(StrategyConfig):
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("compression of the gradients that are exchanged")
     powersgd_rank: int = option("rank of the approximation with comm_hook=powersgd", minimum=1)
     find_unused_parameters: bool = option("allow parameters that do not contribute to the loss of every step")
+    sync_batchnorm: bool = option("BatchNorm uses the statistics of all workers' samples, not of each worker's own")
 
 
 @register("ddp")
@@ -49,6 +53,11 @@ class DDP(WholeModel):
     replica: DistributedDataParallel | None = None
     """The wrapped model, while there is a process group."""
 
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        assert isinstance(config.strategy, DDPConfig)
+        return check_batchnorm(job, plan, synchronized=config.strategy.sync_batchnorm, errors=errors)
+
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
         options = self.context.options
@@ -56,6 +65,9 @@ class DDP(WholeModel):
         self._options = options
         self._step = 0
         self._timed = False
+        self._norms: tuple[SyncBatchNorm, ...] = ()
+        if options.sync_batchnorm:
+            self._norms = synchronize(self.model, self.context.device)
         self._has_buffers = any(True for _ in self.model.buffers())
         self._powersgd: PowerSGD | None = None
         if options.comm_hook == "powersgd":
@@ -94,6 +106,8 @@ class DDP(WholeModel):
         # DDP synchronises with the device to read its timers, so they are sampled only in steps that are logged.
         assert self.replica is not None
         set_ddp_timing(self.replica, enabled=self._timed)
+        for norm in self._norms:
+            norm.waited_s = 0.0
         return super().train_step(microbatches, want_grad_norm=want_grad_norm)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
@@ -144,7 +158,10 @@ class DDP(WholeModel):
         if not self._timed:
             return None
         assert self.replica is not None
-        return ddp_comm_ms(self.replica)
+        gradients_ms = ddp_comm_ms(self.replica)
+        if gradients_ms is None:
+            return None
+        return gradients_ms + 1e3 * sum(norm.waited_s for norm in self._norms)
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
         total = torch.as_tensor(weight, dtype=torch.float32, device=self.context.device).clone()

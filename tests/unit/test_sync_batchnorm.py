@@ -1,0 +1,130 @@
+"""Which models ``strategy.sync_batchnorm=true`` converts, and what the plan says about BatchNorm under ``ddp``."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.plans import LAPTOP, config_of, plan_of
+from helpers.toys import Toy
+from orchestrator.strategies import registry
+from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, synchronize
+
+CPU = torch.device("cpu")
+
+
+class WithActivation(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms(Toy):
+    norm: type[nn.Module] = nn.BatchNorm1d
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 16), self.norm(16), nn.Linear(16, 16), self.norm(16), nn.Linear(16, 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedsValues(Norms):
+    """A constructor that reads the value of a tensor, which has none on the meta device."""
+
+    seen: list[float] = field(default_factory=list)
+
+    def model(self) -> nn.Module:
+        self.seen.append(torch.linspace(0, 1, 3)[1].item())
+        return super().model()
+
+
+def notes(job: Toy, *words: str) -> tuple[tuple[str, ...], list[str]]:
+    words = ("strategy=ddp", *words)
+    config, plan, errors = config_of(*words), plan_of(LAPTOP, *words, embedded=True), list[str]()
+    return registry.load("ddp").check_job(config, job, plan, errors), errors
+
+
+def test_modules_are_converted_in_place_and_keep_names_hooks_and_identity() -> None:
+    model = Norms().model()
+    norm, names = model[1], list(model.state_dict())
+    calls = []
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    converted = synchronize(model, CPU)
+    assert converted == (model[1], model[3])
+    assert model[1] is norm
+    assert type(norm) is SyncBatchNorm1d
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert list(model.state_dict()) == names
+    model(torch.randn(8, 10))
+    assert calls == [1]
+    assert synchronize(copy.deepcopy(model), CPU) == (), "a converted model is left alone"
+
+
+def test_on_cuda_they_become_those_of_torch() -> None:
+    model = Norms().model()
+    assert synchronize(model, torch.device("cuda")) == ()
+    assert isinstance(model[1], nn.SyncBatchNorm)
+    assert model[1].process_group is None
+    model(torch.randn(8, 10))
+
+
+def test_without_other_ranks_it_is_the_plain_module() -> None:
+    plain, model, x = Norms().model(), Norms().model(), torch.randn(8, 10)
+    model.load_state_dict(plain.state_dict())
+    synchronize(model, CPU)
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(model[1].running_var, plain[1].running_var)
+
+
+@pytest.mark.parametrize("kind", [WithActivation, nn.LazyBatchNorm1d])
+def test_a_batchnorm_of_another_class_is_refused(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), kind(4) if kind is WithActivation else kind())
+    with pytest.raises(ValueError, match=rf"strategy.sync_batchnorm=true: 1 is a {kind.__name__}"):
+        synchronize(model, CPU)
+    assert not any(isinstance(m, SyncBatchNorm) for m in model.modules())
+
+
+def test_the_plan_says_that_workers_use_their_own_statistics() -> None:
+    ((note,), errors) = notes(Norms())
+    assert note.startswith("BatchNorm (1, 3) uses the statistics of each worker's own samples, with strategy=single")
+    assert "strategy.sync_batchnorm=true" in note
+    assert errors == []
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (Norms(), ("strategy.sync_batchnorm=true",)),
+        (Norms(), ("strategy.num_workers=1",)),
+        (Norms(norm=nn.LayerNorm), ()),
+        (Norms(norm=nn.SyncBatchNorm), ()),
+        (Toy(), ()),
+    ],
+    ids=["synchronized", "one worker", "LayerNorm", "SyncBatchNorm", "no norm"],
+)
+def test_nothing_is_said_where_losses_are_equal(job: Toy, words: tuple[str, ...]) -> None:
+    assert notes(job, *words) == ((), [])
+
+
+def test_accumulation_changes_the_statistics_even_with_the_key() -> None:
+    ((note,), _) = notes(Norms(), "strategy.sync_batchnorm=true", "train.grad_accumulation=2")
+    assert "train.grad_accumulation=2 these hold other samples" in note
+
+
+def test_a_batchnorm_of_another_class_is_an_error_of_the_plan() -> None:
+    (nothing, (error,)) = notes(Norms(norm=WithActivation), "strategy.sync_batchnorm=true")
+    assert nothing == ()
+    assert error.startswith("strategy.sync_batchnorm=true: 1 is a WithActivation")
+    ((note,), _) = notes(Norms(norm=WithActivation))
+    assert note.startswith("BatchNorm (1, 3)")
+
+
+def test_a_model_that_cannot_be_built_without_memory_is_not_passed_over_in_silence() -> None:
+    job = NeedsValues()
+    ((note,), errors) = notes(job)
+    assert note.startswith("job.model() cannot be built on the meta device (")
+    assert "strategy.sync_batchnorm=true" in note
+    assert (errors, job.seen) == ([], []), "the driver does not build it with memory"
