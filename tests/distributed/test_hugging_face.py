@@ -24,7 +24,8 @@ from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.worker.data import eval_batches
 from orchestrator.worker.evaluation import evaluate
 
-pytest.importorskip("transformers", reason="the optional packages are missing: pip install -e '.[hf]'")
+MISSING = "the optional packages are missing: pip install -e '.[hf]'"
+pytest.importorskip("transformers", reason=MISSING)
 
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 VOCABULARY, LENGTH, CLASSES, IGNORED = 32, 8, 4, -100
@@ -83,8 +84,15 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, **SMALL))
 
 
-MODELS = {"bert": bert, "vit": vit, "gpt2": gpt2, "t5": t5, "llama": llama}
-CAUSAL = ("gpt2", "llama")
+def lora() -> nn.Module:
+    """GPT-2, of which only adapters are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+MODELS = {"bert": bert, "vit": vit, "gpt2": gpt2, "t5": t5, "llama": llama, "lora": lora}
+CAUSAL = ("gpt2", "llama", "lora")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +182,8 @@ def means(ranks: list[tuple[Steps, list[EvalPoint]]]) -> list[float]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_loss(gang: Gang, name: str) -> None:
+    if name == "lora":
+        pytest.importorskip("peft", reason=MISSING)
     train = having(steps=3, global_batch_size=8)
     alone = gang.run(trained, Case(job=HuggingFace(name=name), train=train), world_size=1)
     expected = losses([seen for seen, _ in alone])
