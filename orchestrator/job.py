@@ -45,11 +45,25 @@ class Job(abc.ABC):
         """
 
     @abc.abstractmethod
-    def dataset(self, split: Split) -> Dataset[Any]:
-        """Return a map-style dataset, with ``__len__`` and ``__getitem__``.
+    def dataset(self, split: Split) -> Dataset[Any] | Iterable[Any] | None:
+        """Return the data: a map-style dataset, or a stream.
+
+        A map-style dataset has ``__len__`` and ``__getitem__``. Training reads it in a new random order in each epoch.
+
+        A stream is a ``torch.utils.data.IterableDataset``, a stream of Hugging Face ``datasets``, or any other iterable
+        without ``__getitem__``. It is read in its own order, and its end is the end of an epoch: ``__iter__`` is called
+        again, after ``set_epoch(epoch)`` if there is one. Every process reads the whole stream and keeps its share of
+        each batch, so do not split it by rank, and seed what it shuffles: the order has to be the same in every
+        process. What is expensive belongs into :attr:`collate`, which is called for that share only. A run continues at
+        the next sample: from ``state_dict()``, if the stream has it and ``load_state_dict(state)``, otherwise by
+        reading past the samples before it.
 
         Args:
             split: ``"train"`` or ``"val"``.
+
+        Returns:
+            The dataset; a stream for ``"val"`` has to end. None for ``"val"`` if there is no validation set: the run
+            then makes no evaluation.
         """
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
@@ -120,6 +134,22 @@ class Job(abc.ABC):
     def collate(self) -> Callable[[list[Any]], Any] | None:
         """The function that joins a list of dataset items to a batch, a pair ``(input, target)`` or a dict; None (the
         default) for torch's own."""
+        return None
+
+    def sample_weights(self, split: Split) -> Tensor | Sequence[float] | None:
+        """Return how often to draw each training sample, relative to the others, such as 1 / the size of its class.
+
+        An epoch then has as many samples as the dataset, drawn with replacement with probabilities in proportion to the
+        weights. It depends on the seed and the epoch only, so that losses are the same at any number of workers and
+        after a resume. The dataset must be map-style.
+
+        Args:
+            split: ``"train"``. Evaluation reads each sample of the validation set once.
+
+        Returns:
+            A finite weight of at least 0 for each sample, of shape ``(len(dataset),)``. None (the default) to read each
+            sample once in an epoch, in random order.
+        """
         return None
 
     def weight(self, target: Any) -> int | Tensor | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment
@@ -14,6 +16,9 @@ from orchestrator.state.train_state import TrainState, nonfinite_parameter
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.metrics import NonFiniteError
+
+STREAM = "stream"
+"""The entry of a checkpoint's metadata that says where the training set can be read from, if that is a stream."""
 
 
 class Checkpoints:
@@ -38,8 +43,13 @@ class Checkpoints:
         """Continue in the generation of ``assignment``."""
         self._fence.token = assignment.fence
 
-    def save(self, *, step: int, samples_consumed: int) -> TrainState | None:
+    def save(self, *, step: int, samples_consumed: int, stream: Mapping[str, Any] | None = None) -> TrainState | None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
+
+        Args:
+            step: the last completed step.
+            samples_consumed: global samples consumed up to that step.
+            stream: where the training set can be read from, as JSON values; None if it has an index.
 
         Returns:
             The snapshot, on a rank that saves; None on the others.
@@ -51,6 +61,8 @@ class Checkpoints:
         with self._strategy.quiesced():
             state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=self._writer.buffers())
         if state is not None:
+            if stream is not None:
+                state.meta[STREAM] = stream
             # A gradient can be NaN although the loss is finite, and the gradient norm is not always computed.
             if (name := nonfinite_parameter(state)) is not None:
                 raise NonFiniteError(f"the parameter {name} is no longer finite", step)

@@ -1,9 +1,13 @@
 """Which samples a worker reads, and in which order.
 
-The samples of a run form one endless stream: a permutation of the dataset for epoch 0, another one for epoch 1, and so
-on. Each permutation is a pure function of ``(seed, epoch)``. A position in the stream is the number of samples that the
-whole run has consumed, and a global batch is the next piece of the stream. There is no sampler state to save: any
-layout continues at the exact next sample.
+The samples of a run form one endless sequence: a permutation of the dataset for epoch 0, another one for epoch 1, and
+so on. Each permutation is a pure function of ``(seed, epoch)``, and so are the samples drawn by weight. A position in
+the sequence is the number of samples that the whole run has consumed, and a global batch is its next piece. There is no
+sampler state to save: any layout continues at the exact next sample.
+
+A dataset that is itself a stream gives its own sequence, epoch after epoch. Every rank reads all of it and collates
+only its share, so that the global batches are the same in any layout; :mod:`orchestrator.worker.stream` finds the next
+sample.
 """
 
 from __future__ import annotations
@@ -11,47 +15,46 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import traceback
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import default_collate
 
-from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
-from orchestrator.worker.loader import BatchReader, Collate, load
+from orchestrator.strategies.datasets import check_dataset, is_stream
+from orchestrator.worker.loader import BatchReader, Collate, Collator, DataError, ReadFailure, Slice, load
+from orchestrator.worker.stream import StreamReader
 
 
-def epoch_of(samples_consumed: int, n: int) -> float:
-    """Return the position in epochs of a dataset of ``n`` samples, such as 1.5 in the middle of the second epoch."""
-    return samples_consumed / n
+def epoch_of(samples_consumed: int, n: int | None) -> float | None:
+    """Return the position in epochs of a dataset of ``n`` samples, such as 1.5 in the middle of the second epoch.
 
-
-def dataset_size(dataset: Dataset[Any], *, split: Split) -> int:
-    """Return the number of samples.
-
-    Raises:
-        ValueError: the dataset is empty or not map-style.
+    None if the number of samples is not known.
     """
-    where = f"job.dataset({split!r})"
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(f"{where}: {type(dataset).__name__} must be a map-style dataset, with __len__ and __getitem__")
-    n = len(dataset)
-    if n == 0:
-        raise ValueError(f"{where}: the dataset is empty; give it at least one sample")
-    return n
+    return None if n is None else samples_consumed / n
 
 
 class SampleOrder:
-    """The stream of sample indices. Caches the permutation of one epoch, so read it in ascending order."""
+    """The sequence of sample indices. Caches the order of one epoch, so read it in ascending order.
 
-    def __init__(self, *, n: int, seed: int):
+    Args:
+        n: the number of samples in the dataset, and in an epoch.
+        seed: the seed of the run.
+        weights: draw each sample with a probability in proportion to its weight, and with replacement; float64, shape
+            (n,). None for a permutation in each epoch.
+    """
+
+    def __init__(self, *, n: int, seed: int, weights: Tensor | None = None):
         assert n > 0
         self.n = n
         self.seed = seed
+        self.weights = weights
         self._epoch = -1
-        self._permutation = torch.empty(0, dtype=torch.int64)
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def indices(self, start: int, count: int) -> list[int]:
         """Return the entries from ``start`` up to, but not including, ``start + count``."""
@@ -60,14 +63,54 @@ class SampleOrder:
             epoch, offset = divmod(start + len(found), self.n)
             if epoch != self._epoch:
                 self._epoch = epoch
-                self._permutation = permutation(self.n, seed=self.seed, epoch=epoch)
-            found += self._permutation[offset : offset + count - len(found)].tolist()
+                if self.weights is None:
+                    self._order = permutation(self.n, seed=self.seed, epoch=epoch)
+                else:
+                    self._order = drawn_by_weight(self.weights, seed=self.seed, epoch=epoch)
+            found += self._order[offset : offset + count - len(found)].tolist()
         return found
 
 
 def permutation(n: int, *, seed: int, epoch: int) -> Tensor:
     """Return the order of the samples in an epoch: int64, shape (n,)."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(_mix(seed, epoch)))
+
+
+def drawn_by_weight(weights: Tensor, *, seed: int, epoch: int) -> Tensor:
+    """Return the samples of an epoch, drawn with replacement: int64, shape (n,), as :func:`permutation` does.
+
+    Not by ``torch.multinomial``, which takes at most 2**24 weights.
+    """
+    random = torch.Generator().manual_seed(_mix(seed, epoch))
+    bounds = weights.cumsum(0)
+    points = torch.rand(len(weights), generator=random, dtype=torch.float64) * bounds[-1]
+    last = int(weights.nonzero()[-1])  # in case a product is rounded up to the last bound
+    return torch.searchsorted(bounds, points, right=True).clamp(max=last)
+
+
+def checked_weights(weights: Any, dataset: Any) -> Tensor | None:
+    """Return the result of ``job.sample_weights("train")`` as float64, of shape (n,) for a dataset of n samples.
+
+    Raises:
+        ValueError: the weights cannot be used with ``dataset``.
+    """
+    if weights is None:
+        return None
+    where = "job.sample_weights('train')"
+    if is_stream(dataset):
+        raise ValueError(
+            f"{where}: the samples of a stream cannot be drawn by weight; return None, or a map-style dataset from "
+            "job.dataset('train')"
+        )
+    values = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    if values.shape != (len(dataset),):
+        raise ValueError(
+            f"{where}: shape {tuple(values.shape)}, but the dataset has {len(dataset)} samples; return one weight for "
+            "each sample"
+        )
+    if not bool(values.isfinite().all() and (values >= 0).all() and values.any()):
+        raise ValueError(f"{where}: weights must be finite and at least 0, and one of them greater than 0")
+    return values
 
 
 def _mix(*values: int) -> int:
@@ -77,7 +120,7 @@ def _mix(*values: int) -> int:
 
 
 def train_batches(
-    dataset: Dataset[Any],
+    dataset: Any,
     *,
     collate: Collate | None,
     seed: int,
@@ -90,6 +133,7 @@ def train_batches(
     num_workers: int,
     pin_memory: bool,
     timeout_s: float,
+    weights: Tensor | None = None,
     read: bool = True,
 ) -> Generator[list[Any], None, None]:
     """Yield this rank's micro-batches, as ``collate`` returns them, for each of ``steps`` steps.
@@ -98,36 +142,56 @@ def train_batches(
     Sizes differ by at most one sample. Call ``close()`` on the generator to end its loader processes.
 
     Args:
+        dataset: a map-style dataset, or a stream: an iterable, or a :class:`StreamReader` at ``samples_consumed``.
         collate: None for torch's default.
-        samples_consumed: the position of the first step in the stream.
-        num_workers: loader processes; 0 reads in this thread.
+        samples_consumed: the position of the first step in the sequence of samples.
+        num_workers: loader processes; 0 reads in this thread. A stream is read in this thread in any case, and loader
+            processes collate its samples.
         timeout_s: the longest wait for a batch of a loader process.
+        weights: the sampling weight of each sample, as :func:`checked_weights` returns them; None for permutations.
         read: False on a rank that needs no data; each micro-batch is then None.
 
     Raises:
-        ValueError: the dataset is empty or not map-style.
+        ValueError: the dataset is empty or of a kind that cannot be used.
         DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
     """
-    n = dataset_size(dataset, split="train")
+    if not isinstance(dataset, StreamReader):
+        check_dataset(dataset, split="train")
     shares = even_shares(global_batch_size, data_parallel_size)
     sizes = even_shares(shares[dp_rank], grad_accumulation)
     assert min(sizes) > 0, "the plan gives every micro-batch at least one sample"
     offsets = list(itertools.accumulate(sizes, initial=sum(shares[:dp_rank])))
 
-    def micro_batches() -> Iterator[list[int]]:
-        order = SampleOrder(n=n, seed=seed)
+    def indices() -> Iterator[list[int]]:
+        order = SampleOrder(n=len(dataset), seed=seed, weights=weights)
         for step in range(steps):
             start = samples_consumed + step * global_batch_size
             for offset, size in zip(offsets, sizes, strict=False):
                 yield order.indices(start + offset, size)
 
+    def slices(stream: StreamReader) -> Iterator[Slice | ReadFailure]:
+        for _ in range(steps):
+            start, first = stream.position, offsets[0]
+            try:
+                items = stream.read(global_batch_size, first=first, end=offsets[-1])
+            except DataError as e:
+                yield ReadFailure(str(e), traceback.format_exc())
+                return
+            for offset, size in zip(offsets, sizes, strict=False):
+                yield Slice(items[offset - first : offset - first + size], start + offset)
+
     def by_step() -> Generator[list[Any], None, None]:
         if not read:
             yield from itertools.repeat([None] * grad_accumulation, steps)
             return
+        stream = dataset if isinstance(dataset, StreamReader) else None
+        if stream is None and is_stream(dataset):
+            stream = StreamReader(dataset)
+            stream.skip(samples_consumed)
+        function = collate or default_collate
         batches = load(
-            BatchReader(dataset, collate or default_collate, "train"),
-            micro_batches(),
+            BatchReader(dataset, function, "train") if stream is None else Collator(function, "train"),
+            indices() if stream is None else slices(stream),
             seed=_mix(seed, samples_consumed, dp_rank),
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -143,7 +207,7 @@ def train_batches(
 
 
 def eval_batches(
-    dataset: Dataset[Any],
+    dataset: Any,
     *,
     collate: Collate | None,
     batch_size: int,
@@ -160,27 +224,61 @@ def eval_batches(
     sample. Over all ranks, each sample is valid exactly once. The arguments and errors are those of
     :func:`train_batches`.
     """
-    n = dataset_size(dataset, split="val")
-    shares = even_shares(n, data_parallel_size)
-    first = sum(shares[:dp_rank])
-    end = first + shares[dp_rank]
-    starts = [first + k * batch_size for k in range(math.ceil(shares[0] / batch_size))]
+    check_dataset(dataset, split="val")
+    counts: deque[int] = deque()
+
+    def indices() -> Iterator[list[int]]:
+        n = len(dataset)
+        shares = even_shares(n, data_parallel_size)
+        first = sum(shares[:dp_rank])
+        end = first + shares[dp_rank]
+        for start in range(first, first + shares[0], batch_size):
+            counts.append(max(0, min(end - start, batch_size)))
+            yield [min(i, n - 1) for i in range(start, start + batch_size)]
+
+    def num_batches(n: int) -> int:
+        return math.ceil(even_shares(n, data_parallel_size)[0] / batch_size)
+
+    def slices() -> Iterator[Slice | ReadFailure]:
+        start, first = 0, dp_rank * batch_size
+        samples = iter(dataset)
+        while True:
+            try:
+                items = list(itertools.islice(samples, batch_size * data_parallel_size))
+            except Exception as e:
+                counts.append(0)
+                yield ReadFailure(f"val data, in the stream: {type(e).__name__}: {e}", traceback.format_exc())
+                return
+            if not items:
+                if start == 0:
+                    text = "val data: the stream has no samples; for no evaluation, return None from job.dataset('val')"
+                    counts.append(0)
+                    yield ReadFailure(text, "")
+                return
+            own = items[first : first + batch_size]
+            counts.append(len(own))
+            yield Slice(own + [items[-1]] * (batch_size - len(own)), start + first)
+            start += len(items)
 
     def with_counts() -> Generator[tuple[Any, int], None, None]:
-        counts = [max(0, min(end - start, batch_size)) for start in starts]
-        if not read:
-            yield from ((None, count) for count in counts)
-            return
-        batches = load(
-            BatchReader(dataset, collate or default_collate, "val"),
-            ([min(i, n - 1) for i in range(start, start + batch_size)] for start in starts),
-            seed=_mix(dp_rank),
-            num_workers=min(num_workers, len(starts)),
-            pin_memory=pin_memory,
-            timeout_s=timeout_s,
-        )
+        streamed = is_stream(dataset)
+        elements: Iterator[Any] = slices() if streamed else indices()
+        function = collate or default_collate
+        batches: Generator[Any, None, None]
+        if read:
+            batches = load(
+                Collator(function, "val") if streamed else BatchReader(dataset, function, "val"),
+                elements,
+                seed=_mix(dp_rank),
+                num_workers=num_workers if streamed else min(num_workers, num_batches(len(dataset))),
+                pin_memory=pin_memory,
+                timeout_s=timeout_s,
+            )
+        else:
+            batches = (None for _ in elements)
         try:
-            yield from zip(batches, counts, strict=True)
+            for batch in batches:
+                yield batch, counts.popleft()
         finally:
             batches.close()
 

@@ -85,25 +85,61 @@ class BatchReader(Dataset[Any]):
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Consecutive samples of a stream, the first of them number ``start``."""
+
+    items: list[Any]
+    start: int
+
+
+@dataclass(frozen=True)
+class Collator(Dataset[Any]):
+    """A dataset whose item for a :class:`Slice` is the collated batch. It passes on a :class:`ReadFailure`.
+
+    The stream itself is read by the training thread; loader processes only collate.
+
+    Raises:
+        DataError: on access, if the samples cannot be collated.
+    """
+
+    collate: Collate
+    split: Split
+
+    def __getitem__(self, samples: Slice | ReadFailure) -> Any:
+        if isinstance(samples, ReadFailure):
+            return samples
+        try:
+            return self.collate(samples.items)
+        except Exception as e:
+            where = f"samples {samples.start} to {samples.start + len(samples.items) - 1} of the stream"
+            message = f"{self.split} data, collating {where}: {type(e).__name__}: {e}"
+            if get_worker_info() is None:
+                raise DataError(message) from e
+            return ReadFailure(message, traceback.format_exc())
+
+
+@dataclass(frozen=True)
 class ReadFailure:
-    """A :class:`DataError` in a loader process, as text."""
+    """A :class:`DataError` as text, in place of a batch: of a loader process, or of a batch that is read ahead."""
 
     message: str
     traceback: str
 
 
 def load(
-    reader: BatchReader,
-    batches: Iterable[list[int]],
+    reader: BatchReader | Collator,
+    batches: Iterable[Any],
     *,
     seed: int,
     num_workers: int,
     pin_memory: bool,
     timeout_s: float,
 ) -> Generator[Any, None, None]:
-    """Yield the batch for each list of indices, in order.
+    """Yield the batch for each of ``batches``, in order.
 
     Args:
+        reader: returns a batch, given an element of ``batches``.
+        batches: lists of indices, or slices of a stream. This thread iterates over them, ahead of the loader processes.
         num_workers: loader processes, which read ahead; 0 reads in this thread. They start with the first batch and
             end with the generator: call its ``close()``.
         seed: seeds the random generators of the loader processes.
@@ -132,7 +168,7 @@ def load(
             except StopIteration:
                 return
             if isinstance(batch, ReadFailure):
-                raise DataError(batch.message) from RuntimeError(f"in a loader process:\n{batch.traceback}")
+                raise DataError(batch.message) from RuntimeError(f"while reading ahead:\n{batch.traceback}")
             yield batch
     finally:
         # Now, because a traceback may keep the last reference for a long time.

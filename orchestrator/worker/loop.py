@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor
 
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
@@ -19,14 +19,17 @@ from orchestrator.protocol.messages import Assignment, Outcome, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.datasets import check_dataset, is_stream, known_length
 from orchestrator.worker import fault_injection as faults
-from orchestrator.worker.checkpoints import Checkpoints
+from orchestrator.worker.checkpoints import STREAM, Checkpoints
 from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.data import epoch_of, eval_batches, train_batches
+from orchestrator.worker.data import checked_weights, epoch_of, eval_batches, train_batches
 from orchestrator.worker.evaluation import evaluate
 from orchestrator.worker.metrics import NonFiniteError, Window, lr_of_groups
 from orchestrator.worker.profiling import NoProfiler, StepProfiler, profile_to
+from orchestrator.worker.stream import Mark, StreamReader
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
@@ -43,8 +46,36 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    train: Dataset[Any]
-    val: Dataset[Any]
+    """The data of the job.
+
+    Attributes:
+        train: the training set.
+        val: the validation set, or None if there is none.
+        weights: the weight by which each training sample is drawn; None to read each once in an epoch.
+    """
+
+    train: Any
+    val: Any | None
+    weights: Tensor | None
+
+
+def datasets_of(job: Job) -> Datasets:
+    """Return the data of the job.
+
+    Raises:
+        ValueError: a dataset is empty, or of a kind that cannot be used, or the sampling weights do not fit.
+    """
+    train, val = job.dataset("train"), job.dataset("val")
+    check_dataset(train, split="train")
+    if val is not None:
+        check_dataset(val, split="val")
+    return Datasets(train=train, val=val, weights=checked_weights(job.sample_weights("train"), train))
+
+
+def no_validation(eval_every: int) -> str:
+    """Return the warning about a missing validation set."""
+    text = "job.dataset('val') returns None: the run makes no evaluation and logs no val/* metrics"
+    return f"{text}; train.eval_every={eval_every} has no effect" if eval_every else text
 
 
 class Loop:
@@ -68,6 +99,9 @@ class Loop:
         self.outbox = outbox
         self.position = Position()
         self._datasets: Datasets | None = None
+        self._stream: StreamReader | None = None
+        self._stream_mark: Mark | None = None
+        self._warned: set[str] = set()
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
         self.reassign(assignment)
@@ -91,9 +125,14 @@ class Loop:
         began = time.perf_counter()
         self._enter("build")
         if self._datasets is None:
-            self._datasets = Datasets(train=self.job.dataset("train"), val=self.job.dataset("val"))
+            self._datasets = datasets_of(self.job)
             startup["dataset_s"] = -began + (began := time.perf_counter())
-            self.strategy.setup(self._datasets.train)
+            if self._datasets.val is None and self.assignment.generation == 1:
+                self._warn_once(no_validation(self.config.train.eval_every), topic="no validation")
+            sample_source: Any = self._datasets.train
+            if is_stream(sample_source):
+                sample_source = self.job.dataset("train")  # a stream may count its iterators
+            self.strategy.setup(sample_source)
         self.strategy.attach()
         if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
@@ -135,7 +174,7 @@ class Loop:
         total_steps, position = self.config.train.steps, self.position
         first_step = position.step + 1
         window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
-        with contextlib.closing(self._train_batches(datasets.train)) as batches, self._profiler() as profiler:
+        with contextlib.closing(self._train_batches(datasets)) as batches, self._profiler() as profiler:
             self._enter("train")
             window.timer.restart()
             while position.step < total_steps:
@@ -151,7 +190,7 @@ class Loop:
                     startup["first_step_s"] = time.perf_counter() - began
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                 if self._is_logged(step):
-                    self._log(window, result, len(datasets.train))  # type: ignore[arg-type]
+                    self._log(window, result, known_length(datasets.train))
                 if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
                     self._run_due_tasks()
@@ -184,7 +223,8 @@ class Loop:
             self._checkpoint()
 
     def _evaluation_due(self) -> bool:
-        return self._is_due(self.config.train.eval_every)
+        assert self._datasets is not None
+        return self._datasets.val is not None and self._is_due(self.config.train.eval_every)
 
     def _checkpoint_due(self) -> bool:
         return self._is_due(self.config.checkpoint.every)
@@ -210,11 +250,14 @@ class Loop:
         elif assignment.checkpoint is not None:
             state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
             meta = self.strategy.restore(state, source=0)
+            if (mark := meta.get(STREAM)) is not None:
+                self._stream_mark = Mark.from_json(mark)
         else:
             self.strategy.sync_initial_state()
             return
         position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
         if assignment.sources is not None:
+            self._share_stream_mark(assignment.sources)
             self._run_due_tasks()  # because the failure may have interrupted them
 
     def _enter(self, phase: Phase) -> None:
@@ -225,7 +268,7 @@ class Loop:
     def _inject_fault(self, phase: str, step: int) -> None:
         faults.inject_fault(self.assignment.faults, rank=self.rank, phase=phase, step=step)
 
-    def _log(self, window: Window, result: StepResult, dataset_size: int) -> None:
+    def _log(self, window: Window, result: StepResult, dataset_size: int | None) -> None:
         consumed = self.position.samples_consumed
         self.outbox.put_point(
             window.close(
@@ -242,9 +285,11 @@ class Loop:
 
     def _evaluate(self) -> None:
         assert self._datasets is not None
+        if (val := self._datasets.val) is None:
+            return
         self._enter("eval")
         with self.strategy.quiesced():
-            batches = self._eval_batches(self._datasets.val)
+            batches = self._eval_batches(val)
             point = evaluate(self.strategy, batches, step=self.position.step, device=self.device)
             self.outbox.put_point(point)
         self._enter("train")
@@ -252,14 +297,16 @@ class Loop:
     def _checkpoint(self) -> TrainState | None:
         """Save a checkpoint. Return its state on a rank that saves."""
         self._enter("checkpoint")
-        state = self._checkpoints.save(step=self.position.step, samples_consumed=self.position.samples_consumed)
+        position = self.position
+        stream = None if self._stream is None else self._bookmark(self._stream)
+        state = self._checkpoints.save(step=position.step, samples_consumed=position.samples_consumed, stream=stream)
         self._enter("train")
         return state
 
-    def _train_batches(self, dataset: Dataset[Any]) -> Generator[list[Any], None, None]:
+    def _train_batches(self, datasets: Datasets) -> Generator[list[Any], None, None]:
         train = self.config.train
         return train_batches(
-            dataset,
+            self._opened_stream(datasets) if is_stream(datasets.train) else datasets.train,
             collate=self.job.collate,
             seed=self.config.seed,
             samples_consumed=self.position.samples_consumed,
@@ -271,10 +318,66 @@ class Loop:
             num_workers=self.config.data.num_workers,
             pin_memory=self.device.type == "cuda",
             timeout_s=self.config.cluster.collective_timeout_s,
+            weights=datasets.weights,
             read=self.strategy.reads_data,
         )
 
-    def _eval_batches(self, dataset: Dataset[Any]) -> Iterator[tuple[Any, int]]:
+    def _opened_stream(self, datasets: Datasets) -> StreamReader:
+        """Return the training set, a stream, at the next sample of the run."""
+        wanted = self.position.samples_consumed
+        if self._stream is None or not self._stream.reaches(wanted):
+            dataset = datasets.train if self._stream is None else self.job.dataset("train")
+            # The loader processes have two batches each in advance.
+            self._stream = StreamReader(dataset, recent=2 * self.config.data.num_workers + 4)
+            if self._stream_mark is not None:
+                self._stream.add_bookmark(self._stream_mark)
+        stream = self._stream
+        if not self.strategy.reads_data:
+            return stream
+        if count := stream.go_to_mark(wanted):
+            remedy = "" if stream.has_state else "; with state_dict() and load_state_dict(), it could begin there"
+            text = f"train data: reading past {count:,} samples of the stream to the next one{remedy}"
+            self._warn_once(text, topic="stream")
+            batch_size = self.config.train.global_batch_size
+            for skipped in range(0, count, batch_size):
+                self.gate.check(self.assignment.generation)
+                stream.skip(min(batch_size, count - skipped))
+                self.outbox.tick()
+        return stream
+
+    def _share_stream_mark(self, sources: Sequence[int]) -> None:
+        """Let new processes begin to read the stream where a survivor can. All ranks call this after a failure."""
+        assert self._datasets is not None
+        survivor = next((rank for rank, source in enumerate(sources) if rank == source), None)
+        if survivor is None or len(sources) == 1 or not is_stream(self._datasets.train):
+            return
+        mark = None
+        if self.rank == survivor and self._stream is not None:
+            mark = self._stream.bookmark(self.position.samples_consumed)
+        values = None if mark is None else mark.to_json()
+        values = broadcast_json(values, source=survivor, rank=self.rank, device=self.device)
+        if values is not None:
+            self._stream_mark = Mark.from_json(values)
+
+    def _bookmark(self, stream: StreamReader) -> dict[str, Any] | None:
+        """Return where the training set can be read from after a checkpoint of this moment."""
+        mark = stream.bookmark(self.position.samples_consumed)
+        values = None if mark is None else mark.to_json()
+        if mark is not None and values is None:
+            self._warn_once(
+                "train data: state_dict() of the stream is not plain JSON of at most 1 MiB, so checkpoints cannot keep "
+                "it; a resumed run reads the stream from its first sample",
+                topic="stream state",
+            )
+        return values
+
+    def _warn_once(self, text: str, *, topic: str) -> None:
+        """Warn the user, on rank 0, unless this process has warned of ``topic`` before."""
+        if self.rank == 0 and topic not in self._warned:
+            self._warned.add(topic)
+            self.outbox.put_event(Warned(message=text))
+
+    def _eval_batches(self, dataset: Any) -> Iterator[tuple[Any, int]]:
         """Yield the batches of an evaluation. Before each one, check that the generation has not ended."""
         for batch in eval_batches(
             dataset,

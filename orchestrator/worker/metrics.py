@@ -124,7 +124,7 @@ class Window:
         self,
         *,
         samples_seen: int,
-        epoch: float,
+        epoch: float | None,
         lr: float,
         grad_norm: Tensor | None,
         comm_ms: float | None,
@@ -135,7 +135,7 @@ class Window:
 
         Args:
             samples_seen: samples that the whole run has trained on.
-            epoch: passes over the training set, a fraction within one.
+            epoch: passes over the training set, a fraction within one; None if its length is unknown.
             lr: the learning rate of the next step.
             grad_norm: the norm of the whole gradient of the last step (a scalar); None if it was not computed.
             comm_ms: how long the last step waited for other ranks; None if unknown.

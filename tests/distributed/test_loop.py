@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import fsum
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from helpers.gang import SOON_S
+from helpers.loops import evaluation, run_loop
 from helpers.toys import (
-    CPU,
     Case,
     Cliff,
     Dropped,
@@ -22,69 +20,11 @@ from helpers.toys import (
     Tokens,
     Toy,
     TwoHeads,
-    assignment,
     digits,
     having,
-    made,
-    make,
-    model_of,
 )
-from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
+from orchestrator.protocol.messages import TrainPoint
 from orchestrator.state.checkpoint import load
-from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.loop import Loop
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ran:
-    outcome: Outcome
-    points: list[TrainPoint | EvalPoint]
-    training: bool
-    owns_reducer: bool
-
-
-def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: str | None, every: int) -> Ran:
-    Path(run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
-    orders = assignment(
-        rank=rank,
-        world_size=world_size,
-        generation=1,
-        store_port=0,
-        run_dir=run_dir,
-        case=case,
-        checkpoint=checkpoint,
-        checkpoint_every=every,
-    )
-    strategy, outbox = make(case, rank), Outbox()
-    loop = Loop(
-        assignment=orders,
-        job=case.job,
-        strategy=strategy,
-        device=CPU,
-        gate=StepGate(timeout_s=5),
-        outbox=outbox,
-    )
-    try:
-        outcome = loop.run({})
-    finally:
-        made.clear()  # closing the loop's strategy has to be enough
-        strategy.close()
-        loop.finish(timeout_s=5)
-    return Ran(
-        outcome=outcome,
-        points=list(outbox.collect({}).points),
-        training=model_of(strategy).training,
-        owns_reducer=getattr(strategy, "replica", None) is not None,
-    )
-
-
-def evaluation(ranks: list[Ran]) -> dict[str, float]:
-    """The sums over the ranks at the end."""
-    last = [next(p for p in reversed(r.points) if isinstance(p, EvalPoint)) for r in ranks]
-    names = {name for p in last for name in p.sums}
-    assert names, "the job has a metric"
-    sums = {name: fsum(p.sums.get(name, 0.0) for p in last) for name in names}
-    return {"loss": fsum(p.loss_sum for p in last), "weight": fsum(p.weight for p in last), **sums}
 
 
 @pytest.mark.parametrize("val_size", [2, 7, 33])

@@ -30,7 +30,7 @@ from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.replicated.ddp import DDPConfig
 from orchestrator.strategies.replicated.single import SingleConfig
 from orchestrator.strategies.replicated.whole_model import WholeModel
-from orchestrator.worker.data import train_batches
+from orchestrator.worker.data import checked_weights, train_batches
 from orchestrator.worker.loop import seed_step
 
 CPU = torch.device("cpu")
@@ -198,6 +198,7 @@ def steps(
         num_workers=0,
         pin_memory=False,
         timeout_s=10,
+        weights=checked_weights(strategy.job.sample_weights("train"), strategy.job.dataset("train")),
         read=strategy.reads_data,
     )
     for step, batch in zip(range(first, last + 1), batches, strict=True):

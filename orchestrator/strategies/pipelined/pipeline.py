@@ -38,6 +38,7 @@ from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.datasets import first_item
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
@@ -109,7 +110,7 @@ class Pipeline(OptimizerStep):
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context = self.context
         collate = self.job.collate or default_collate
-        inputs, target = split_batch(to_device(collate([train_set[0]] * self._rows), context.device))
+        inputs, target = split_batch(to_device(collate([first_item(train_set)] * self._rows), context.device))
         self._builder = StageBuilder.outline(
             self.job,
             inputs,

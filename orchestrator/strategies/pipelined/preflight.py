@@ -18,6 +18,7 @@ from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
+from orchestrator.strategies.datasets import first_item
 from orchestrator.strategies.pipelined.layout import StagedConfig
 
 
@@ -48,7 +49,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     split = () if strategy.split == "auto" else strategy.split
     collate = job.collate or default_collate
     try:
-        inputs, _ = split_batch(collate([job.dataset("train")[0]] * rows))
+        inputs, _ = split_batch(collate([first_item(job.dataset("train"))] * rows))
         sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split, job=job)
         layer_errors = _layer_errors(sequence, plan, size_key)
         if strategy.split != "auto" and not layer_errors:

@@ -1,0 +1,70 @@
+"""The kinds of datasets that a job may return: map-style ones, whose samples have an index, and streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from orchestrator.job import Split
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether the samples can only be read in order, as those of a ``torch.utils.data.IterableDataset``."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    # Dataset itself defines a __getitem__, which only raises NotImplementedError.
+    no_index = getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__)
+    return no_index and hasattr(dataset, "__iter__")
+
+
+def known_length(dataset: Any) -> int | None:
+    """Return the number of samples; None for a stream that does not say how many it has."""
+    try:
+        return len(dataset) or None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def check_dataset(dataset: Any, *, split: Split) -> None:
+    """Check that ``job.dataset(split)`` has returned something that samples can be read from.
+
+    Raises:
+        ValueError: it has not; the text says what to return instead.
+    """
+    where, kind = f"job.dataset({split!r})", type(dataset).__name__
+    if dataset is None:
+        raise ValueError(f"{where} returns None; return a dataset" + _ONLY_VAL * (split == "train"))
+    if isinstance(dataset, DataLoader):
+        raise ValueError(
+            f"{where} returns a {kind}; return its .dataset instead, its collate_fn from job.collate, and weights for "
+            "a weighted sampler from job.sample_weights(): train.global_batch_size and data.num_workers set the rest"
+        )
+    if is_stream(dataset):
+        if hasattr(dataset, "__next__"):
+            raise ValueError(
+                f"{where} returns a {kind}, which can be read only once; return an IterableDataset, or another object "
+                "whose __iter__ begins again at each call"
+            )
+        return
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(f"{where}: {kind} must be map-style, with __len__ and __getitem__, or a stream, with __iter__")
+    if len(dataset) == 0:
+        raise ValueError(f"{where}: the dataset is empty; give it at least one sample")
+
+
+def first_item(dataset: Any) -> Any:
+    """Return the first sample of the training set, an example of its inputs. Reads a new iterator of a stream.
+
+    Raises:
+        ValueError: there is none, or the dataset cannot be used.
+    """
+    check_dataset(dataset, split="train")
+    if not is_stream(dataset):
+        return dataset[0]
+    for item in dataset:
+        return item
+    raise ValueError("job.dataset('train'): the stream has no samples; give it at least one")
+
+
+_ONLY_VAL = " (only the validation set may be missing)"

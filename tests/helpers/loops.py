@@ -1,0 +1,88 @@
+"""The training loop of a rank without Ray, from the first step or a checkpoint to the last step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import fsum
+from pathlib import Path
+
+from helpers.toys import CPU, Case, assignment, made, make, model_of
+from orchestrator.protocol.events import Warned
+from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
+from orchestrator.worker.control import Outbox, StepGate
+from orchestrator.worker.loop import Loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    outcome: Outcome
+    points: list[TrainPoint | EvalPoint]
+    warnings: list[str]
+    training: bool
+    owns_reducer: bool
+
+
+def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: str | None, every: int) -> Ran:
+    Path(run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
+    orders = assignment(
+        rank=rank,
+        world_size=world_size,
+        generation=1,
+        store_port=0,
+        run_dir=run_dir,
+        case=case,
+        checkpoint=checkpoint,
+        checkpoint_every=every,
+    )
+    strategy, outbox = make(case, rank), Outbox()
+    loop = Loop(
+        assignment=orders,
+        job=case.job,
+        strategy=strategy,
+        device=CPU,
+        gate=StepGate(timeout_s=5),
+        outbox=outbox,
+    )
+    try:
+        outcome = loop.run({})
+    finally:
+        made.clear()  # closing the loop's strategy has to be enough
+        replica = getattr(strategy, "replica", None)
+        strategy.close()
+        loop.finish(timeout_s=5)
+    return ran(
+        outcome,
+        outbox,
+        training=model_of(strategy).training,
+        owns_reducer=replica is not None and "reducer" in vars(replica),
+    )
+
+
+def ran(outcome: Outcome, outbox: Outbox, *, training: bool, owns_reducer: bool) -> Ran:
+    heartbeat = outbox.collect({})
+    return Ran(
+        outcome=outcome,
+        points=list(heartbeat.points),
+        warnings=[event.message for event in heartbeat.events if isinstance(event, Warned)],
+        training=training,
+        owns_reducer=owns_reducer,
+    )
+
+
+def evaluation(ranks: list[Ran]) -> dict[str, float]:
+    """The sums over the ranks at the end."""
+    last = [next(p for p in reversed(r.points) if isinstance(p, EvalPoint)) for r in ranks]
+    names = {name for p in last for name in p.sums}
+    assert names, "the job has a metric"
+    sums = {name: fsum(p.sums.get(name, 0.0) for p in last) for name in names}
+    return {"loss": fsum(p.loss_sum for p in last), "weight": fsum(p.weight for p in last), **sums}
+
+
+def losses_by_step(ranks: list[Ran]) -> dict[int, float]:
+    """The loss of the run at every logged step, over all ranks."""
+    steps: dict[int, list[TrainPoint]] = {}
+    for rank in ranks:
+        for point in rank.points:
+            if isinstance(point, TrainPoint):
+                steps.setdefault(point.step, []).append(point)
+    return {step: fsum(p.loss_sum for p in ps) / fsum(p.weight for p in ps) for step, ps in steps.items()}
