@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from orchestrator.compat.torch import pytree
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, has_row_per_sample
+from orchestrator.model.batch import first_rows, tensors_in
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
@@ -139,16 +139,16 @@ class Chain:
                 rows = min(max(valid - number * self._rows, 0), self._rows)
                 if rows == 0:
                     break
-                if rows < self._rows and not has_row_per_sample(output, self._rows):
-                    raise ValueError(
-                        "the model's output holds values that are not one row for each sample, such as a loss of its "
-                        "own, so the padding of the last evaluation batch cannot be left out; return only rows and "
-                        "compute the loss in Job.loss, or use strategy=ddp"
-                    )
                 output, wanted = first_rows(output, rows), first_rows(self.microbatches(target)[number], rows)
                 weight = self._job.weight(wanted)
                 weight = rows if weight is None else weight
-                loss_sum += weighted(self._job.loss(output, wanted), weight)
+                loss = self._job.loss(output, wanted)
+                if rows < self._rows and any(tensor is loss for tensor in tensors_in(output)):
+                    raise ValueError(
+                        "the loss is one that the model has computed, so it counts the padding of the last evaluation "
+                        "batch; compute it in Job.loss, or use strategy=ddp"
+                    )
+                loss_sum += weighted(loss, weight)
                 total += weight
                 for name, value in self._job.metrics(output, wanted).items():
                     sums[name] = sums[name] + value if name in sums else value
