@@ -87,20 +87,11 @@ def _different_values(buffers: Mapping[str, Tensor], parts: Mapping[str, Tensor]
 
 
 def _close(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        present = one if other is None else other
-        return present is None or not present.coalesce().values().any() if _sparse(present) else _is_zero(present)
-    if one.is_sparse:
-        one, other = one.to_dense(), other.to_dense()
-    return torch.allclose(one, other, rtol=RTOL, atol=ATOL, equal_nan=True)
-
-
-def _sparse(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_sparse
-
-
-def _is_zero(tensor: Tensor | None) -> bool:
-    return tensor is None or not bool(tensor.any())
+    """Compare two tensors, dense or sparse. A missing gradient equals one of zeros."""
+    dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one, other) if tensor is not None]
+    if len(dense) < 2:
+        return not any(bool(tensor.any()) for tensor in dense)
+    return torch.allclose(dense[0], dense[1], rtol=RTOL, atol=ATOL, equal_nan=True)
 
 
 def free_memory(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from orchestrator.model.calls import first_modules
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel, build_fake, build_part
 from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.tape import Slot, Step, Tape, TapeError, play, record, restore
+from orchestrator.model.tape import Held, Slot, Step, Tape, TapeError, play, record, restore
 from orchestrator.model.tensor_slots import tensor_slots
 
 ValueKey = tuple[int, int]
@@ -149,13 +149,13 @@ class TapePiece(nn.Module):
             leaf.name
             for excerpt in self._excerpts.values()
             for leaf in pytree.tree_leaves(excerpt.output)
-            if hasattr(leaf, "name") and leaf.name not in self._held_names
+            if isinstance(leaf, Held) and leaf.name not in self._held_names
         ]
         # Under plain names, because the model's own may be those of methods; in lists, because a dot is not allowed.
         self.calls = nn.ModuleList([model.get_submodule(name) for name in self._names])
-        self._held = {slot.name: slot for slot in tensor_slots(model) if slot.name in self._held_names}
+        held = {slot.name: slot.tensor for slot in tensor_slots(model) if slot.name in self._held_names}
         for number, name in enumerate(self._held_names):
-            tensor = self._held[name].tensor
+            tensor = held[name]
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(f"held_{number}", tensor)
             else:
