@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from orchestrator.compat.torch import pytree
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, tensors_in
+from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
@@ -123,9 +124,8 @@ class Chain:
         assert self._group is not None
         device = self._device
         inputs, target = batch if self.feeds or self.has_loss else (None, None)
-        for stage in self._stages:
-            stage.module.eval()
-        with torch.no_grad(), self._precision.autocast():
+        modules = [stage.module for stage in self._stages]
+        with evaluation_mode(*modules), torch.no_grad(), self._precision.autocast():
             outputs = forward_only(
                 self._stages,
                 self.microbatches(inputs) if self.feeds else [],
@@ -152,8 +152,6 @@ class Chain:
                 total += weight
                 for name, value in self._job.metrics(output, wanted).items():
                     sums[name] = sums[name] + value if name in sums else value
-        for stage in self._stages:
-            stage.module.train()
         return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
 
     def microbatches(self, value: Any) -> list[Any]:

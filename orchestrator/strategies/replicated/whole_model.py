@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows, split_batch, to_device
+from orchestrator.model.modes import evaluation_mode, in_train_mode
 from orchestrator.planning.mesh import even_shares
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
@@ -28,7 +29,7 @@ class WholeModel(OptimizerStep):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
-        self.model = self.job.model().to(self.context.device)
+        self.model = in_train_mode(self.job.model)().to(self.context.device)
         self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.job.optimizer(self.parameters)
@@ -37,8 +38,7 @@ class WholeModel(OptimizerStep):
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         inputs, target = split_batch(to_device(batch, self.context.device))
         rows = num_rows((inputs, target))
-        self.model.eval()
-        with torch.no_grad(), self.precision.autocast():
+        with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
             output = self._evaluated(inputs)
             if rows is not None and valid < rows:
                 if has_row_per_sample(output, rows):
@@ -50,7 +50,6 @@ class WholeModel(OptimizerStep):
             weight = valid if weight is None else weight
             loss = weighted(self._loss(output, target), weight)
             metrics = dict(self.job.metrics(output, target))
-        self.model.train()
         return EvalSums(loss_sum=loss, weight=torch.as_tensor(float(weight)), metrics=metrics)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
