@@ -15,7 +15,6 @@ from orchestrator.protocol.core_metrics import (
     LOSS,
     SAMPLES_PER_S,
     STEP_MS,
-    VAL_LOSS,
 )
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
@@ -165,13 +164,15 @@ class Aggregator:
         return metrics
 
 
-def _eval_metrics(parts: list[EvalPoint]) -> dict[str, float]:
+def _eval_metrics(parts: Sequence[EvalPoint], prefix: str = "val/") -> dict[str, float]:
     weight = math.fsum(p.weight for p in parts)
     if weight == 0:
         return {}
     names = {name for p in parts for name in p.sums}
-    metrics = {f"val/{name}": math.fsum(p.sums.get(name, 0.0) for p in parts) / weight for name in names}
-    return {VAL_LOSS.name: math.fsum(p.loss_sum for p in parts) / weight, **metrics}
+    metrics = {f"{prefix}{name}": math.fsum(p.sums.get(name, 0.0) for p in parts) / weight for name in names}
+    metrics = {f"{prefix}loss": math.fsum(p.loss_sum for p in parts) / weight, **metrics}
+    averaged = [p.ema for p in parts if p.ema is not None]
+    return {**metrics, **_eval_metrics(averaged, f"{prefix}ema_")} if averaged else metrics
 
 
 def derive(values: Sequence[float], how: Derive) -> float:

@@ -105,13 +105,17 @@ class TrainPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPoint:
-    """One rank's part of an evaluation: sums over its samples, ``sums`` by the name of the job's metric."""
+    """One rank's part of an evaluation: sums over its samples, ``sums`` by the name of the job's metric.
+
+    ``ema`` is the same with the moving average of the weights; None without ``train.ema_decay``.
+    """
 
     step: int
     time: float
     loss_sum: float
     weight: float
     sums: Mapping[str, float]
+    ema: EvalPoint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,6 +213,10 @@ class Strategy(LayoutRules, abc.ABC):
         """
         return contextlib.nullcontext()
 
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights are their moving average, as ``train.ema_decay`` asks for."""
+        raise NotImplementedError
+
     @property
     def eval_batch_size(self) -> int:
         """The number of samples in the batches given to :meth:`evaluate`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ from orchestrator.model.precision import Precision
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.weight_average import averaged, keep_average
 
 
 class OptimizerStep(Strategy):
     """Forward and backward passes, clipping, update and learning-rate schedule; may skip non-finite gradients.
 
-    A subclass sets ``model``, ``parameters``, ``optimizer`` and ``scheduler`` before the first step.
+    A subclass sets ``model`` and ``parameters``, and calls :meth:`use`, before the first step.
     """
 
     model: nn.Module
@@ -34,6 +36,13 @@ class OptimizerStep(Strategy):
     def attach(self) -> None:
         if self._in_step:
             self.forget_step()
+
+    def use(self, optimizer: Optimizer) -> None:
+        """Update the parameters with ``optimizer``, by the schedule of the job."""
+        self.optimizer = optimizer
+        self.scheduler = self.job.scheduler(optimizer, self.context.train.steps)
+        if (decay := self.context.train.ema_decay) is not None:
+            keep_average(optimizer, decay)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
         context, train = self.context, self.context.train
@@ -64,6 +73,9 @@ class OptimizerStep(Strategy):
         return train_state.capture(
             self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
         )
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        return averaged(self.optimizer)
 
     @property
     def lr(self) -> float:

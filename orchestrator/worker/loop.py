@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch import Tensor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, Outcome, Phase
+from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.datasets import check_dataset, is_stream, known_length
+from orchestrator.strategies.weight_average import forget_average
 from orchestrator.worker import fault_injection as faults
 from orchestrator.worker.checkpoints import STREAM, Checkpoints
 from orchestrator.worker.control import Outbox, StepGate
@@ -249,6 +250,8 @@ class Loop:
             )
         elif assignment.checkpoint is not None:
             state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
+            if state is not None and self.config.train.ema_decay is None:
+                forget_average(state)
             meta = self.strategy.restore(state, source=0)
             if (mark := meta.get(STREAM)) is not None:
                 self._stream_mark = Mark.from_json(mark)
@@ -289,10 +292,15 @@ class Loop:
             return
         self._enter("eval")
         with self.strategy.quiesced():
-            batches = self._eval_batches(val)
-            point = evaluate(self.strategy, batches, step=self.position.step, device=self.device)
+            point = self._evaluated(val)
+            if self.config.train.ema_decay is not None:
+                with self.strategy.averaged_weights():
+                    point = replace(point, ema=self._evaluated(val))
             self.outbox.put_point(point)
         self._enter("train")
+
+    def _evaluated(self, val: Any) -> EvalPoint:
+        return evaluate(self.strategy, self._eval_batches(val), step=self.position.step, device=self.device)
 
     def _checkpoint(self) -> TrainState | None:
         """Save a checkpoint. Return its state on a rank that saves."""

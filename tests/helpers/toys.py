@@ -44,6 +44,7 @@ TRAIN = schema.TrainConfig(
     clip_norm=None,
     precision="fp32",
     on_nonfinite="stop",
+    ema_decay=None,
     deterministic=False,
 )
 SINGLE = SingleConfig(name="single", num_workers=1)

@@ -55,6 +55,7 @@ class Hogwild(WholeModel):
     """One worker. Subclasses decide which parts of a step take the lock."""
 
     config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
+    averages_weights = False
     cpu_only = "its workers share the memory of a machine, which GPUs cannot"
 
     @classmethod

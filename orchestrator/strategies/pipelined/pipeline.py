@@ -159,8 +159,7 @@ class Pipeline(OptimizerStep):
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, precision=self.precision)
         self.stages, self._shared = built.stages, built.shared
         self.parameters = [p for p in self.state_module().parameters() if p.requires_grad]
-        self.optimizer = _optimizer_of(self.job, self.parameters)
-        self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
+        self.use(_optimizer_of(self.job, self.parameters))
         self._cut = cut
 
     @torch.no_grad()

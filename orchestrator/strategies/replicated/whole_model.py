@@ -32,8 +32,7 @@ class WholeModel(OptimizerStep):
         self.model = in_train_mode(self.job.model)().to(self.context.device)
         self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = self.job.optimizer(self.parameters)
-        self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
+        self.use(self.job.optimizer(self.parameters))
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         inputs, target = split_batch(to_device(batch, self.context.device))
