@@ -150,8 +150,8 @@ def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
     if decay is None or rules.averages_weights:
         return []
     return [
-        f"train.ema_decay={decay:g}: strategy={config.strategy.name} keeps no average of the weights; set it to null, or "
-        "use strategy=ddp"
+        f"train.ema_decay={decay:g}: strategy={config.strategy.name} keeps no average of the weights; set it to null, "
+        "or use strategy=ddp"
     ]
 
 
