@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
-from orchestrator.job import Job
+from orchestrator.job import Job, has_training_step
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
@@ -21,6 +21,7 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.timeline.spans import Span
 
 
@@ -97,10 +98,22 @@ class Strategy(LayoutRules, abc.ABC):
     :meth:`attach` is the first and :meth:`close` the last.
     """
 
+    runs_training_step = False
+    """Whether the strategy supports jobs that override ``Job.training_step``."""
+
     reads_data = True
     """Whether this rank reads batches; other ranks are given None instead."""
 
     # On the driver, after the layout rules and before anything starts
+
+    @classmethod
+    def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        """Check that the job can be trained by ``plan``, as :meth:`check_job` does, and by this strategy at all."""
+        if has_training_step(job):
+            errors += training_step_errors(config, job, supported=cls.runs_training_step)
+            if not cls.runs_training_step:
+                return ()
+        return cls.check_job(config, job, plan, errors)
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:

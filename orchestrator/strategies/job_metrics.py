@@ -17,6 +17,7 @@ _MAX_NAME_LENGTH = 200
 _OURS = {
     "metrics": re.compile(r"loss|ema_.*"),
     "train_metrics": re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|samples_seen"),
+    "training_step": re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|samples_seen"),
 }
 
 
@@ -41,7 +42,7 @@ def train_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
     return checked_metrics(job.train_metrics(detached, target), "train_metrics")
 
 
-def checked_metrics(values: Any, method: Literal["metrics", "train_metrics"]) -> dict[str, Tensor]:
+def checked_metrics(values: Any, method: Literal["metrics", "train_metrics", "training_step"]) -> dict[str, Tensor]:
     """Return what the job's ``method`` returned, as scalar tensors by name.
 
     Raises:
@@ -50,7 +51,8 @@ def checked_metrics(values: Any, method: Literal["metrics", "train_metrics"]) ->
     where = f"job.{method}"
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} returned a {type(values).__name__}; return a dict of scalar tensors by name")
-    return {_checked_name(name, where, _OURS[method]): _scalar(value, name, where) for name, value in values.items()}
+    kind = "a mean over the batch" if method == "training_step" else "a sum over the batch"
+    return {_checked_name(n, where, _OURS[method]): _scalar(v, n, where, kind) for n, v in values.items()}
 
 
 def add_metrics(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -73,12 +75,12 @@ def _checked_name(name: Any, where: str, ours: re.Pattern[str]) -> str:
     return name
 
 
-def _scalar(value: Any, name: str, where: str) -> Tensor:
+def _scalar(value: Any, name: str, where: str, wanted: str) -> Tensor:
     if isinstance(value, (bool, int, float)):
         value = torch.as_tensor(float(value))
     if not isinstance(value, Tensor):
-        raise ValueError(f"{where}: {name!r} is a {type(value).__name__}; return a scalar tensor, a sum over the batch")
+        raise ValueError(f"{where}: {name!r} is a {type(value).__name__}; return a scalar tensor, {wanted}")
     if value.numel() != 1 or value.is_complex():
         kind = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a complex number"
-        raise ValueError(f"{where}: {name!r} is {kind}; return a scalar tensor, a sum over the batch")
+        raise ValueError(f"{where}: {name!r} is {kind}; return a scalar tensor, {wanted}")
     return value.reshape(())

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from orchestrator.model.batch import split_batch, to_device
 from orchestrator.model.precision import Precision
 from orchestrator.state import train_state
+from orchestrator.state.joint import AnyScheduler
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.job_metrics import add_metrics, has_train_metrics, train_metrics
@@ -30,7 +30,7 @@ class OptimizerStep(Strategy):
     model: nn.Module
     parameters: Sequence[nn.Parameter]
     optimizer: Optimizer
-    scheduler: LRScheduler | None
+    scheduler: AnyScheduler | None
     _buffers_before: Sequence[Tensor] = ()
     _in_step = False
     _metrics: dict[str, Tensor] | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.config.schema import Config
-from orchestrator.job import Job
+from orchestrator.job import Job, has_loss
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Phase
 from orchestrator.records.run_dir import RunDir
@@ -70,6 +70,8 @@ def datasets_of(job: Job) -> Datasets:
     check_dataset(train, split="train")
     if val is not None:
         check_dataset(val, split="val")
+        if not has_loss(job):
+            raise ValueError("job.dataset('val') returns a validation set; define Job.loss, or return None there")
     return Datasets(train=train, val=val, weights=checked_weights(job.sample_weights("train"), train))
 
 

@@ -33,7 +33,7 @@ class WholeModel(OptimizerStep):
         self.model = in_train_mode(self.job.model)().to(self.context.device)
         self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.use(self.job.optimizer(self.parameters))
+        self._set_up_optimizer()
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         inputs, target = split_batch(to_device(batch, self.context.device))
@@ -66,6 +66,9 @@ class WholeModel(OptimizerStep):
     @property
     def full_model(self) -> nn.Module | None:
         return self.model if self.context.global_rank == 0 else None
+
+    def _set_up_optimizer(self) -> None:
+        self.use(self.job.optimizer(self.parameters))
 
     def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
         return self._weights([target for _, target in slices])
