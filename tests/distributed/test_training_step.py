@@ -300,7 +300,7 @@ class Returning(Distillation):
     ],
 )
 def test_what_cannot_be_used_is_told(job: Job, said: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"^[jJ]ob\.") as error:
         next(steps(make(Case(job=job, train=TRAIN), 0)))
     assert str(error.value).startswith(said)
 
@@ -329,7 +329,7 @@ class WithOptimizers(GAN):
     ],
 )
 def test_optimizers_share_out_the_parameters(kind: str, said: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"^[jJ]ob\.") as error:
         make(Case(job=WithOptimizers(kind=kind), train=TRAIN), 0)
     assert str(error.value).startswith(said)
 

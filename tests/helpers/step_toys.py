@@ -85,7 +85,13 @@ class ScheduledGAN(GAN):
 
 @dataclass(frozen=True, kw_only=True)
 class NormedGAN(GAN):
-    """Its models have buffers that forward passes change."""
+    """Its models have buffers that forward passes change.
+
+    Not with Adam, which magnifies the rounding errors that are the gradient of a bias before BatchNorm.
+    """
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
     def model(self) -> nn.Module:
         generator = nn.Sequential(nn.Linear(10, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 10))
