@@ -134,6 +134,10 @@ class JobStep(WholeModel):
         return 1e3 * self._waited_s
 
     @property
+    def nonfinite_advice(self) -> str | None:
+        return "lower the learning rates, or clip with train.clip_norm=1.0"  # without on_nonfinite=skip
+
+    @property
     def _has_peers(self) -> bool:
         return self.context.mesh.world_size > 1
 
