@@ -180,6 +180,25 @@ class Job(abc.ABC):
         """
         return {}
 
+    def train_metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
+        """Return metrics of a training batch in a step that is logged, as SUMS over the units of :meth:`weight`.
+
+        ``{"accuracy": number_correct}`` is logged as ``train/accuracy``, the sum over the whole batch of that step,
+        divided by its total weight. The steps are those of ``train.log_every``; in others this method is not called.
+        To log the same metrics as in an evaluation, ``return self.metrics(output, target)``.
+
+        A batch may come in parts: one for each worker, slice (``train.grad_accumulation``), micro-batch of a pipeline
+        and, with ``strategy.loss_on=replicas``, device. This method is called for each part and the sums are added.
+
+        Args:
+            output: what :meth:`forward` returned for the loss, without its graph; the model is in training mode.
+            target: the batch's target, of shape ``(batch, ...)``.
+
+        Returns:
+            Scalar tensors by name; empty by default.
+        """
+        return {}
+
     @property
     def tokens_per_sample(self) -> int | None:
         """The number of tokens in a sample, to report tokens per second; None to report only samples."""

@@ -104,6 +104,7 @@ class Aggregator:
         peaks = [p.peak_memory_mb for p in parts.values() if p.peak_memory_mb is not None]
         if peaks:
             metrics[PEAK_MEMORY_MB.name] = max(peaks)
+        metrics |= _job_metrics("train", [(p.sums, p.step_weight) for p in parts.values()])
         metrics |= self._measured_metrics(parts)
         if all(p.spans for p in parts.values()):
             metrics |= self._pipeline_metrics(parts)
@@ -169,9 +170,17 @@ def _eval_metrics(parts: list[EvalPoint]) -> dict[str, float]:
     weight = math.fsum(p.weight for p in parts)
     if weight == 0:
         return {}
-    names = {name for p in parts for name in p.sums}
-    metrics = {f"val/{name}": math.fsum(p.sums.get(name, 0.0) for p in parts) / weight for name in names}
+    metrics = _job_metrics("val", [(p.sums, p.weight) for p in parts])
     return {VAL_LOSS.name: math.fsum(p.loss_sum for p in parts) / weight, **metrics}
+
+
+def _job_metrics(split: str, parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Return the job's metrics, from the sums and the weight of each rank; empty if there is no weight."""
+    weight = math.fsum(weight for _, weight in parts)
+    if weight == 0:
+        return {}
+    names = sorted({name for sums, _ in parts for name in sums})
+    return {f"{split}/{name}": math.fsum(sums.get(name, 0.0) for sums, _ in parts) / weight for name in names}
 
 
 def derive(values: Sequence[float], how: Derive) -> float:

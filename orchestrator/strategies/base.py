@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,12 +70,15 @@ class StepResult:
         weight: the sum of this rank's weights.
         grad_norm: the 2-norm of the gradient of the whole model; None if neither the caller nor the step needed it.
         skipped: whether the update was left out because the gradient was not finite.
+        metrics: further metrics by name, as sums over this rank's samples; the run's value is the sum over the ranks,
+            divided by that of ``weight``. Empty unless the caller wanted them.
     """
 
     loss_sum: Tensor
     weight: Tensor
     grad_norm: Tensor | None
     skipped: bool = False
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +158,14 @@ class Strategy(LayoutRules, abc.ABC):
     # The step
 
     @abc.abstractmethod
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         """Make one optimizer update from this rank's share of the global batch.
 
         Args:
             microbatches: ``train.grad_accumulation`` collated batches on the host, as ``model.batch.split_batch`` takes
                 them; None in place of each if not ``reads_data``.
             want_grad_norm: whether the result must have ``grad_norm``.
+            want_metrics: whether the result must have the ``metrics`` of the job.
 
         Raises:
             ValueError: the model cannot be trained by this strategy; the text says what to change.

@@ -205,7 +205,9 @@ class Loop:
         window.data_wait_s += time.perf_counter() - waiting_since
         self._inject_fault("train", step)
         result = self.strategy.train_step(
-            batch, want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1)
+            batch,
+            want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
+            want_metrics=self._is_logged(step),
         )
         window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
         self.position.step = step
@@ -276,6 +278,7 @@ class Loop:
                 epoch=epoch_of(consumed, dataset_size),
                 lr=self.strategy.lr,
                 grad_norm=result.grad_norm,
+                sums=result.metrics,
                 comm_ms=self.strategy.comm_ms(),
                 spans=self.strategy.spans(),
                 metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},

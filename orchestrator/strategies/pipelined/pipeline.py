@@ -152,6 +152,7 @@ class Pipeline(OptimizerStep):
             device=context.device,
             group=pipeline,
             precision=self.precision,
+            measure=self._measure,
         )
         self._connections = _Connected(pipeline=pipeline, replicas=replicas, sharing=sharing, chain=chain)
 

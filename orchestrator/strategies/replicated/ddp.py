@@ -99,7 +99,7 @@ class DDP(WholeModel):
         for tensor in self.model.state_dict().values():
             dist.broadcast(tensor, src=0)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         train = self.context.train
         self._step += 1
         self._timed = self._step % train.log_every == 0 or self._step in (1, train.steps)
@@ -108,7 +108,7 @@ class DDP(WholeModel):
         set_ddp_timing(self.replica, enabled=self._timed)
         for norm in self._norms:
             norm.waited_s = 0.0
-        return super().train_step(microbatches, want_grad_norm=want_grad_norm)
+        return super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         powersgd = self._powersgd.state() if self._powersgd is not None else {}

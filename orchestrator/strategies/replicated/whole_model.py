@@ -20,6 +20,7 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.job_metrics import checked_metrics
 from orchestrator.strategies.optimizer_step import OptimizerStep
 
 
@@ -49,7 +50,7 @@ class WholeModel(OptimizerStep):
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
             loss = weighted(self._loss(output, target), weight)
-            metrics = dict(self.job.metrics(output, target))
+            metrics = checked_metrics(self.job.metrics(output, target), "metrics")
         self.model.train()
         return EvalSums(loss_sum=loss, weight=torch.as_tensor(float(weight)), metrics=metrics)
 
@@ -106,7 +107,10 @@ class WholeModel(OptimizerStep):
         return self.job.forward(self.model, inputs)
 
     def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
-        return self._loss(self._forward(inputs), target)
+        output = self._forward(inputs)
+        loss = self._loss(output, target)
+        self._measure(output, target)
+        return loss
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         return self.job.loss(output, target)
