@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.config.build import ConfigError
-from orchestrator.job import Job
+from orchestrator.job import Job, StepEnd
 from orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from orchestrator.driver.run import RunResult
 
-__all__ = ["ConfigError", "Job", "__version__", "run"]
+__all__ = ["ConfigError", "Job", "StepEnd", "__version__", "run"]
 
 
 def run(overrides: Sequence[str] = ()) -> RunResult | None:
