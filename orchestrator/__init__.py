@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
-from orchestrator.job import Job
+from orchestrator.job import Job, StepEnd
 from orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from orchestrator.driver.run import RunResult
     from orchestrator.strategies.replicated.gather import gather_batch
 
-__all__ = ["ConfigError", "Job", "__version__", "gather_batch", "run"]
+__all__ = ["ConfigError", "Job", "StepEnd", "__version__", "gather_batch", "run"]
 
 
 def run(overrides: Sequence[str] = ()) -> RunResult | None:

@@ -23,6 +23,28 @@ Split = Literal["train", "val"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepEnd:
+    """A completed training step, as :meth:`Job.on_step_end` sees it.
+
+    Attributes:
+        step: the step, from 1 to ``steps``.
+        steps: the steps of the run, ``train.steps``.
+        samples_seen: samples that the whole run has trained on.
+        loss: the mean loss of the step over this rank's samples, a scalar on the device; reading its value waits for
+            the device. NaN if this rank computes no loss, as the first stage of a pipeline.
+        lr: the learning rate of the next step; with several parameter groups, that of the first.
+        model: the whole model after the step; None if it is cut into stages.
+    """
+
+    step: int
+    steps: int
+    samples_seen: int
+    loss: Tensor
+    lr: float
+    model: nn.Module | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job(abc.ABC):
     """A training job: a model, its data, its loss and its optimizer.
 
@@ -263,14 +285,43 @@ class Job(abc.ABC):
         """The number of tokens in a sample, to report tokens per second; None to report only samples."""
         return None
 
-    def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
-        """Return text to show after training, such as the output of a language model, or None (the default).
+    def sample(self, model: nn.Module, generator: torch.Generator) -> str | Mapping[str, str | Tensor] | None:
+        """Return texts or images that show what the model has learned, or None (the default).
+
+        This is called on one rank every ``train.eval_every`` steps, after the evaluation, and at the end. Each sample
+        becomes a file in the run directory, ``samples/step-000100-<name>.txt`` or ``.png``, and is uploaded to MLflow.
+        The texts of the last call are shown on the console. Training waits meanwhile: the other ranks wait at most
+        ``cluster.collective_timeout_s``.
+
+        The model is in evaluation mode, and gradients are off. Training is the same as without samples: torch's random
+        generators and the modes of the modules are restored, and a change of a parameter or a buffer ends the run. An
+        exception becomes a warning, and training continues.
 
         Args:
-            model: the trained model.
-            generator: a seeded generator on the CPU, to draw random numbers from.
+            model: the whole model. It is on the device of the rank; a model that is cut into stages is put together on
+                the CPU for every call.
+            generator: a generator on the CPU to draw random numbers from, with the same seed at every call.
+
+        Returns:
+            A text, whose name then is ``sample``; or texts and images by name. An image is a tensor of shape
+            (height, width), (channels, height, width) or (images, channels, height, width) with 1 or 3 channels, of
+            floats in [0, 1] or of uint8. Several images become a grid.
         """
         return None
+
+    def on_step_end(self, info: StepEnd) -> None:  # noqa: B027 - not abstract, because a job need not report anything
+        """Report a completed step, for example to a service of your own. Does nothing by default.
+
+        This is called on rank 0 after every step. A step that is repeated after a failure is reported again. Training
+        waits until this returns, so hand slow work to a thread.
+
+        It is for reports, and cannot change the training. Gradients are off, torch's random generators and the modes of
+        the modules are restored, and a change of a parameter or a buffer ends the run. An exception becomes a warning,
+        one for each different text, and training continues; ``SystemExit`` ends the run as a failure.
+
+        Args:
+            info: the step.
+        """
 
     def check(self) -> None:  # noqa: B027 - not abstract, because a job need not check anything
         """Check the fields. The driver calls this before it starts anything.

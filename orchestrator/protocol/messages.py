@@ -13,7 +13,8 @@ from orchestrator.protocol.events import Event
 from orchestrator.protocol.metrics import Metric
 from orchestrator.timeline.spans import Span
 
-Phase = Literal["start", "join", "build", "train", "eval", "checkpoint", "end"]
+Phase = Literal["start", "join", "build", "train", "eval", "sample", "checkpoint", "callback", "end"]
+"""What a worker does. In ``sample`` and ``callback`` it runs code of the job that may take any time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +186,12 @@ class Stacks:
 class Outcome:
     """How a generation ended for a worker.
 
-    ``text`` is the sample of the job, if this rank made one. ``recoverable_steps`` has, by rank, the steps after which
-    this worker still has that rank's state.
+    ``texts`` has the last sample of each name that is a text, if this rank draws samples. ``recoverable_steps`` has, by
+    rank, the steps after which this worker still has that rank's state.
     """
 
     status: Literal["done", "stopped", "failed"]
     step: int
-    text: str | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
     failure: Failure | None = None
     recoverable_steps: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -261,7 +261,7 @@ class Strategy(LayoutRules, abc.ABC):
 
     @property
     def full_model(self) -> nn.Module | None:
-        """The whole model, on the one rank that has it and lets the job sample from it; None elsewhere."""
+        """The whole model after the last step, on the one rank that has it and shows it to the job; None elsewhere."""
         return None
 
     # State and recovery, after attach()

@@ -64,7 +64,8 @@ def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
     ("rank", "spares"), [(0, 1), pytest.param(1, 0, marks=pytest.mark.fast), *in_campaign((0, 0), (1, 1))]
 )
 def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spares: int) -> None:
-    result = run(*WORDS, f"recovery.chaos=[kill@13:{rank}]", f"recovery.spares={spares}")
+    words = (*WORDS, "job._target_=helpers.faulty_jobs.Reporting")  # whose reports change nothing
+    result = run(*words, f"recovery.chaos=[kill@13:{rank}]", f"recovery.spares={spares}")
     assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
     expected, curve = reference()
     final = weights(result.run_dir)
@@ -78,6 +79,11 @@ def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spar
     assert (recovered["step"], recovered["replaced"], recovered["in_place"]) == (12, [rank], True)
     assert recovered["seconds"] == pytest.approx(result.summary["recovery_s"][0])
     assert [e["generation"] for e in events(result.run_dir, "generation_started")] == [1, 2]
+    warnings = [e["message"] for e in events(result.run_dir, "warned")]
+    assert len([w for w in warnings if "job.on_step_end raised RuntimeError: the service" in w]) == 1 + (rank == 0)
+    samples = [(e["step"], e["name"]) for e in events(result.run_dir, "sample_saved")]
+    assert samples == [(step, name) for step in (8, 16, 24) for name in ("image", "text")]
+    assert series(result.run_dir, "train/accuracy").keys() == losses(result.run_dir).keys()
 
 
 @pytest.mark.parametrize("kind", ["raise", "stop", *in_campaign("exit", "segv", "sleep", "gil")])

@@ -142,6 +142,12 @@ class Worker(WholeModel):
         self._last_step_end = time.perf_counter()
         return result
 
+    @property
+    def full_model(self) -> nn.Module | None:
+        if (model := super().full_model) is not None:
+            self.pull()
+        return model
+
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         self.pull()
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)

@@ -1,0 +1,101 @@
+"""Calls of a job's methods that may look at the training but must not change it: ``sample`` and ``on_step_end``."""
+
+from __future__ import annotations
+
+import itertools
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.compat.torch import version_of
+
+Returned = TypeVar("Returned")
+
+_OWN_FILES = Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib"))
+
+
+class ModelChangedError(RuntimeError):
+    """A method of the job that may only look at the model has changed it."""
+
+
+def call_without_effect(
+    call: Callable[[], Returned], *, method: str, model: nn.Module | None, device: torch.device
+) -> Returned:
+    """Return what ``call()`` returns, and leave the training as it was.
+
+    Gradients are not recorded. Torch's random generators and the modes of the modules are restored afterwards.
+
+    Args:
+        call: calls the job.
+        method: the method of the job, for the message.
+        model: the model that the job may look at; None if it has none.
+        device: the device of the model.
+
+    Raises:
+        ModelChangedError: a parameter or a buffer was changed.
+        Exception: whatever ``call`` raises.
+    """
+    modes = [(module, module.training) for module in model.modules()] if model is not None else []
+    before = _marks(model)
+    random = torch.get_rng_state()
+    device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        with torch.no_grad():
+            return call()
+    finally:
+        torch.set_rng_state(random)
+        if device_random is not None:
+            torch.cuda.set_rng_state(device_random, device)
+        for module, training in modes:
+            module.training = training
+        if (changed := _first_difference(before, _marks(model))) is not None:
+            remedy = "look at a copy of it"
+            if changed.startswith("the buffer"):
+                remedy += "; a forward pass in training mode changes buffers, so call model.eval() before one"
+            raise ModelChangedError(
+                f"job.{method} changed {changed}; it runs on one rank only, so the ranks would train different models. "
+                f"Change the model in Job.training_step, or {remedy}"
+            )
+
+
+def describe(error: Exception) -> str:
+    """Return the last line of the error's traceback, and the place in the user's code where it was raised."""
+    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not Path(f.filename).is_relative_to(_OWN_FILES)]
+    own = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames
+    if not own:
+        return text
+    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
+
+
+Mark = tuple[Tensor, int, int, bool]
+
+
+def _marks(model: nn.Module | None) -> dict[str, Mark]:
+    """Return what identifies the present state of each parameter and buffer, without reading its values."""
+    return {name: _mark(tensor) for name, tensor in _tensors(model)}
+
+
+def _tensors(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
+    if model is None:
+        return iter(())
+    parameters = ((f"the parameter {name}", p) for name, p in model.named_parameters())
+    return itertools.chain(parameters, ((f"the buffer {name}", b) for name, b in model.named_buffers()))
+
+
+def _mark(tensor: Tensor) -> Mark:
+    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
+    return tensor, version_of(tensor), address, tensor.requires_grad
+
+
+def _first_difference(before: dict[str, Mark], after: dict[str, Mark]) -> str | None:
+    def same(a: Any, b: Any) -> bool:
+        return a is not None and b is not None and a[0] is b[0] and a[1:] == b[1:]
+
+    return next((name for name in {**before, **after} if not same(before.get(name), after.get(name))), None)
