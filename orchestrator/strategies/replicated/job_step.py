@@ -154,7 +154,7 @@ class JobStep(WholeModel):
 
     def _untrained_now(self) -> Sequence[tuple[int, int]]:
         """Return what changes with the values of the parameters that no optimizer has, such as those of a teacher."""
-        return [(p.data_ptr(), version_of(p)) for p in self._untrained]
+        return [(p.data_ptr() if p.layout == torch.strided else 0, version_of(p)) for p in self._untrained]
 
     @torch.no_grad()
     def _before_update(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
