@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
@@ -92,7 +93,7 @@ def _first_change(before: Mapping[Tensor, Mark], model: nn.Module | None) -> str
     after = _marks(model)
     if model is None or before == after:
         return None
-    named = [(f"the parameter {name}", p) for name, p in model.named_parameters()]
-    named += [(f"the buffer {name}", b) for name, b in model.named_buffers()]
-    changed = (name for name, tensor in named if before.get(tensor) != after[tensor])
+    parameters = ((f"the parameter {name}", p) for name, p in model.named_parameters())
+    buffers = ((f"the buffer {name}", b) for name, b in model.named_buffers())
+    changed = (name for name, t in itertools.chain(parameters, buffers) if before.get(t) != after[t])
     return next(changed, "the set of parameters and buffers")
