@@ -228,8 +228,10 @@ def _log_image(client: MlflowClient, run_id: str, sample: Sample) -> None:
     with tempfile.TemporaryDirectory() as folder, Image.open(sample.path) as image:
         files = [Path(folder) / f"{stem}.png", Path(folder) / f"{stem}+compressed.webp"]
         shutil.copyfile(sample.path, files[0])
-        image.thumbnail((SMALL_IMAGE_PIXELS, SMALL_IMAGE_PIXELS))
-        image.save(files[1])
+        scale = SMALL_IMAGE_PIXELS / max(image.size)
+        size = (max(1, int(image.width * scale)), max(1, int(image.height * scale)))
+        how = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS  # pixels of a tiny image stay sharp
+        image.resize(size, how).save(files[1])
         for file in files:
             client.log_artifact(run_id, str(file), artifact_path="images")
     client.set_tag(run_id, _IMAGES_TAG, "True")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import version_of
+from orchestrator.compat.torch import own_buffers, own_parameters, version_of
 
 Returned = TypeVar("Returned")
 
@@ -41,7 +41,7 @@ def call_without_effect(
         ModelChangedError: a parameter or a buffer was changed.
         Exception: whatever ``call`` raises.
     """
-    modes = [(module, module.training) for module in model.modules()] if model is not None else []
+    modes = [] if model is None else [(module, module.training) for module in model.modules()]
     before = _marks(model)
     random = torch.get_rng_state()
     device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -54,7 +54,7 @@ def call_without_effect(
             torch.cuda.set_rng_state(device_random, device)
         for module, training in modes:
             module.training = training
-        if (changed := _first_difference(before, _marks(model))) is not None:
+        if (changed := _first_change(before, model)) is not None:
             remedy = "look at a copy of it"
             if changed.startswith("the buffer"):
                 remedy += "; a forward pass in training mode changes buffers, so call model.eval() before one"
@@ -74,28 +74,26 @@ def describe(error: Exception) -> str:
     return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
 
 
-Mark = tuple[Tensor, int, int, bool]
+Mark = tuple[int, int, bool]
+"""The version, the address and ``requires_grad`` of a tensor."""
 
 
-def _marks(model: nn.Module | None) -> dict[str, Mark]:
-    """Return what identifies the present state of each parameter and buffer, without reading its values."""
-    return {name: _mark(tensor) for name, tensor in _tensors(model)}
+def _marks(model: nn.Module | None) -> dict[Tensor, Mark]:
+    """Return what identifies the present state of every parameter and buffer, without reading its values."""
+    return {
+        tensor: (version_of(tensor), tensor.data_ptr() if tensor.layout == torch.strided else 0, tensor.requires_grad)
+        for module in ([] if model is None else model.modules())
+        for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
+        if tensor is not None
+    }
 
 
-def _tensors(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
-    if model is None:
-        return iter(())
+def _first_change(before: Mapping[Tensor, Mark], model: nn.Module | None) -> str | None:
+    """Return what has changed in the model; None if nothing has."""
+    after = _marks(model)
+    if model is None or before == after:
+        return None
     parameters = ((f"the parameter {name}", p) for name, p in model.named_parameters())
-    return itertools.chain(parameters, ((f"the buffer {name}", b) for name, b in model.named_buffers()))
-
-
-def _mark(tensor: Tensor) -> Mark:
-    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
-    return tensor, version_of(tensor), address, tensor.requires_grad
-
-
-def _first_difference(before: dict[str, Mark], after: dict[str, Mark]) -> str | None:
-    def same(a: Any, b: Any) -> bool:
-        return a is not None and b is not None and a[0] is b[0] and a[1:] == b[1:]
-
-    return next((name for name in {**before, **after} if not same(before.get(name), after.get(name))), None)
+    buffers = ((f"the buffer {name}", b) for name, b in model.named_buffers())
+    changed = (name for name, t in itertools.chain(parameters, buffers) if before.get(t) != after[t])
+    return next(changed, "the set of parameters and buffers")

@@ -14,6 +14,7 @@ from orchestrator.worker.job_calls import ModelChangedError, call_without_effect
 
 def model() -> nn.Module:
     made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    made[3].tied = made[0].weight
     made[1].eval()  # frozen, as some models are during training
     return made
 
@@ -76,6 +77,10 @@ def replace(m: nn.Module) -> None:
     m[3] = nn.Linear(4, 2)  # type: ignore[operator]
 
 
+def remove(m: nn.Module) -> None:
+    del m[3]  # type: ignore[operator]
+
+
 def freeze_then_fail(m: nn.Module) -> None:
     m[0].requires_grad_(False)  # type: ignore[operator,index]
     raise KeyError("a")
@@ -88,6 +93,7 @@ def freeze_then_fail(m: nn.Module) -> None:
         (lambda m: m.load_state_dict(m.state_dict()), "the parameter 0.weight"),
         (set_data, "the parameter 0.bias"),
         (replace, "the parameter 3.weight"),
+        (remove, "the set of parameters and buffers"),
         (freeze_then_fail, "the parameter 0.weight"),
         (lambda m: m.train()(torch.randn(3, 4)), "the buffer 1.num_batches_tracked"),
         (lambda m: m.register_buffer("extra", torch.ones(1)), "the buffer extra"),
@@ -101,7 +107,7 @@ def test_a_change_of_the_model_is_named(change: Callable[[nn.Module], object], w
         f"job.on_step_end changed {what}; it runs on one rank only, so the ranks would train different models. "
         "Change the model in Job.training_step, or"
     )
-    assert ("call model.eval()" in str(refused.value)) == ("buffer" in what)
+    assert ("call model.eval()" in str(refused.value)) == ("the buffer" in what)
 
 
 def test_an_error_is_told_with_its_place_in_the_users_code() -> None:
