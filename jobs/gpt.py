@@ -29,8 +29,8 @@ VAL_PERCENT = 10
 class GPT(Job):
     """A decoder-only transformer (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762) with pre-layer norms.
 
-    ``path`` is a text file, or None for the help texts that Python ships in ``pydoc_data.topics``. After training, the
-    model writes ``sample_bytes`` bytes, drawn with ``temperature``.
+    ``path`` is a text file, or None for the help texts that Python ships in ``pydoc_data.topics``. After an
+    evaluation and at the end, the model writes ``sample_bytes`` bytes, drawn with ``temperature``.
     """
 
     layers: int = 4

@@ -36,7 +36,7 @@ class Names(Job):
     """A character-level LSTM.
 
     ``path`` is a text file, or None for the names of the functions and classes in Python's standard library. After
-    training, the model makes up ``sample_names`` names of at most ``sample_bytes`` bytes each.
+    an evaluation and at the end, the model makes up ``sample_names`` names of at most ``sample_bytes`` bytes each.
     """
 
     layers: int = 1

@@ -49,6 +49,7 @@ from orchestrator.protocol.events import (
     Recovered,
     RunEnded,
     RunStarted,
+    SampleSaved,
     Sink,
     StageSummary,
     StopRequested,
@@ -127,7 +128,7 @@ class PlainConsole:
         self._print(lines)
         if isinstance(event, TextSampled):
             text = Text(clean(event.text).strip("\n"))
-            self._console.print(Panel.fit(text, title="sample", title_align="left"))
+            self._console.print(Panel.fit(text, title=clean(event.name), title_align="left"))
         if isinstance(event, RunEnded):
             self._verdict = lines
         elif lines or isinstance(event, TextSampled):
@@ -273,7 +274,9 @@ def describe(event: Event) -> list[Line]:
             return [(stop_text(event), "yellow")]
         case Warned():
             return [(f"warning: {event.message}", "yellow")]
-        case FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged() | TextSampled() | RunEnded():
+        case FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
+            return []
+        case SampleSaved() | TextSampled() | RunEnded():
             return []
         case _:
             return [(event.kind.replace("_", " "), "")]

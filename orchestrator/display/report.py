@@ -168,6 +168,8 @@ def verdict(
         lines.append(_bubble(ended.summary))
     if "profile" in ended.summary:
         lines.append(f"profile: {ended.summary['profile']} (open its files in https://ui.perfetto.dev)")
+    if "samples" in ended.summary:
+        lines.append(f"samples: {ended.summary['samples']}")
     return lines + [f"next: {command}" for command in ended.next_commands]
 
 

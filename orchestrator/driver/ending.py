@@ -43,6 +43,8 @@ class RunEnding:
         summary = {**result.summary, **self._write_timeline(result)}
         if run_dir.profile.is_dir():
             summary["profile"] = str(run_dir.profile)
+        if run_dir.samples.is_dir():
+            summary["samples"] = str(run_dir.samples)
         ended = RunEnded(status=result.status, exit_code=result.exit_code, reason=result.reason, summary=summary)
         self.journal.emit(ended)
         stopped = result.status == "KILLED"

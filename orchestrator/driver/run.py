@@ -330,8 +330,8 @@ class Run:
 
     def _conclude(self, generation: Generation) -> RunResult:
         rank_0 = generation.outcomes.get(0)
-        if rank_0 is not None and rank_0.text:
-            self._events.emit(TextSampled(text=rank_0.text))
+        for name, text in (rank_0.texts if rank_0 is not None else {}).items():
+            self._events.emit(TextSampled(name=name, text=text))
         if generation.stop_sent and not generation.all_ended("done"):
             return self._interrupted(generation)
         return self._result("FINISHED", 0, "")

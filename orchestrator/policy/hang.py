@@ -10,7 +10,7 @@ from orchestrator.protocol.messages import Heartbeat, Phase
 
 STEADY = ("train", "eval")
 """The phases with steady progress. In the other phases a rank may take longer, and the others may wait for it."""
-BOUNDED = (*STEADY, "checkpoint")
+BOUNDED = (*STEADY, "checkpoint", "sample", "callback")
 """The phases with a time limit. The others have none: a start may include downloads of any size."""
 
 

@@ -223,10 +223,23 @@ class Warned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleSaved(Event):
+    """A sample of the job after ``step`` is on disk: an image (``.png``) or a text (``.txt``).
+
+    ``path`` is relative to the run directory.
+    """
+
+    step: int
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextSampled(Event):
-    """The text that ``Job.sample`` returned after training."""
+    """The last text of this ``name`` that ``Job.sample`` returned."""
 
     text: str
+    name: str = "sample"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.config.redact import redact_text
 from orchestrator.protocol.events import (
     Event,
     MetricsLogged,
     RankProgress,
+    SampleSaved,
     Sink,
     SystemMetricsLogged,
     Warned,
@@ -44,7 +45,7 @@ class Journal:
     """An event sink that writes every event except :class:`RankProgress` to the run directory.
 
     In a directory that already has a journal, it continues that journal: it cuts off an incomplete last line, writes
-    no metric again at or below its last step, and continues the numbering of ``system/`` readings.
+    no metric and no sample again at or below its last step, and continues the numbering of ``system/`` readings.
 
     A line that cannot be written is retried with the next one, and ``warnings`` receives one :class:`Warned`.
 
@@ -72,6 +73,7 @@ class Journal:
         for step, _, metrics in read_metrics(run_dir):
             for name in metrics:
                 self._last_step[name] = max(step, self._last_step.get(name, step))
+        self._last_sample = {sample.name: sample.step for sample, _ in read_samples(run_dir)}
         system = [step for name, step in self._last_step.items() if name.startswith(_SYSTEM)]
         self._readings_before = max(system) + 1 if system else 0
 
@@ -85,8 +87,12 @@ class Journal:
             elif isinstance(event, SystemMetricsLogged):
                 step = self._readings_before + event.step
                 error = self._write_metrics(step, event.time, event.metrics)
+            elif isinstance(event, SampleSaved) and event.step <= self._last_sample.get(event.name, -1):
+                error = None  # a step that is repeated after a recovery or a resume
             else:
                 error = self._events.write(_event_line(event, self._secrets))
+                if isinstance(event, SampleSaved):
+                    self._last_sample[event.name] = event.step
             warnings = self._warnings if error else None
             if warnings:
                 self._warnings = None  # once
@@ -194,6 +200,23 @@ def read_metrics(run_dir: RunDir) -> Iterator[tuple[int, float, dict[str, float]
     """Yield ``(step, time, {name: value})`` of every point, in the order of logging."""
     for record, _ in read_lines(run_dir.metrics_file):
         yield metrics_of(record)
+
+
+class Sample(NamedTuple):
+    """A sample of the job: an image (``.png``) or a text (``.txt``); ``time`` in seconds since the epoch."""
+
+    name: str
+    step: int
+    time: float
+    path: Path
+
+
+def read_samples(run_dir: RunDir, offset: int = 0) -> Iterator[tuple[Sample, int]]:
+    """Yield each sample of a run from byte ``offset`` of ``events.jsonl``, and the offset after its event."""
+    for record, line_end in read_lines(run_dir.events_file, offset):
+        if record.get("event") == "sample_saved":
+            path = run_dir.path / record["path"]
+            yield Sample(record["name"], int(record["step"]), float(record["time"]), path), line_end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

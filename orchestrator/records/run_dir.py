@@ -73,6 +73,14 @@ class RunDir:
         return self.path / "profile"
 
     @property
+    def samples(self) -> Path:
+        """The texts and images that the job has drawn from the model."""
+        return self.path / "samples"
+
+    def sample_file(self, step: int, name: str, suffix: str) -> Path:
+        return self.samples / f"step-{step:06d}-{name}.{suffix}"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

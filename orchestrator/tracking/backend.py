@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from orchestrator.records.journal import Ending
+from orchestrator.records.journal import Ending, Sample
 from orchestrator.records.run_dir import RunDir
 
 
@@ -22,8 +22,8 @@ class TrackingBackend(Protocol):
     """One tracking server.
 
     Every call may be repeated, for example after a timeout whose request had in fact arrived: a run is found again
-    by its uid, and equal points are stored once. The first call connects. A call raises whatever the library of the
-    server raises; the caller retries.
+    by its uid, and equal points and samples are stored once. The first call connects. A call raises whatever the
+    library of the server raises; the caller retries.
     """
 
     max_points_per_request: int
@@ -44,6 +44,9 @@ class TrackingBackend(Protocol):
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
         """Store the values of metrics."""
+
+    def log_sample(self, run_id: str, sample: Sample) -> None:
+        """Store a text or an image, whose file exists."""
 
     def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
         """Store the summary, the final status and the artifacts of a run that has ended."""

@@ -6,11 +6,15 @@ import logging
 import math
 import os
 import re
+import shutil
+import tempfile
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.records.journal import Ending, clean_name
+from orchestrator.records.journal import Ending, Sample, clean_name
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.backend import Point
 from orchestrator.tracking.uri import sqlite_path
@@ -22,11 +26,14 @@ if TYPE_CHECKING:
 MAX_PARAMS_PER_BATCH = 100
 MAX_PARAM_LENGTH = 500
 MAX_TAG_LENGTH = 5000
+SMALL_IMAGE_PIXELS = 256
 
 UID_TAG = "orchestrator.run_uid"
 SWEEP_TAG = "orchestrator.sweep_id"
 _PARENT_TAG = "mlflow.parentRunId"
 _DESCRIPTION_TAG = "mlflow.note.content"
+_IMAGES_TAG = "mlflow.loggedImages"
+"""Tells MLflow's page to show image charts."""
 
 _ARTIFACT_FILES = ("config.yaml", "report.md", "timeline.png", "timeline.json")
 _ARTIFACT_FOLDERS = ("logs", "plots", "profile")
@@ -90,6 +97,14 @@ class MlflowBackend:
         metrics = [Metric(p.name, p.value, _milliseconds(p.time), p.step) for p in points]
         for batch in _batches(metrics, self.max_points_per_request):
             client.log_batch(run_id, metrics=batch)
+
+    def log_sample(self, run_id: str, sample: Sample) -> None:
+        """An image becomes a step of an image chart; a text becomes an artifact below ``samples/``."""
+        client = self._connected()
+        if sample.path.suffix == ".png":
+            _log_image(client, run_id, sample)
+        else:
+            client.log_artifact(run_id, str(sample.path), artifact_path=sample.path.parent.name)
 
     def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
         """The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs."""
@@ -198,6 +213,28 @@ def _log_params_and_tags(client: MlflowClient, run: Run, *, params: Mapping[str,
         client.log_batch(run.info.run_id, params=param_batch)
     for tag_batch in _batches(changed, MAX_PARAMS_PER_BATCH):
         client.log_batch(run.info.run_id, tags=tag_batch)
+
+
+def _log_image(client: MlflowClient, run_id: str, sample: Sample) -> None:
+    """Store an image as ``MlflowClient.log_image`` does, but under the same name when it is repeated.
+
+    The image charts of MLflow's page read the key, the step and the time from the names of the files, and show the
+    small copy first.
+    """
+    from PIL import Image
+
+    unique = uuid.uuid5(uuid.NAMESPACE_URL, f"{run_id}/{sample.name}/{sample.step}")
+    stem = f"{sample.name}+step+{sample.step}+timestamp+{_milliseconds(sample.time)}+{unique}"
+    with tempfile.TemporaryDirectory() as folder, Image.open(sample.path) as image:
+        files = [Path(folder) / f"{stem}.png", Path(folder) / f"{stem}+compressed.webp"]
+        shutil.copyfile(sample.path, files[0])
+        scale = SMALL_IMAGE_PIXELS / max(image.size)
+        size = (max(1, int(image.width * scale)), max(1, int(image.height * scale)))
+        how = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS  # pixels of a tiny image stay sharp
+        image.resize(size, how).save(files[1])
+        for file in files:
+            client.log_artifact(run_id, str(file), artifact_path="images")
+    client.set_tag(run_id, _IMAGES_TAG, "True")
 
 
 def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.config.redact import redact_text
 from orchestrator.protocol.events import RunEnded
-from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines
+from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines, read_samples
 from orchestrator.records.run_dir import RunDir, read_json, write_json
 from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.uri import redact_uri, uri_secrets
@@ -27,15 +27,16 @@ _LOCK_POLL_S = 0.1
 class Cursor:
     """What the server at ``uri`` (redacted) has of a run.
 
-    ``points`` counts the uploaded values, from the first ``offset`` bytes of ``metrics.jsonl``. ``closed_at`` is the
-    time of the ending that has been uploaded with its artifacts, None if none has. ``error`` says why the last
-    attempt failed.
+    ``points`` counts the uploaded values, from the first ``offset`` bytes of ``metrics.jsonl``. ``samples_offset`` is
+    the byte of ``events.jsonl`` after the last uploaded sample. ``closed_at`` is the time of the ending that has been
+    uploaded with its artifacts, None if none has. ``error`` says why the last attempt failed.
     """
 
     uri: str = ""
     run_id: str | None = None
     offset: int = 0
     points: int = 0
+    samples_offset: int = 0
     closed_at: float | None = None
     error: str | None = None
 
@@ -78,8 +79,11 @@ class Transfer:
                 self._backend.log_points(run_id, points)
                 count = self.cursor.points + len(points)
                 self._advance(offset=offset, points=count, closed_at=None, error=None)
-            if ending and self.cursor.closed_at != ending.time:
+            closing = ending is not None and self.cursor.closed_at != ending.time
+            if ending and closing:  # before the samples: a store that refuses files still gets the final status
                 self._backend.close_run(run_id, self._run_dir.read_record(), ending, self._run_dir)
+            self._upload_samples(run_id)
+            if ending and closing:
                 self._advance(closed_at=ending.time, error=None)
             elif self.cursor.error:
                 self._advance(error=None)
@@ -87,6 +91,12 @@ class Transfer:
             self._opened = False  # the run may have been deleted on the server
             self._advance(error=self._describe(e))
             raise
+
+    def _upload_samples(self, run_id: str) -> None:
+        for sample, offset in read_samples(self._run_dir, self.cursor.samples_offset):
+            if sample.path.is_file():  # it may have been deleted since
+                self._backend.log_sample(run_id, sample)
+            self._advance(samples_offset=offset, closed_at=None, error=None)
 
     def _open(self, *, running: bool) -> str:
         if not self._opened or self.cursor.run_id is None:

@@ -32,6 +32,7 @@ from orchestrator.strategies import registry
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
+from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.loop import Loop, context_of
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
@@ -268,7 +269,7 @@ def _failure(error: BaseException, log: Path) -> Failure:
         time=time.time(),
         collateral=_is_connection_error(error),
         log_tail=log_tail(log),
-        final=isinstance(error, NonFiniteError),
+        final=isinstance(error, (NonFiniteError, ModelChangedError)),
     )
 
 

@@ -12,7 +12,7 @@ from orchestrator.protocol.messages import Assignment
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed
 from orchestrator.state.fence import Fence
-from orchestrator.state.train_state import TrainState, nonfinite_parameter
+from orchestrator.state.train_state import nonfinite_parameter
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.metrics import NonFiniteError
@@ -43,16 +43,13 @@ class Checkpoints:
         """Continue in the generation of ``assignment``."""
         self._fence.token = assignment.fence
 
-    def save(self, *, step: int, samples_consumed: int, stream: Mapping[str, Any] | None = None) -> TrainState | None:
+    def save(self, *, step: int, samples_consumed: int, stream: Mapping[str, Any] | None = None) -> None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
 
         Args:
             step: the last completed step.
             samples_consumed: global samples consumed up to that step.
             stream: where the training set can be read from, as JSON values; None if it has an index.
-
-        Returns:
-            The snapshot, on a rank that saves; None on the others.
 
         Raises:
             NonFiniteError: a parameter is not finite; nothing is saved.
@@ -68,7 +65,6 @@ class Checkpoints:
                 raise NonFiniteError(f"the parameter {name} is no longer finite", step)
             self._writer.submit(state, timeout_s=self._timeout_s)
             self._stall_ms = (time.perf_counter() - began) * 1e3
-        return state
 
     def report(self) -> None:
         """Put an event into the outbox for each write that has ended since the last call."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
@@ -113,6 +114,15 @@ class Outbox:
         if phase != self._phase:
             self._batch_ended_at = None  # the time until the next batch is not the duration of a batch
         self._step, self._phase = step, phase
+
+    @contextlib.contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Set the phase during the block, as a part of the phase before."""
+        outer, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = outer
 
     def tick(self) -> None:
         """Count one more batch, trained on or evaluated, as a sign of progress."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,32 @@ import torch
 from torch import Tensor
 
 from orchestrator.config.schema import Config
-from orchestrator.job import Job
+from orchestrator.job import Job, StepEnd, has_loss
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, Outcome, Phase
+from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
-from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.datasets import check_dataset, is_stream, known_length
+from orchestrator.strategies.weight_average import forget_average
 from orchestrator.worker import fault_injection as faults
 from orchestrator.worker.checkpoints import STREAM, Checkpoints
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import checked_weights, epoch_of, eval_batches, train_batches
 from orchestrator.worker.evaluation import evaluate
+from orchestrator.worker.job_calls import ModelChangedError, call_without_effect, describe
 from orchestrator.worker.metrics import NonFiniteError, Window, lr_of_groups
 from orchestrator.worker.profiling import NoProfiler, StepProfiler, profile_to
+from orchestrator.worker.samples import SampleError, Samples, has_samples
 from orchestrator.worker.stream import Mark, StreamReader
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
 gradients would otherwise be the largest part of the cost of logging every step."""
+
+MAX_JOB_WARNINGS = 10
+"""The number of different errors of one method of the job that a process warns of."""
 
 
 @dataclass
@@ -69,13 +75,18 @@ def datasets_of(job: Job) -> Datasets:
     check_dataset(train, split="train")
     if val is not None:
         check_dataset(val, split="val")
+        if not has_loss(job):
+            raise ValueError("job.dataset('val') returns a validation set; define Job.loss, or return None there")
     return Datasets(train=train, val=val, weights=checked_weights(job.sample_weights("train"), train))
 
 
-def no_validation(eval_every: int) -> str:
-    """Return the warning about a missing validation set."""
+def no_validation(eval_every: int, *, samples: bool) -> str:
+    """Return the warning about a missing validation set. ``samples``: whether the job draws samples."""
     text = "job.dataset('val') returns None: the run makes no evaluation and logs no val/* metrics"
-    return f"{text}; train.eval_every={eval_every} has no effect" if eval_every else text
+    if not eval_every:
+        return text
+    effect = "only says when job.sample is called" if samples else "has no effect"
+    return f"{text}; train.eval_every={eval_every} {effect}"
 
 
 class Loop:
@@ -104,6 +115,9 @@ class Loop:
         self._warned: set[str] = set()
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
+        self._samples = Samples(
+            job, run_dir=RunDir(Path(assignment.run_dir)), outbox=outbox, device=device, seed=self.config.seed
+        )
         self.reassign(assignment)
 
     def reassign(self, assignment: Assignment) -> None:
@@ -128,7 +142,8 @@ class Loop:
             self._datasets = datasets_of(self.job)
             startup["dataset_s"] = -began + (began := time.perf_counter())
             if self._datasets.val is None and self.assignment.generation == 1:
-                self._warn_once(no_validation(self.config.train.eval_every), topic="no validation")
+                warning = no_validation(self.config.train.eval_every, samples=has_samples(self.job))
+                self._warn_once(warning, topic="no validation")
             sample_source: Any = self._datasets.train
             if is_stream(sample_source):
                 sample_source = self.job.dataset("train")  # a stream may count its iterators
@@ -144,13 +159,14 @@ class Loop:
             if not stopped:
                 self._evaluate()
             recoverable = stopped and not self.gate.saves and self.recoverable_steps(update_complete=True)
-            final = self._checkpoint() if self.position.step > 0 and not recoverable else None
+            if self.position.step > 0 and not recoverable:
+                self._checkpoint()
         self._enter("end")
         self._checkpoints.drain()
         return Outcome(
             status="stopped" if stopped else "done",
             step=self.position.step,
-            text=None if stopped else self._sample(final),
+            texts={} if stopped else self._samples.texts,
             recoverable_steps=self.recoverable_steps(update_complete=True),
         )
 
@@ -205,7 +221,9 @@ class Loop:
         window.data_wait_s += time.perf_counter() - waiting_since
         self._inject_fault("train", step)
         result = self.strategy.train_step(
-            batch, want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1)
+            batch,
+            want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
+            want_metrics=self._is_logged(step),
         )
         window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
         self.position.step = step
@@ -213,7 +231,30 @@ class Loop:
         self._enter("train")
         self.outbox.tick()
         self.strategy.after_step(step=step, samples_consumed=self.position.samples_consumed)
+        self._report_to_job(result)
         return result
+
+    def _report_to_job(self, result: StepResult) -> None:
+        if self.rank != 0 or type(self.job).on_step_end is Job.on_step_end:
+            return
+        position = self.position
+        info = StepEnd(
+            step=position.step,
+            steps=self.config.train.steps,
+            samples_seen=position.samples_consumed,
+            loss=result.loss_sum / result.weight.to(result.loss_sum.device),
+            lr=self.strategy.lr,
+            model=self.strategy.full_model,
+        )
+        with self.outbox.within("callback"):
+            try:
+                call_without_effect(
+                    lambda: self.job.on_step_end(info), method="on_step_end", model=info.model, device=self.device
+                )
+            except ModelChangedError:
+                raise
+            except Exception as e:
+                self._warn_of_job(f"job.on_step_end raised {describe(e)}", method="on_step_end")
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""
@@ -224,7 +265,8 @@ class Loop:
 
     def _evaluation_due(self) -> bool:
         assert self._datasets is not None
-        return self._datasets.val is not None and self._is_due(self.config.train.eval_every)
+        something = self._datasets.val is not None or has_samples(self.job)
+        return something and self._is_due(self.config.train.eval_every)
 
     def _checkpoint_due(self) -> bool:
         return self._is_due(self.config.checkpoint.every)
@@ -249,6 +291,8 @@ class Loop:
             )
         elif assignment.checkpoint is not None:
             state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
+            if state is not None and self.config.train.ema_decay is None:
+                forget_average(state)
             meta = self.strategy.restore(state, source=0)
             if (mark := meta.get(STREAM)) is not None:
                 self._stream_mark = Mark.from_json(mark)
@@ -276,6 +320,7 @@ class Loop:
                 epoch=epoch_of(consumed, dataset_size),
                 lr=self.strategy.lr,
                 grad_norm=result.grad_norm,
+                sums=result.metrics,
                 comm_ms=self.strategy.comm_ms(),
                 spans=self.strategy.spans(),
                 metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},
@@ -284,24 +329,48 @@ class Loop:
         self._checkpoints.report()
 
     def _evaluate(self) -> None:
+        """Evaluate the model and let the job sample from it, as far as there is a validation set and the job does."""
         assert self._datasets is not None
-        if (val := self._datasets.val) is None:
+        val = self._datasets.val
+        if val is None and not has_samples(self.job):
             return
         self._enter("eval")
         with self.strategy.quiesced():
-            batches = self._eval_batches(val)
-            point = evaluate(self.strategy, batches, step=self.position.step, device=self.device)
-            self.outbox.put_point(point)
+            if val is not None:
+                point = self._evaluated(val)
+                if self.config.train.ema_decay is not None:
+                    with self.strategy.averaged_weights():
+                        point = replace(point, ema=self._evaluated(val))
+                self.outbox.put_point(point)
+            if has_samples(self.job):
+                self._sample()
         self._enter("train")
 
-    def _checkpoint(self) -> TrainState | None:
-        """Save a checkpoint. Return its state on a rank that saves."""
+    def _evaluated(self, val: Any) -> EvalPoint:
+        return evaluate(self.strategy, self._eval_batches(val), step=self.position.step, device=self.device)
+
+    def _sample(self) -> None:
+        """Let the job sample from the model, on the rank that has all of it. All ranks call this at the same step."""
+        position, model, state = self.position, self.strategy.full_model, None
+        self.outbox.enter(position.step, "sample")
+        if self.assignment.plan.pipeline is not None:
+            state = self.strategy.capture(step=position.step, samples_consumed=position.samples_consumed, into=None)
+        if model is None and state is None:
+            return
+        try:
+            self._samples.take(model, state, step=position.step)
+        except ModelChangedError:
+            raise
+        except Exception as e:
+            text = str(e) if isinstance(e, SampleError) else f"job.sample raised {describe(e)}"
+            self._warn_of_job(text, method="sample")
+
+    def _checkpoint(self) -> None:
         self._enter("checkpoint")
         position = self.position
         stream = None if self._stream is None else self._bookmark(self._stream)
-        state = self._checkpoints.save(step=position.step, samples_consumed=position.samples_consumed, stream=stream)
+        self._checkpoints.save(step=position.step, samples_consumed=position.samples_consumed, stream=stream)
         self._enter("train")
-        return state
 
     def _train_batches(self, datasets: Datasets) -> Generator[list[Any], None, None]:
         train = self.config.train
@@ -377,6 +446,21 @@ class Loop:
             self._warned.add(topic)
             self.outbox.put_event(Warned(message=text))
 
+    def _warn_of_job(self, text: str, *, method: str) -> None:
+        """Warn the user of an error in a ``method`` of the job, once for each text, and print the present traceback.
+
+        Texts beyond the first few are not shown: they may have a number that differs at every step.
+        """
+        told = sum(topic.startswith(f"{method}: ") for topic in self._warned)
+        if f"{method}: {text}" in self._warned or told == MAX_JOB_WARNINGS:
+            return
+        traceback.print_exc()
+        last = f"; further errors of job.{method} are not reported" if told + 1 == MAX_JOB_WARNINGS else ""
+        where = f"see the log of rank {self.rank}"
+        self._warn_once(
+            f"{text}, at step {self.position.step}: {where}; training continues{last}", topic=f"{method}: {text}"
+        )
+
     def _eval_batches(self, dataset: Any) -> Iterator[tuple[Any, int]]:
         """Yield the batches of an evaluation. Before each one, check that the generation has not ended."""
         for batch in eval_batches(
@@ -393,16 +477,6 @@ class Loop:
             self.gate.check(self.assignment.generation)
             self.outbox.tick()
             yield batch
-
-    def _sample(self, state: TrainState | None) -> str | None:
-        """Return the job's text sample. A model that is divided among the ranks is rebuilt from its last checkpoint."""
-        model = self.strategy.full_model
-        if model is None and state is not None and type(self.job).sample is not Job.sample:
-            model = self.job.model()
-            model.load_state_dict(state.model)
-        if model is None:
-            return None
-        return self.job.sample(model, torch.Generator().manual_seed(self.config.seed))
 
     @contextlib.contextmanager
     def _nonfinite_advice(self) -> Iterator[None]:

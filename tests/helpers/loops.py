@@ -7,7 +7,7 @@ from math import fsum
 from pathlib import Path
 
 from helpers.toys import CPU, Case, assignment, made, make, model_of
-from orchestrator.protocol.events import Warned
+from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
@@ -18,6 +18,7 @@ class Ran:
     outcome: Outcome
     points: list[TrainPoint | EvalPoint]
     warnings: list[str]
+    events: list[Event]
     training: bool
     owns_reducer: bool
 
@@ -64,6 +65,7 @@ def ran(outcome: Outcome, outbox: Outbox, *, training: bool, owns_reducer: bool)
         outcome=outcome,
         points=list(heartbeat.points),
         warnings=[event.message for event in heartbeat.events if isinstance(event, Warned)],
+        events=list(heartbeat.events),
         training=training,
         owns_reducer=owns_reducer,
     )

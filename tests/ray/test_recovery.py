@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.runs import events, in_campaign, losses, pid_of_rank
+from helpers.runs import events, in_campaign, losses, pid_of_rank, series
 
 STEPS = 24
 WORDS = (
@@ -64,7 +64,8 @@ def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
     ("rank", "spares"), [(0, 1), pytest.param(1, 0, marks=pytest.mark.fast), *in_campaign((0, 0), (1, 1))]
 )
 def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spares: int) -> None:
-    result = run(*WORDS, f"recovery.chaos=[kill@13:{rank}]", f"recovery.spares={spares}")
+    words = (*WORDS, "job._target_=helpers.faulty_jobs.Reporting")  # whose reports change nothing
+    result = run(*words, f"recovery.chaos=[kill@13:{rank}]", f"recovery.spares={spares}")
     assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
     expected, curve = reference()
     final = weights(result.run_dir)
@@ -78,6 +79,11 @@ def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spar
     assert (recovered["step"], recovered["replaced"], recovered["in_place"]) == (12, [rank], True)
     assert recovered["seconds"] == pytest.approx(result.summary["recovery_s"][0])
     assert [e["generation"] for e in events(result.run_dir, "generation_started")] == [1, 2]
+    warnings = [e["message"] for e in events(result.run_dir, "warned")]
+    assert len([w for w in warnings if "job.on_step_end raised RuntimeError: the service" in w]) == 1 + (rank == 0)
+    samples = [(e["step"], e["name"]) for e in events(result.run_dir, "sample_saved")]
+    assert samples == [(step, name) for step in (8, 16, 24) for name in ("image", "text")]
+    assert series(result.run_dir, "train/accuracy").keys() == losses(result.run_dir).keys()
 
 
 @pytest.mark.parametrize("kind", ["raise", "stop", *in_campaign("exit", "segv", "sleep", "gil")])
@@ -102,6 +108,30 @@ def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> Non
     final = weights(run_dir)
     assert final.keys() == expected.keys()
     assert [n for n in final if not torch.equal(final[n], expected[n])] == []
+
+
+def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
+    words = (
+        *(word for word in WORDS if not word.startswith("job.")),
+        "job._target_=helpers.step_toys.Distillation",
+        "train.global_batch_size=25",
+        "train.ema_decay=0.9",
+    )
+    alone = run("strategy=single", *words)
+    assert alone.exit_code == 0, alone.reason
+    result = run("strategy=ddp", *words, "recovery.chaos=[kill@13:1]")
+    assert result.exit_code == 0, result.reason
+    assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
+    curve, expected = losses(result.run_dir), losses(alone.run_dir)
+    assert len(curve) >= STEPS // 2
+    assert curve == {step: pytest.approx(expected[step], rel=1e-5) for step in curve}
+    for name in ("val/loss", "val/ema_loss"):
+        evaluated = series(alone.run_dir, name)
+        assert evaluated.keys() == {8, 16, 24}
+        found = series(result.run_dir, name)  # without those that the lost rank had not reported
+        assert found.keys() >= {16, 24}
+        assert found == {step: pytest.approx(evaluated[step], rel=1e-4) for step in found}
+    assert result.summary["val_ema_loss"] > result.summary["val_loss"], "the average lags behind"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,16 @@ import threading
 
 import pytest
 
-from orchestrator.protocol.events import MetricsLogged, RankProgress, RunEnded, RunStarted, SystemMetricsLogged, Warned
-from orchestrator.records.journal import Journal, metric_name, read_ending, read_metrics
+from orchestrator.protocol.events import (
+    MetricsLogged,
+    RankProgress,
+    RunEnded,
+    RunStarted,
+    SampleSaved,
+    SystemMetricsLogged,
+    Warned,
+)
+from orchestrator.records.journal import Journal, metric_name, read_ending, read_metrics, read_samples
 from orchestrator.records.run_dir import RunDir
 
 
@@ -92,6 +100,24 @@ def test_resume_writes_nothing_at_or_below_the_last_step_of_each_metric(run_dir)
         journal.emit(point(step, train__loss=-1.0, val__loss=-1.0))
     assert steps(run_dir, "train/loss") == [1, 2, 3, 4]
     assert steps(run_dir, "val/loss") == [2, 3, 4]
+
+
+def test_a_sample_is_kept_once_for_each_step_also_after_a_resume(run_dir):
+    def save(journal, *steps):
+        for step in steps:
+            for name in ("a", "b"):
+                journal.emit(SampleSaved(step=step, time=float(step), name=name, path=f"samples/{step}-{name}.png"))
+
+    journal = Journal(run_dir)
+    save(journal, 10, 20)
+    save(journal, 20, 30)  # after a recovery
+    journal.close()
+    journal = Journal(run_dir)
+    save(journal, 20, 30, 40)
+    journal.close()
+    found = [sample for sample, _ in read_samples(run_dir)]
+    assert [(s.name, s.step, s.time) for s in found] == [(n, s, float(s)) for s in (10, 20, 30, 40) for n in ("a", "b")]
+    assert found[0].path == run_dir.path / "samples" / "10-a.png"
 
 
 def test_system_readings_go_on_counting_after_a_resume(run_dir):

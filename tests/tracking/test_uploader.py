@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,12 +18,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 from orchestrator import sync
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted
+from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted, SampleSaved
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.journal import Ending, Journal, read_metrics
+from orchestrator.records.journal import Ending, Journal, Sample, read_metrics
 from orchestrator.tracking.backend import Point
 from orchestrator.tracking.mlflow import MlflowBackend, connect
 from orchestrator.tracking.transfer import Transfer, exclusive, read_cursor
@@ -166,6 +168,17 @@ def start(journal, name="digits-ddp"):
 def log(journal, steps):
     for step in steps:
         journal.emit(MetricsLogged(step=step, metrics={"train/loss": 1 / step, "perf/step_ms": 5.0}))
+
+
+def save_samples(journal, run_dir, *steps):
+    """An image and a text at each step."""
+    run_dir.samples.mkdir(exist_ok=True)
+    for step in steps:
+        image, text = run_dir.sample_file(step, "digits", "png"), run_dir.sample_file(step, "says", "txt")
+        Image.new("RGB", (300, 600), (step, 0, 0)).save(image)
+        text.write_text(f"step {step}")
+        for name, path in (("digits", image), ("says", text)):
+            journal.emit(SampleSaved(step=step, name=name, path=str(path.relative_to(run_dir.path))))
 
 
 def end(journal, run_dir, status="FINISHED", **summary):
@@ -477,6 +490,66 @@ def test_the_same_batch_twice_leaves_each_point_once(uri):
     assert [step for step, _ in history(uri, run_id, "a")] == [1, 2, 3, 4]
 
 
+def artifacts(uri, run_id, folder):
+    return sorted(f.path for f in client_of(uri).list_artifacts(run_id, folder))
+
+
+def test_an_image_is_stored_as_mlflow_stores_its_own_and_the_same_twice_is_one(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    journal = Journal(run_dir)
+    save_samples(journal, run_dir, 7)
+    journal.close()
+    client = client_of(uri)
+    experiment = client.create_experiment("images", artifact_location=str(tmp_path / "images"))
+    ours, theirs = (client.create_run(experiment).info.run_id for _ in range(2))
+    image = Sample(name="digits", step=7, time=1700000000.25, path=run_dir.sample_file(7, "digits", "png"))
+    for _ in range(2):
+        MlflowBackend(uri, request_timeout_s=10).log_sample(ours, image)
+    client.log_image(theirs, Image.open(image.path), key="digits", step=7, timestamp=1700000000250)
+    named = [
+        [re.sub(r"[0-9a-f]{8}(-[0-9a-f]+)+", "<uuid>", path) for path in artifacts(uri, r, "images")]
+        for r in (ours, theirs)
+    ]
+    assert (
+        named[0]
+        == named[1]
+        == [f"images/digits+step+7+timestamp+1700000000250+<uuid>{end}" for end in ("+compressed.webp", ".png")]
+    )
+    sizes = [
+        [Image.open(path).size for path in sorted((tmp_path / "images" / r / "artifacts" / "images").iterdir())]
+        for r in (ours, theirs)
+    ]
+    assert sizes[0] == sizes[1] == [(128, 256), (300, 600)]
+    tags = [client.get_run(run_id).data.tags["mlflow.loggedImages"] for run_id in (ours, theirs)]
+    assert tags[0] == tags[1]
+
+
+def test_samples_arrive_once_whatever_the_server_does(tmp_path, proxy, server_port):
+    uri = f"http://127.0.0.1:{proxy.port}"
+    run_dir = new_run(tmp_path, uri)
+    journal = Journal(run_dir)
+    start(journal)
+    uploader = Uploader.start(run_dir, tracking(uri))
+    log(journal, [10])
+    save_samples(journal, run_dir, 10)
+    wait_until(lambda: read_cursor(run_dir).samples_offset == run_dir.events_file.stat().st_size)
+    proxy.mode = "lose answers"
+    save_samples(journal, run_dir, 20, 30)
+    wait_until(uploader.problem)
+    proxy.mode = "pass"
+    journal.emit(SampleSaved(step=40, name="deleted", path="samples/step-000040-deleted.txt"))
+    end(journal, run_dir, steps=40)
+    upload = uploader.finish(30)
+    journal.close()
+    assert (upload.complete, upload.error) == (True, None)
+    direct = f"http://127.0.0.1:{server_port}"
+    assert artifacts(direct, upload.run_id, "samples") == [f"samples/step-0000{step}-says.txt" for step in (10, 20, 30)]
+    images = artifacts(direct, upload.run_id, "images")
+    assert [path.split("+timestamp")[0] for path in images] == [
+        f"images/digits+step+{s}" for s in (10, 10, 20, 20, 30, 30)
+    ]
+
+
 class MemoryBackend:
     """A tracking server that fails where it is told to."""
 
@@ -499,6 +572,9 @@ class MemoryBackend:
     def log_points(self, run_id, points):
         self._call("log", [(p.name, p.step) for p in points])
 
+    def log_sample(self, run_id, sample):
+        self._call("sample", (sample.name, sample.step))
+
     def close_run(self, run_id, record, ending, run_dir):
         self._call("close", ending.status)
 
@@ -519,6 +595,29 @@ def test_the_upload_needs_no_more_of_a_server_than_the_protocol(tmp_path):
     transfer.push(ending)
     assert backend.calls == [("open", False), ("close", "FINISHED")]
     assert read_cursor(run_dir).error is None
+
+
+def test_a_store_that_refuses_files_still_gets_the_points_and_the_status(tmp_path):
+    run_dir = ended_run(tmp_path, "http://localhost")
+    journal = Journal(run_dir)
+    save_samples(journal, run_dir, 5, 10)
+    journal.close()
+    backend = MemoryBackend()
+    backend.failing = "sample"
+    transfer = Transfer(run_dir, backend)
+    ending = Ending(status="FINISHED", time=time.time(), summary={})
+    with pytest.raises(ConnectionError):
+        transfer.push(ending)
+    assert backend.calls[-1] == ("close", "FINISHED")
+    assert read_cursor(run_dir).closed_at is None, "something is missing"
+    backend.calls, backend.failing = [], None
+    transfer.push(ending)
+    samples = [("sample", (name, step)) for step in (5, 10) for name in ("digits", "says")]
+    assert backend.calls == [("open", False), ("close", "FINISHED"), *samples]
+    backend.calls = []
+    transfer.push(ending)
+    assert backend.calls == [], "everything is there"
+    assert read_cursor(run_dir).closed_at == ending.time
 
 
 def test_more_than_one_request_of_points(tmp_path, uri):

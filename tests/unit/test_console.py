@@ -29,6 +29,7 @@ from orchestrator.protocol.events import (
     Recovered,
     RunEnded,
     RunStarted,
+    SampleSaved,
     StopRequested,
     StragglerFound,
     SystemMetricsLogged,
@@ -194,9 +195,11 @@ def test_every_event_has_words() -> None:
             SystemMetricsLogged(step=1, metrics={"cpu": 1.0}),
             StopRequested(signal="SIGINT"),
             Warned(message="MLflow does not answer"),
-            TextSampled(text="To be"),
+            SampleSaved(step=40, name="poem", path="samples/step-000040-poem.txt"),
+            TextSampled(name="poem", text="To be"),
         )
     )
+    assert "step-000040" not in text, "the verdict names the folder"
     for words in (
         "strategy ddp, job digits, 2 workers",
         "/runs/1",
@@ -207,6 +210,7 @@ def test_every_event_has_words() -> None:
         "warning: cannot write the checkpoint of step 50: No space left on device; training continues",
         "SIGINT: writing a checkpoint before stopping; send it again to stop at once",
         "warning: MLflow does not answer",
+        "poem",
         "To be",
     ):
         assert words in text
@@ -262,6 +266,11 @@ def test_verdict_of_a_pipeline_has_its_bubble_and_where_to_look() -> None:
     for ended in (FINISHED, KILLED):
         lines = printed(STARTED, FORMED, replace(ended, summary={**ended.summary, **summary}))
         assert "bubble: 31.0%, in theory 27.3%; timeline: /runs/1/timeline.png" in lines
+
+
+def test_verdict_says_where_samples_are() -> None:
+    summary = {**FINISHED.summary, "samples": "/runs/1/samples"}
+    assert "samples: /runs/1/samples" in printed(STARTED, FORMED, replace(FINISHED, summary=summary))
 
 
 def test_verdict_is_said_again_after_a_late_warning() -> None:

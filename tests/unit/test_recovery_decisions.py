@@ -137,6 +137,12 @@ def test_a_checkpoint_may_take_as_long_as_any_step_may() -> None:
     assert (seen.hanging(99.9), seen.hanging(100.1)) == ([], [0, 1])
 
 
+@pytest.mark.parametrize("phase", ["sample", "callback"])
+def test_code_of_the_job_may_take_as_long_as_any_step_may_and_the_others_wait_for_it(phase: Phase) -> None:
+    seen = pace(beat(5, phase), beat(5))
+    assert (seen.hanging(99.9), seen.hanging(100.1)) == ([], [0, 1])
+
+
 def test_a_phase_without_ticks_does_not_count_against_the_steps_after_it() -> None:
     seen = pace(beat(5, "checkpoint"))
     seen.observe(0, beat(5), 90.0)

@@ -1,0 +1,99 @@
+"""Calls of a job's methods that may look at the training but must not change it: ``sample`` and ``on_step_end``."""
+
+from __future__ import annotations
+
+import itertools
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.compat.torch import own_buffers, own_parameters, version_of
+
+Returned = TypeVar("Returned")
+
+_OWN_FILES = Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib"))
+
+
+class ModelChangedError(RuntimeError):
+    """A method of the job that may only look at the model has changed it."""
+
+
+def call_without_effect(
+    call: Callable[[], Returned], *, method: str, model: nn.Module | None, device: torch.device
+) -> Returned:
+    """Return what ``call()`` returns, and leave the training as it was.
+
+    Gradients are not recorded. Torch's random generators and the modes of the modules are restored afterwards.
+
+    Args:
+        call: calls the job.
+        method: the method of the job, for the message.
+        model: the model that the job may look at; None if it has none.
+        device: the device of the model.
+
+    Raises:
+        ModelChangedError: a parameter or a buffer was changed.
+        Exception: whatever ``call`` raises.
+    """
+    modes = [] if model is None else [(module, module.training) for module in model.modules()]
+    before = _marks(model)
+    random = torch.get_rng_state()
+    device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        with torch.no_grad():
+            return call()
+    finally:
+        torch.set_rng_state(random)
+        if device_random is not None:
+            torch.cuda.set_rng_state(device_random, device)
+        for module, training in modes:
+            module.training = training
+        if (changed := _first_change(before, model)) is not None:
+            remedy = "look at a copy of it"
+            if changed.startswith("the buffer"):
+                remedy += "; a forward pass in training mode changes buffers, so call model.eval() before one"
+            raise ModelChangedError(
+                f"job.{method} changed {changed}; it runs on one rank only, so the ranks would train different models. "
+                f"Change the model in Job.training_step, or {remedy}"
+            )
+
+
+def describe(error: Exception) -> str:
+    """Return the last line of the error's traceback, and the place in the user's code where it was raised."""
+    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not Path(f.filename).is_relative_to(_OWN_FILES)]
+    own = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames
+    if not own:
+        return text
+    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
+
+
+Mark = tuple[int, int, bool]
+"""The version, the address and ``requires_grad`` of a tensor."""
+
+
+def _marks(model: nn.Module | None) -> dict[Tensor, Mark]:
+    """Return what identifies the present state of every parameter and buffer, without reading its values."""
+    return {
+        tensor: (version_of(tensor), tensor.data_ptr() if tensor.layout == torch.strided else 0, tensor.requires_grad)
+        for module in ([] if model is None else model.modules())
+        for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
+        if tensor is not None
+    }
+
+
+def _first_change(before: Mapping[Tensor, Mark], model: nn.Module | None) -> str | None:
+    """Return what has changed in the model; None if nothing has."""
+    after = _marks(model)
+    if model is None or before == after:
+        return None
+    parameters = ((f"the parameter {name}", p) for name, p in model.named_parameters())
+    buffers = ((f"the buffer {name}", b) for name, b in model.named_buffers())
+    changed = (name for name, t in itertools.chain(parameters, buffers) if before.get(t) != after[t])
+    return next(changed, "the set of parameters and buffers")
