@@ -329,7 +329,7 @@ class Loop:
         self._checkpoints.report()
 
     def _evaluate(self) -> None:
-        """Evaluate the model and let the job sample from it, as far as there is a validation set and the job does."""
+        """Evaluate the model if there is a validation set, and draw samples from it if the job has any."""
         assert self._datasets is not None
         val = self._datasets.val
         if val is None and not has_samples(self.job):

@@ -26,7 +26,7 @@ _TEXT = "sample"
 
 
 class SampleError(ValueError):
-    """What the job returned as a sample is not one; the text says why."""
+    """What the job returned is not a sample, or cannot be written; the text says why."""
 
 
 def has_samples(job: Job) -> bool:
@@ -59,8 +59,7 @@ class Samples:
 
         Raises:
             ModelChangedError: the job has changed ``model``.
-            SampleError: the job returned something else than samples; those before it are kept.
-            OSError: a sample cannot be written.
+            SampleError: the job returned something else than samples, or one cannot be written; those before it stay.
             Exception: whatever the job raises.
         """
 
@@ -93,14 +92,16 @@ class Samples:
                 "'.', and no '.' at the beginning"
             )
         if isinstance(sample, str):
-            path = self._run_dir.sample_file(step, name, "txt")
-            _write(path, sample.encode(errors="replace"))
+            path, data = self._run_dir.sample_file(step, name, "txt"), sample.encode(errors="replace")
             self.texts[name] = sample
         elif isinstance(sample, Tensor):
-            path = self._run_dir.sample_file(step, name, "png")
-            _write(path, _png(sample, name))
+            path, data = self._run_dir.sample_file(step, name, "png"), _png(sample, name)
         else:
             raise SampleError(f"job.sample: {name!r} is a {type(sample).__name__}; return texts, and images as tensors")
+        try:
+            _write(path, data)
+        except OSError as e:
+            raise SampleError(f"the sample {name!r} cannot be written: {e}") from e
         self._outbox.put_event(SampleSaved(step=step, name=name, path=str(path.relative_to(self._run_dir.path))))
 
 
@@ -110,7 +111,7 @@ def _png(images: Tensor, name: str) -> bytes:
     try:
         pixels = picture(images)
     except ValueError as e:
-        raise SampleError(f"job.sample: {name!r} is {e}") from None
+        raise SampleError(f"job.sample: {name!r}: {e}") from None
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="PNG")
     return file.getvalue()

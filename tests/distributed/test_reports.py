@@ -119,7 +119,10 @@ class Returning(Toy):
         ({"a": 3}, "job.sample: 'a' is a int; return texts, and images as tensors, at step 3"),
         ({"a/b": "text"}, "job.sample: 'a/b' cannot be the name of a sample; use at most 100 letters"),
         ({"../a": "text"}, "job.sample: '../a' cannot be the name of a sample"),
-        ({"a": torch.ones(5, 4, 4)}, "job.sample: 'a' is a tensor of shape (5, 4, 4) is not an image"),
+        (
+            {"a": torch.ones(5, 4, 4)},
+            "job.sample: 'a': a tensor of shape (5, 4, 4) is not an image; images have shape (H, W)",
+        ),
     ],
 )
 def test_a_bad_sample_is_one_warning_and_training_continues(gang, tmp_path, what, warning):
@@ -129,6 +132,13 @@ def test_a_bad_sample_is_one_warning_and_training_continues(gang, tmp_path, what
     assert warned.startswith(warning)
     assert warned.endswith("at step 3: see the log of rank 0; training continues")
     assert seen(ranks) == seen(run(gang, tmp_path / "plain", Case(job=Toy(), train=SEVEN)))
+
+
+def test_a_sample_that_cannot_be_written_is_a_warning(gang, tmp_path):
+    (tmp_path / "samples").write_text("a file, where the folder belongs")
+    (ran,) = run(gang, tmp_path, Case(job=Returning(what="To be"), train=SEVEN), 1)
+    assert [w[: w.index(": [Errno")] for w in ran.warnings[:1]] == ["the sample 'sample' cannot be written"]
+    assert ran.outcome.texts == {"sample": "To be"}, "the console shows it"
 
 
 def test_a_text_needs_no_name_and_none_is_no_sample(gang, tmp_path):
