@@ -189,8 +189,9 @@ class Gang:
         """Call ``method`` of every member and return the answers by rank.
 
         Raises:
-            GangError: not in time, or Ray is dead.
-            RayError: a worker is dead.
+            NoAnswerError: not in time.
+            GangError: Ray is dead.
+            RayError: a worker is dead, or could not carry out the call.
         """
         return all_answers([_call(m, method, *args) for m in self.members], timeout_s)
 

@@ -36,7 +36,7 @@ from orchestrator.worker.loop import Loop, context_of
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.preemption import TerminationNotice
-from orchestrator.worker.process.stacks import all_stacks
+from orchestrator.worker.process.stacks import all_stacks, is_waiting
 
 
 class Worker:
@@ -83,7 +83,7 @@ class Worker:
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
         system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
-        return self.outbox.collect(system, leaving=self.notice.received())
+        return self.outbox.collect(system, leaving=self.notice.received(), waiting=is_waiting(self.training_thread))
 
     @ray.method(concurrency_group="control")
     def hold(self) -> int:
