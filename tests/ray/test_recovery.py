@@ -210,10 +210,12 @@ def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
     assert events(result.run_dir, "worker_lost") == []
 
 
-def test_a_slow_validation_batch_is_not_a_hang(run: Any) -> None:
-    """Rank 1 has evaluated its share long before rank 0, and waits for it in the next step."""
-    words = ("train.steps=40", "train.eval_every=20", "recovery.hang_min_s=1", "recovery.hang_max_s=30")
-    result = run("job._target_=helpers.stalling_job.Stalling", "job.val_s=4", *words, "recovery.max_failures=0")
+@pytest.mark.parametrize("pause", ["val_s", *in_campaign("train_s")])
+@pytest.mark.parametrize("words", [("strategy=ddp",), *in_campaign((("strategy=hogwild", "data.num_workers=1"),))])
+def test_a_slow_batch_of_a_new_loader_is_not_a_hang(run: Any, pause: str, words: tuple[str, ...]) -> None:
+    """In the evaluation, rank 1 has ended its share long before rank 0, and waits for it in the next step."""
+    words = (*words, "train.steps=40", "train.eval_every=20", "recovery.hang_min_s=1", "recovery.hang_max_s=30")
+    result = run("job._target_=helpers.stalling_job.Stalling", f"job.{pause}=4", *words, "recovery.max_failures=0")
     assert result.exit_code == 0, result.reason
     assert events(result.run_dir, "worker_lost") == []
 
