@@ -171,7 +171,7 @@ def draw_faults(rng: random.Random, layout: Layout) -> tuple[str, ...]:
     for step in sorted(rng.sample(range(2, STEPS), rng.choice((1, 1, 1, 2, 2, 3)))):
         phase, kind, rank = rng.choice(PHASES), rng.choice(KINDS), rng.randrange(layout.ranks)
         at = {"join": 0, "build": 0, "eval": 10, "checkpoint": 20, "end": STEPS}.get(phase, step)
-        if phase in ("join", "build", "end") and kind in ("stop", "sleep"):
+        if phase in ("join", "build", "end") and kind == "sleep":
             kind = "kill"  # the timeouts of these phases are minutes long
         if phase in ("join", "build") and kind == "raise":
             kind = "exit"  # an exception before the first step ends the run by design

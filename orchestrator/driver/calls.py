@@ -50,9 +50,10 @@ def cause_of_death(error: ray.exceptions.RayError) -> CauseOfDeath | None:
 
 def describe_error(error: ray.exceptions.RayError) -> str:
     """Return the type and the message of what made a call fail, in one line."""
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-    text = str(cause).strip() or "no message"
-    return f"{type(cause).__name__}: {text.splitlines()[-1].strip()}"
+    if isinstance(error, ray.exceptions.RayTaskError):
+        lines = str(error.cause).strip().splitlines()
+        return f"{type(error.cause).__name__}: {lines[0] if lines else 'no message'}"
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1].strip()}"  # the end of a traceback
 
 
 def all_answers(

@@ -29,6 +29,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.records.run_dir import RunDir, log_header, log_tail
 from orchestrator.strategies import registry
+from orchestrator.strategies.datasets import DatasetError
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
@@ -157,7 +158,8 @@ class Worker:
                 self.loop = self._make_loop(assignment, self.job)
             return self.loop.run(startup)
         except BaseException as e:
-            traceback.print_exc()
+            if not isinstance(e, DatasetError):
+                traceback.print_exc()
             return Outcome(
                 status="failed",
                 step=_step(self.loop, e),
@@ -261,14 +263,14 @@ def _step(loop: Loop | None, error: BaseException) -> int:
 
 
 def _failure(error: BaseException, log: Path) -> Failure:
-    trace = "".join(traceback.format_exception(error))
+    is_explained = isinstance(error, DatasetError)
     return Failure(
-        message=f"{type(error).__name__}: {error}",
-        traceback=trace,
+        message=str(error) if is_explained else f"{type(error).__name__}: {error}",
+        traceback="" if is_explained else "".join(traceback.format_exception(error)),
         time=time.time(),
         collateral=_is_connection_error(error),
         log_tail=log_tail(log),
-        final=isinstance(error, NonFiniteError),
+        final=isinstance(error, (DatasetError, NonFiniteError)),
     )
 
 

@@ -63,7 +63,7 @@ def datasets_of(job: Job) -> Datasets:
     """Return the data of the job.
 
     Raises:
-        ValueError: a dataset is empty, or of a kind that cannot be used, or the sampling weights do not fit.
+        DatasetError: a dataset is empty, or of a kind that cannot be used, or the sampling weights do not fit.
     """
     train, val = job.dataset("train"), job.dataset("val")
     check_dataset(train, split="train")

@@ -81,8 +81,19 @@ def test_a_rank_that_cannot_open_the_store_is_replaced(
     run: Callable[..., Any], tmp_path: Path, how: str, reason: str
 ) -> None:
     job = ("job._target_=helpers.faulty_jobs.NoStore", f"job.marker={tmp_path / 'marker'}", f"job.how={how}")
-    words = ("recovery.max_failures=2", "recovery.chaos=[kill@13:1]", "cluster.rendezvous_timeout_s=10")
+    words = ("recovery.max_failures=2", "recovery.chaos=[kill@13:1]", "cluster.rendezvous_timeout_s=8")
     result = run("strategy=ddp", "train.steps=40", "train.eval_every=0", *job, *words)
     assert result.exit_code == 0, result.reason
     assert [(e["rank"], e["step"]) for e in events(result.run_dir, "worker_lost")] == [(1, 12), (0, 12)]
     assert reason in events(result.run_dir, "worker_lost")[1]["reason"]
+
+
+def test_a_dataset_that_cannot_be_used_is_explained_without_a_traceback(run: Callable[..., Any]) -> None:
+    result = run("strategy=ddp", "job._target_=helpers.faulty_jobs.NoData")
+    assert result.exit_code == 1
+    assert result.reason.endswith(
+        "failed at step 0: job.dataset('train'): the dataset is empty; give it at least one sample"
+    )
+    (failure,) = events(result.run_dir, "worker_failed")
+    assert failure["traceback"] == ""
+    assert "Traceback" not in failure["log_tail"]

@@ -110,6 +110,7 @@ def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> Non
     "faults",
     [
         "kill@0:1:join",
+        "stop@0:1:join",
         "kill@8:0:checkpoint",
         f"kill@{STEPS}:0:end",
         "kill@13:1,kill@12:0:build",
@@ -215,9 +216,17 @@ def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
 def test_a_slow_batch_of_a_new_loader_is_not_a_hang(run: Any, pause: str, words: tuple[str, ...]) -> None:
     """In the evaluation, rank 1 has ended its share long before rank 0, and waits for it in the next step."""
     words = (*words, "train.steps=40", "train.eval_every=20", "recovery.hang_min_s=1", "recovery.hang_max_s=30")
-    result = run("job._target_=helpers.stalling_job.Stalling", f"job.{pause}=4", *words, "recovery.max_failures=0")
+    result = run("job._target_=helpers.stalling_job.Stalling", f"job.{pause}=3", *words, "recovery.max_failures=0")
     assert result.exit_code == 0, result.reason
     assert events(result.run_dir, "worker_lost") == []
+
+
+def test_a_rank_that_hangs_at_the_same_step_again_gets_twice_the_time(run: Any) -> None:
+    words = ("train.steps=12", "train.eval_every=0", "recovery.hang_min_s=1", "recovery.hang_max_s=3")
+    result = run("job._target_=helpers.stalling_job.Stalling", "job.val_s=4.5", *words)
+    assert result.exit_code == 0, result.reason
+    (lost,) = events(result.run_dir, "worker_lost")
+    assert "in phase eval (recovery.hang_max_s): " in lost["reason"]
 
 
 def test_a_spare_has_loaded_the_job_before_it_is_needed(run: Any, tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def simulate(
 
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_no_slow_healthy_run_is_killed(clock: SimpleNamespace, synchronous: bool) -> None:
-    verdicts = [simulate(f"{synchronous} {seed}", clock, synchronous=synchronous) for seed in range(60)]
+    verdicts = [simulate(f"{synchronous} {seed}", clock, synchronous=synchronous) for seed in range(40)]
     assert verdicts == [None] * len(verdicts)
 
 
@@ -307,7 +307,7 @@ def test_no_slow_healthy_run_is_killed(clock: SimpleNamespace, synchronous: bool
 def test_a_hang_in_a_slow_run_is_found_and_blamed_on_the_rank_that_hangs(
     clock: SimpleNamespace, synchronous: bool
 ) -> None:
-    for seed in range(40):
+    for seed in range(20):
         simulate(f"{synchronous} {seed}", clock, synchronous=synchronous, hang_after=seed % 20)
 
 
