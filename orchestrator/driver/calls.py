@@ -37,15 +37,13 @@ def check_ray() -> None:
 def cause_of_death(error: ray.exceptions.RayError) -> CauseOfDeath | None:
     """Return what the error of a call says about the death of its worker; None if the worker lives."""
     match error:
-        case ray.exceptions.RayTaskError():  # first, because it may also be an instance of what it was caused by
+        case ray.exceptions.RayTaskError() | ray.exceptions.RaySystemError():  # raised by the call, or by its transport
             return None
         case ray.exceptions.OutOfMemoryError():
             return "out of memory"
         case ray.exceptions.NodeDiedError():
             return "node lost"
-        case ray.exceptions.RayActorError() | ray.exceptions.WorkerCrashedError():
-            return "unknown"
-    return None
+    return "unknown"
 
 
 def describe_error(error: ray.exceptions.RayError) -> str:

@@ -126,11 +126,14 @@ class Generation:
 
         Raises:
             GangError: Ray is dead.
+            SupersededError: another driver has taken over the run.
         """
         members = self._gang.members
         timeout_s = self._config.cluster.rendezvous_timeout_s
         try:
-            host, port = self._gang.ask_one(0, Worker.open_store, timeout_s, timeout_s=timeout_s)
+            host, port = self._gang.ask_one(
+                0, Worker.open_store, timeout_s, timeout_s=timeout_s, check=self._lease.renew
+            )
         except NoAnswerError:
             info = members[0].info
             self._record_as_idle(recoverable_steps, besides=0)

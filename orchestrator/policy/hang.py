@@ -119,18 +119,22 @@ def _place(heartbeat: Heartbeat) -> tuple[str, int]:
 
 
 class WatchedTime:
-    """The time during which the driver has watched: a driver that was stopped, or was slow, has seen no silence."""
+    """A clock that runs while the driver watches: a driver that was stopped, or was slow, has seen no silence.
+
+    Args:
+        now: the present time of a monotonic clock, in seconds, with which this one begins.
+        longest_round_s: the most that it advances between two rounds.
+    """
 
     def __init__(self, now: float, *, longest_round_s: float):
-        self.seconds = 0.0
-        self._last = now
+        self._seconds = self._last = now
         self._longest_round_s = longest_round_s
 
     def advance(self, now: float) -> float:
-        """Return the watched seconds up to ``now``, of which a round adds ``longest_round_s`` at most."""
-        self.seconds += min(now - self._last, self._longest_round_s)
+        """Begin a round at ``now``, and return the time of this clock."""
+        self._seconds += min(now - self._last, self._longest_round_s)
         self._last = now
-        return self.seconds
+        return self._seconds
 
 
 def culprit(ranks: Collection[int], *, waiting: Mapping[int, bool], steps: Mapping[int, int]) -> tuple[int, str]:
