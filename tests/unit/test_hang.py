@@ -5,17 +5,20 @@ from __future__ import annotations
 import heapq
 import math
 import random
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from helpers.runs import wait_for
 from orchestrator.config.schema import RecoveryConfig
 from orchestrator.policy.hang import HangDetector, WatchedTime, culprit, patience_s
 from orchestrator.protocol.messages import Heartbeat, Phase
 from orchestrator.worker import control
 from orchestrator.worker.control import Outbox
+from orchestrator.worker.process.stacks import is_waiting
 
 CONFIG = RecoveryConfig(
     max_failures=10,
@@ -192,6 +195,29 @@ def test_each_phase_has_its_own_usual_time(clock: SimpleNamespace) -> None:
     outbox.begin_loader()
     assert outbox.collect({}).usual_tick_s is None, "a new loader again"
     assert ticks(50.0) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("/lib/torch/distributed/distributed_c10d.py", True),
+        ("/lib/orchestrator/strategies/asynchronous/shared_memory.py", True),
+        ("/home/me/my_job.py", False),
+    ],
+)
+def test_a_rank_waits_where_no_code_of_a_job_runs(file: str, expected: bool) -> None:
+    begun, released = threading.Lock(), threading.Lock()
+    begun.acquire()
+    released.acquire()
+    code = compile("begun.release(); released.acquire()", file, "exec")
+    thread = threading.Thread(target=exec, args=(code, {"begun": begun, "released": released}))
+    thread.start()
+    try:
+        assert begun.acquire(timeout=10)
+        assert wait_for(lambda: is_waiting(thread.ident) == expected, timeout_s=10)
+    finally:
+        released.release()
+        thread.join(10)
 
 
 # Simulated runs -----------------------------------------------------------------------------------
