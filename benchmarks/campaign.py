@@ -49,13 +49,13 @@ OVERRIDES = (
     "job.depth=3",
     "tracking=none",
     "recovery.backoff_s=0.1",
-    "recovery.hang_max_s=20",
 )
-FAULTY = ("recovery.hang_min_s=2",)
+FAULTY = ("recovery.hang_min_s=2", "recovery.hang_max_s=20")
 SLOW = (
     "job._target_=stalling_job.Stalling",
-    "recovery.hang_min_s=4",
-    "recovery.build_max_s=20",
+    "recovery.hang_min_s=6",
+    "recovery.hang_max_s=40",
+    "recovery.build_max_s=40",
     "recovery.max_failures=0",
 )
 STALLS = {
@@ -65,7 +65,7 @@ STALLS = {
     "job.disk_s": (0.2, 1),
     "job.val_s": (0.02, 0.1),
 }
-"""The shortest and the longest pause of each kind, in seconds. Several slow samples may be in one batch."""
+"""The shortest and the longest pause of each kind, in seconds. Several may fall into one batch."""
 TRIAL_TIMEOUT_S = 120.0
 
 
