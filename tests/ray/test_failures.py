@@ -81,7 +81,7 @@ def test_a_rank_that_cannot_open_the_store_is_replaced(
     run: Callable[..., Any], tmp_path: Path, how: str, reason: str
 ) -> None:
     job = ("job._target_=helpers.faulty_jobs.NoStore", f"job.marker={tmp_path / 'marker'}", f"job.how={how}")
-    words = ("recovery.max_failures=2", "recovery.chaos=[kill@13:1]", "cluster.rendezvous_timeout_s=8")
+    words = ("recovery.max_failures=2", "recovery.chaos=[kill@13:1]", "cluster.rendezvous_timeout_s=15")
     result = run("strategy=ddp", "train.steps=40", "train.eval_every=0", *job, *words)
     assert result.exit_code == 0, result.reason
     assert [(e["rank"], e["step"]) for e in events(result.run_dir, "worker_lost")] == [(1, 12), (0, 12)]
