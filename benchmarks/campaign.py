@@ -54,14 +54,14 @@ FAULTY = ("recovery.hang_min_s=2", "recovery.hang_max_s=20")
 SLOW = (
     "job._target_=stalling_job.Stalling",
     "recovery.hang_min_s=6",
-    "recovery.hang_max_s=40",
-    "recovery.build_max_s=40",
+    "recovery.hang_max_s=30",
+    "recovery.build_max_s=30",
     "recovery.max_failures=0",
 )
 STALLS = {
-    "job.build_s": (2, 14),
-    "job.compile_s": (1, 14),
-    "job.open_s": (1, 14),
+    "job.build_s": (1, 4),
+    "job.compile_s": (1, 10),
+    "job.open_s": (1, 10),
     "job.disk_s": (0.2, 1),
     "job.val_s": (0.02, 0.1),
 }
