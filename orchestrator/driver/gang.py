@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -189,14 +189,17 @@ class Gang:
         """Call ``method`` of every member and return the answers by rank.
 
         Raises:
-            GangError: not in time, or Ray is dead.
-            RayError: a worker is dead.
+            NoAnswerError: not in time.
+            GangError: Ray is dead.
+            RayError: a worker is dead, or could not carry out the call.
         """
         return all_answers([_call(m, method, *args) for m in self.members], timeout_s)
 
-    def ask_one(self, rank: int, method: WorkerMethod, *args: Any, timeout_s: float) -> Any:
-        """Call ``method`` of one member and return its answer. Raises as :meth:`ask`."""
-        return all_answers([_call(self.members[rank], method, *args)], timeout_s)[0]
+    def ask_one(
+        self, rank: int, method: WorkerMethod, *args: Any, timeout_s: float, check: Callable[[], None] | None = None
+    ) -> Any:
+        """Call ``method`` of one member and return its answer; ``check()`` runs meanwhile. Raises as :meth:`ask`."""
+        return all_answers([_call(self.members[rank], method, *args)], timeout_s, check=check)[0]
 
     def poll(self, method: WorkerMethod, *args: Any, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
         """Call ``method`` of some members and return the answers that come in time, by rank."""

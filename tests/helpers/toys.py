@@ -69,6 +69,7 @@ CLUSTER = schema.ClusterConfig(
     heartbeat_s=1,
     node_timeout_s=4,
     heartbeat_timeout_s=5,
+    stopped_timeout_s=5,
     stop_grace_s=5,
 )
 
@@ -81,6 +82,7 @@ RECOVERY = schema.RecoveryConfig(
     hang_factor=10,
     hang_min_s=10,
     hang_max_s=20,
+    build_max_s=20,
     replace_stragglers=False,
     chaos=(),
 )
