@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, replace
 
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.driver.run import RunResult
 from orchestrator.planning.plan import Plan
@@ -25,15 +27,18 @@ class RunEnding:
     uploader: Uploader
     journal: Sink
     console: Sink
+    redactor: Redactor
     resume_command: str
 
     def finish(self, result: RunResult) -> RunResult:
         """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
 
         Returns:
-            ``result`` with the complete summary.
+            ``result`` with the complete summary, and with secrets masked.
         """
         run_dir = self.run_dir
+        result = self.redactor.data(result, by_key=False)
+        self._mask_logs()
         run_dir.update_record(
             state=result.status.lower(),
             ended=time.time(),
@@ -52,6 +57,15 @@ class RunEnding:
         commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
         self.console.emit(replace(ended, summary=summary, next_commands=commands))
         return replace(result, summary=summary)
+
+    def _mask_logs(self) -> None:
+        """Mask secrets in the logs: what C code and child processes write passes no stream of a worker."""
+        for log in (self.run_dir.path / "logs").iterdir():
+            masked = log.with_name(f".{log.name}.masked")
+            with contextlib.suppress(OSError):  # a full disk: the upload masks what it sends
+                if self.redactor.copy_file(log, masked):
+                    masked.replace(log)
+            masked.unlink(missing_ok=True)
 
     def _write_timeline(self, result: RunResult) -> dict[str, str]:
         """Draw the timeline of the pipeline stages, if there is one; returns where it is, for the summary."""

@@ -111,8 +111,9 @@ class Generation:
         """
         members = self._gang.members
         timeout_s = self._config.cluster.rendezvous_timeout_s
+        on_one_node = len({m.info.node_id for m in members}) == 1
         try:
-            host, port = self._gang.ask_one(0, Worker.open_store, timeout_s, timeout_s=timeout_s)
+            host, port = self._gang.ask_one(0, Worker.open_store, timeout_s, on_one_node, timeout_s=timeout_s)
         except ray.exceptions.RayError as e:
             self._record_early_death(members[0], e, recoverable_steps)
             return
