@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
-from orchestrator.config.secret_names import is_certain, is_secret
+from orchestrator.config.secret_names import is_certain, is_secret, may_name_secret
 
 MASK = "***"
 
@@ -28,43 +28,34 @@ _MIN_DIGITS = 6
 _MIN_LENGTH_ALONE = 8
 """A shorter secret is masked only where it is a word of its own."""
 _MIN_LENGTH_IN_ENVIRONMENT = 8
+_CHARACTERS_AT_A_TIME = 1 << 20
 _ORDINARY = frozenset(
     [
-        "none",
-        "null",
-        "auto",
-        "true",
-        "false",
-        "token",
-        "password",
-        "secret",
-        "default",
-        "basic",
-        "user",
-        "admin",
-        "test",
+        *("none", "null", "auto", "true", "false", "default", "basic", "test"),
+        *("token", "password", "secret", "user", "admin"),
     ]
 )
 _NOT_SECRET = frozenset(["", "None", "null", "none", "True", "true", "False", "false", MASK])
 _WORKING_DIRECTORIES = frozenset(["PWD", "OLDPWD"])
 
-_USER_AND_PASSWORD = re.compile(r"(\w[\w+.-]*://)[^/?#\s:@]*:[^/?#\s]*@")
+_USER_AND_PASSWORD = re.compile(r"((?<![\w+.-])\w[\w+.-]*+://)[^/?#\s:@]*:[^/?#\s]*@")
 _TOKEN_AS_USER = re.compile(r"(\bhttps?://)[^/?#\s:@*]+@", re.IGNORECASE)
 _SIGNATURES = frozenset(["sig", "signature"])
 _AUTHORIZATION = re.compile(r"(\b(?:Bearer|Basic)\s+)(?=\S*[\d=])[\w.~+/=-]{8,}")
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
 _IS_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 _ASSIGNMENT = re.compile(
-    r"""(?P<key>[A-Za-z_][\w.-]*)
+    r"""(?: (?<![\w.\\]) (?<!\w-) | (?<=\\[nrt]) )
+        (?P<key>[A-Za-z_][\w.-]*+)
         (?: \\*["']? (?: =(?!=)  |  \s?[:=]\s?(?=\\*["']) )
           | \\*["'] :\s? )""",
     re.VERBOSE,
 )
 """``key=value``, ``key = "value"``, ``key: "value"`` and ``"key": value``, up to the value. Not ``key: value``: this is
-how a message begins that names a key."""
+how a message begins that names a key. Escapes such as \\n may precede the key."""
 _VALUE = re.compile(
     r"""(?P<open>\\*["']) (?P<quoted>(?:\\.|(?!(?P=open)).)*?) (?P=open)
-        | \[[^\]]*\] | \{[^}]*\} | \([^)]*\)
+        | \[[^\]\n]*\] | \{[^}\n]*\} | \([^)\n]*\)
         | [^\s,;&"'\])}]+?(?= [:.]?(?:[\s,;&"'\])}]|$) )""",
     re.VERBOSE,
 )
@@ -126,11 +117,9 @@ class Redactor:
                 text = text.replace(form, MASK) if pattern is None else pattern.sub(MASK, text)
         for pattern in self._short:
             text = pattern.sub(rf"\1{MASK}", text)
-        if "://" in text:
-            text = _TOKEN_AS_USER.sub(rf"\1{MASK}@", _USER_AND_PASSWORD.sub(rf"\1{MASK}@", text))
         if "PRIVATE KEY" in text:
             text = _PRIVATE_KEY.sub(MASK, text)
-        return _mask_assignments(_AUTHORIZATION.sub(rf"\1{MASK}", text))
+        return "".join(map(_mask_line, text.splitlines(keepends=True)))
 
     def data(self, value: Any, *, by_key: bool = True) -> Any:
         """Return a copy of nested mappings, lists and dataclasses with all secrets masked.
@@ -161,15 +150,15 @@ class Redactor:
         return value
 
     def copy_file(self, source: Path, target: Path) -> bool:
-        """Copy a text file line by line with all secrets masked. Return whether anything was masked."""
+        """Copy a text file with all secrets masked. Return whether anything was masked."""
         masked = False
         with (
             source.open(encoding="utf-8", errors="surrogateescape", newline="") as lines,
             target.open("w", encoding="utf-8", errors="surrogateescape", newline="") as out,
         ):
-            for line in lines:
-                clean = self.text(line)
-                masked = masked or clean != line
+            while text := "".join(lines.readlines(_CHARACTERS_AT_A_TIME)):
+                clean = self.text(text)
+                masked = masked or clean != text
                 out.write(clean)
         return masked
 
@@ -302,6 +291,15 @@ def _as_word(form: str) -> re.Pattern[str] | None:
 def _is_signature(name: str) -> bool:
     """Return whether a parameter of a query signs the address, as in ``X-Amz-Signature=...``."""
     return re.split(r"[-_]", name.lower())[-1] in _SIGNATURES
+
+
+def _mask_line(line: str) -> str:
+    """Return ``line`` with secrets masked that are recognised by what is around them."""
+    if "://" in line:
+        line = _TOKEN_AS_USER.sub(rf"\1{MASK}@", _USER_AND_PASSWORD.sub(rf"\1{MASK}@", line))
+    if "earer" in line or "asic" in line:
+        line = _AUTHORIZATION.sub(rf"\1{MASK}", line)
+    return _mask_assignments(line) if ("=" in line or ":" in line) and may_name_secret(line) else line
 
 
 def _mask_assignments(text: str) -> str:

@@ -50,6 +50,10 @@ _VALUES_OF_TOKENS = _words_in("value text string str bytes base64 b64 header")
 _OWNERS_OF_PASSES = _words_in("user db database smtp ftp mysql postgres redis root admin login http proxy mail")
 
 
+_PARTS_OF_SECRET_NAMES = _words_in("token key secret pass pwd cred auth bearer jwt webhook cookie pat sig")
+"""Every secret name contains one of these, as do the parameters with which a URL is signed."""
+
+
 @functools.lru_cache(maxsize=4096)
 def is_secret(key: str) -> bool:
     """Return whether the name of ``key``, or a part of a dotted ``key``, indicates a secret."""
@@ -66,6 +70,12 @@ def is_certain(key: str) -> bool:
         _is_secret(words) and not (words[-1] == "key" and words[-2] not in _OWNERS_OF_CREDENTIALS)
         for words in map(_words, re.split(r"[^\w-]+", key))
     )
+
+
+def may_name_secret(text: str) -> bool:
+    """Return False if no word in ``text`` is the name of a secret. Faster than looking at each word."""
+    text = text.lower().replace("path", "")
+    return any(part in text for part in _PARTS_OF_SECRET_NAMES)
 
 
 def _words(name: str) -> tuple[str, ...]:

@@ -37,7 +37,8 @@ class RunEnding:
             ``result`` with the complete summary, and with secrets masked.
         """
         run_dir = self.run_dir
-        result = self.redactor.data(result, by_key=False)
+        reason, known = self.redactor.text(result.reason), self.redactor.data(result.summary, by_key=False)
+        result = replace(result, reason=reason, summary=known)
         self._mask_logs()
         run_dir.update_record(
             state=result.status.lower(),
@@ -60,12 +61,13 @@ class RunEnding:
 
     def _mask_logs(self) -> None:
         """Mask secrets in the logs: what C code and child processes write passes no stream of a worker."""
-        for log in (self.run_dir.path / "logs").iterdir():
+        for log in (self.run_dir.path / "logs").glob("[!.]*"):
             masked = log.with_name(f".{log.name}.masked")
             with contextlib.suppress(OSError):  # a full disk: the upload masks what it sends
                 if self.redactor.copy_file(log, masked):
                     masked.replace(log)
-            masked.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                masked.unlink(missing_ok=True)
 
     def _write_timeline(self, result: RunResult) -> dict[str, str]:
         """Draw the timeline of the pipeline stages, if there is one; returns where it is, for the summary."""

@@ -29,7 +29,7 @@ from orchestrator.config.redact import (
     url_secrets,
 )
 from orchestrator.config.schema import JobSpec
-from orchestrator.config.secret_names import is_secret
+from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
@@ -61,6 +61,7 @@ from orchestrator.tracking.transfer import Cursor
 )
 def test_names_of_secrets(key: str) -> None:
     assert is_secret(key)
+    assert may_name_secret(key)
     assert holds_secret(key, "hunter2")
 
 
@@ -153,6 +154,8 @@ def test_short_values_are_not_hunted_in_free_text() -> None:
         ("Job(hf_tokens=('a', 'b'), hidden=8)", f"Job(hf_tokens={MASK}, hidden=8)"),
         ('{\\"token\\": \\"abc\\"}', f'{{\\"token\\": \\"{MASK}\\"}}'),
         ("hf_tokens=[a,b] steps=7", f"hf_tokens={MASK} steps=7"),
+        ("text with \\\\ntoken=abc", f"text with \\\\ntoken={MASK}"),
+        ("--api-token=abc", f"--api-token={MASK}"),
         ("DB_PASSWORD=x DB_HOST=y", f"DB_PASSWORD={MASK} DB_HOST=y"),
         ("Authorization: Bearer abc123def456", f"Authorization: Bearer {MASK}"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", MASK),
