@@ -56,7 +56,7 @@ def _default_secrets(cls: type[Job]) -> dict[str, object]:
     found: dict[str, object] = {}
     for field in dataclasses.fields(cls):
         if is_secret(field.name) and field.default_factory is not dataclasses.MISSING:
-            with contextlib.suppress(Exception):  # the factory is the user's, and has raised before
+            with contextlib.suppress(Exception):  # the factory is the user's, and may be what failed
                 found[field.name] = field.default_factory()
         elif field.default is not dataclasses.MISSING:
             found[field.name] = field.default

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from orchestrator.config.build import ConfigError, did_you_mean, format_override, to_cli
-from orchestrator.config.redact import MASK, Redactor
+from orchestrator.config.redact import MASK, Redactor, stands_for_secret
 from orchestrator.config.schema import Config
 from orchestrator.config.secret_names import is_secret
 
@@ -114,7 +114,7 @@ def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override
             errors.append(f"{_typed(override)}: several values; add -m to run each, or write a list as [a,b]")
         elif error := group_error(override):
             errors.append(error)
-        elif MASK in str(override.input_line):
+        elif stands_for_secret(str(override.input_line)):
             errors.append(f"{_typed(override)}: {MASK} stands for a secret that a run did not store; give the secret")
         elif key in valid:
             errors.append(f"{key}: given twice, as {_typed(valid[key])} and {_typed(override)}; keep one")

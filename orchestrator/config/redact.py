@@ -44,6 +44,7 @@ _SIGNATURES = frozenset(["sig", "signature"])
 _AUTHORIZATION = re.compile(r"(\b(?:Bearer|Basic)\s+)(?=\S*[\d=])[\w.~+/=-]{8,}")
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
 _IS_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+_IN_PLACE_OF_SECRET = re.compile(r"(?:://|[=:])['\"]?\*\*\*(?:[@&,}'\"]|$)")
 _ASSIGNMENT = re.compile(
     r"""(?: (?<![\w.\\]) (?<!\w-) | (?<=\\[nrt]) )
         (?P<key>[A-Za-z_][\w.-]*+)
@@ -201,9 +202,11 @@ def written_forms(secret: str) -> set[str]:
     forms = {secret, html.escape(secret), shlex.quote(secret)[1:-1] if "'" in secret else secret}
     forms |= {repr(secret)[1:-1], json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
     forms |= {secret.replace("\\", "\\\\").replace(q, f"\\{q}") for q in "'\""}
-    encoded = {quote(secret, safe=""), quote(secret), quote_plus(secret)}
+    # An environment variable may hold bytes that are not UTF-8; Python then has surrogates in their place.
+    data = secret.encode(errors="surrogateescape")
+    encoded = {quote(data, safe=""), quote(data), quote_plus(data)}
     forms |= encoded | {re.sub(r"%[0-9A-F]{2}", lambda m: m[0].lower(), form) for form in encoded}
-    forms |= set(_in_base64(secret.encode(errors="surrogateescape")))
+    forms |= set(_in_base64(data))
     forms |= {line.strip() for line in secret.splitlines()}
     return {form for form in forms if len(form) >= MIN_LENGTH}
 
@@ -232,6 +235,11 @@ def secret_values(value: Any) -> tuple[str, ...]:
     redactor = Redactor()
     redactor.learn(value)
     return redactor.secrets
+
+
+def stands_for_secret(override: str) -> bool:
+    """Return whether the value of an ``override``, or a password in it, is the mask of a secret."""
+    return _IN_PLACE_OF_SECRET.search(override) is not None
 
 
 def url_secrets(url: str) -> tuple[str, ...]:
@@ -297,8 +305,7 @@ def _mask_line(line: str) -> str:
     """Return ``line`` with secrets masked that are recognised by what is around them."""
     if "://" in line:
         line = _TOKEN_AS_USER.sub(rf"\1{MASK}@", _USER_AND_PASSWORD.sub(rf"\1{MASK}@", line))
-    if "earer" in line or "asic" in line:
-        line = _AUTHORIZATION.sub(rf"\1{MASK}", line)
+    line = _AUTHORIZATION.sub(rf"\1{MASK}", line)
     return _mask_assignments(line) if ("=" in line or ":" in line) and may_name_secret(line) else line
 
 

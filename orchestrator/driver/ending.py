@@ -37,14 +37,15 @@ class RunEnding:
             ``result`` with the complete summary, and with secrets masked.
         """
         run_dir = self.run_dir
-        reason, known = self.redactor.text(result.reason), self.redactor.data(result.summary, by_key=False)
-        result = replace(result, reason=reason, summary=known)
+        redactor = self.redactor
+        reason, summary = redactor.text(result.reason), redactor.data(result.summary, by_key=False)
+        result = replace(result, reason=reason, summary=summary)
         self._mask_logs()
         run_dir.update_record(
             state=result.status.lower(),
             ended=time.time(),
             summary=dict(result.summary),
-            metrics=[to_record(spec) for spec in result.metrics],
+            metrics=redactor.data([to_record(spec) for spec in result.metrics], by_key=False),
         )
         summary = {**result.summary, **self._write_timeline(result)}
         if run_dir.profile.is_dir():

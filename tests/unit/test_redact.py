@@ -262,6 +262,7 @@ def test_secrets_of_the_environment_are_known(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SOME_API_TOKEN", "from-environment-1")
     monkeypatch.setenv("DB_PASSWORD", "root")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:proxy-password@proxy")
+    monkeypatch.setenv("BROKEN_API_TOKEN", "not utf-8: \udcff\udcfe")
     monkeypatch.setenv("PWD", "/home/somebody/project")
     text = "from-environment-1 /root/x proxy-password /home/somebody/project"
     assert Redactor.of_process().text(text) == f"{MASK} /root/x {MASK} /home/somebody/project"
@@ -291,12 +292,26 @@ def test_overrides_are_masked_by_key(word: str, clean: str) -> None:
     assert masked(word, Redactor()) == clean
 
 
-@pytest.mark.parametrize("word", [f"job.password={MASK}", f"tracking.uri='http://{MASK}@host'"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"job.password={MASK}",
+        f"tracking.uri='http://{MASK}@host'",
+        f"tracking.uri='http://host/?api_key={MASK}&a=b'",
+        f"job.options={{password:{MASK},depth:3}}",
+    ],
+)
 def test_a_mask_is_no_secret_to_train_with(word: str) -> None:
     errors: list[str] = []
     compose([word], errors, registry.config_class)
     (error,) = errors
     assert error.endswith(f"{MASK} stands for a secret that a run did not store; give the secret")
+
+
+def test_stars_in_other_values_are_no_mask() -> None:
+    errors: list[str] = []
+    compose(["job=names", "job.path='*** three stars'"], errors, registry.config_class)
+    assert errors == []
 
 
 def test_no_key_of_the_configuration_or_of_the_records_looks_like_a_secret() -> None:
