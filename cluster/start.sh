@@ -1,11 +1,26 @@
 #!/usr/bin/env bash
-# Start Ray on this node.
-#   cluster/start.sh                 start the head node
-#   cluster/start.sh HOST[:PORT]     join the cluster whose head is HOST (default port 6379)
+# Start Ray on this node, with token authentication.
+#   cluster/start.sh [OPTION...]                 start the head node; creates ~/.ray/auth_token if there is no token
+#   cluster/start.sh HOST[:PORT] [OPTION...]     join the cluster whose head is HOST (default port 6379), with its token
+# The options are passed to `ray start`. RAY_AUTH_MODE=disabled starts Ray without a token: everybody who reaches its
+# ports can then run code on the cluster.
 set -euo pipefail
-head=${1:-}
+
+head=
+case ${1:-} in '' | -*) ;; *) head=$1 && shift ;; esac
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+
+if [ "$RAY_AUTH_MODE" = token ]; then
+    if [ -z "$head" ]; then
+        (umask 077 && ray get-auth-token --generate >/dev/null)
+    elif ! ray get-auth-token >/dev/null 2>&1; then
+        echo "cluster/start.sh: no token: copy ~/.ray/auth_token from the head to this node, or set RAY_AUTH_TOKEN" >&2
+        exit 1
+    fi
+fi
+
 if [ -z "$head" ]; then
-    exec ray start --head --disable-usage-stats
+    exec ray start --head --disable-usage-stats "$@"
 fi
 case $head in *:*) ;; *) head=$head:6379 ;; esac
-exec ray start --address="$head" --disable-usage-stats
+exec ray start --address="$head" --disable-usage-stats "$@"

@@ -6,13 +6,20 @@ started; 130 and 143 interrupted after a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import TextIO, cast
 
 from orchestrator.config.build import ConfigError, did_you_mean
+from orchestrator.config.redact import RedactingStream, Redactor
 
 BAD_INPUT = 2
 """Exit code for wrong arguments or a wrong configuration."""
+
+FAILED = 1
+"""Exit code if training failed, or because of an error in the orchestrator or in the code of the job."""
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
@@ -21,6 +28,13 @@ _OPTIONS = (*HELP_OPTIONS, "-m", "--multirun")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    redactor = Redactor.of_process()
+    out, error = (cast(TextIO, RedactingStream(stream, redactor)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        return _main(argv, redactor)
+
+
+def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = [w for w in arguments if w.startswith("-")]
     overrides = [w for w in arguments if not w.startswith("-")]
@@ -36,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(help_text(overrides, registry.config_class))
         else:
-            return _launch(overrides, sweep=bool(options))
+            return _launch(overrides, redactor, sweep=bool(options))
     except ConfigError as e:
         from orchestrator.display.report import errors_text
 
@@ -44,16 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        traceback.print_exc()  # here, because the interpreter would print it unmasked
+        return FAILED
     return 0
 
 
-def _launch(overrides: Sequence[str], *, sweep: bool) -> int:
+def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int:
     from orchestrator.config.overrides import expand_sweep
 
     # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.driver.session import check_all, run_all
 
-    candidates = check_all(expand_sweep(overrides) if sweep else [list(overrides)])
+    candidates = check_all(expand_sweep(overrides) if sweep else [list(overrides)], redactor)
     return max((r.exit_code for r in run_all(candidates, owns_process=True)), default=0)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from orchestrator.config.redact import MASK, holds_secret
+from orchestrator.config.redact import MASK, holds_secret, redact
 
 T = TypeVar("T")
 
@@ -62,8 +62,8 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 
 def format_override(key: str, value: Any) -> str:
-    """Return ``key=value`` as typed on the command line, with a secret value masked."""
-    return f"{key}={MASK if holds_secret(key, value) else to_cli(value)}"
+    """Return ``key=value`` as typed on the command line, with secret values masked."""
+    return f"{key}={MASK if holds_secret(key, value) else to_cli(redact(value))}"
 
 
 def to_cli(value: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from orchestrator.config.build import ConfigError, format_override, to_cli
+from orchestrator.config.build import ConfigError, format_override
 from orchestrator.config.compose import StrategyConfigs, compose
 from orchestrator.config.overrides import GROUPS, choices, summary
 from orchestrator.config.schema import Config
@@ -74,8 +74,9 @@ def _keys(section: Any, prefix: str) -> Iterator[str]:
         value, meaning = getattr(section, field.name), field.metadata["meaning"]
         if get_origin(hints[field.name]) is Literal:
             meaning += f" ({', '.join(get_args(hints[field.name]))})"
-        number = f"{value:g}" if isinstance(value, float) else to_cli(value)
-        yield _entry(f"{prefix}{field.name}={number}", meaning)
+        key = f"{prefix}{field.name}"
+        given = f"{key}={value:g}" if isinstance(value, float) else format_override(key, value)
+        yield _entry(given, meaning)
 
 
 def _job_fields(config: Config) -> Iterator[str]:

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import re
 import sys
 from pathlib import Path
 
 from orchestrator.config.build import build, did_you_mean, with_key
-from orchestrator.config.redact import redact_text, secret_values
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
+from orchestrator.config.secret_names import is_secret
 from orchestrator.job import Job
 
 
-def load_job(spec: JobSpec, errors: list[str]) -> Job | None:
+def load_job(spec: JobSpec, errors: list[str], redactor: Redactor | None = None) -> Job | None:
     """Import the job's class, build it from its fields and run :meth:`~orchestrator.job.Job.check`.
 
+    Args:
+        spec: the class and its fields.
+        errors: receives why the job cannot be built, with the secrets of its fields masked.
+        redactor: learns these secrets, including those that default factories return.
+
     Returns:
-        The job, or None if it cannot be built; ``errors`` then says why, with secret field values masked.
+        The job, or None if it cannot be built.
     """
+    redactor = redactor or Redactor()
+    redactor.learn(spec.fields)
     job_errors: list[str] = []
-    job = _load(spec, job_errors)
-    secrets = secret_values(spec.fields)
-    errors += [redact_text(error, secrets) for error in job_errors]
+    job = _load(spec, job_errors, redactor)
+    errors += [redactor.text(error) for error in job_errors]
     return job
 
 
-def _load(spec: JobSpec, errors: list[str]) -> Job | None:
+def _load(spec: JobSpec, errors: list[str], redactor: Redactor) -> Job | None:
     cls = _find(spec.target, errors)
-    job = None if cls is None else build(cls, spec.fields, "job", errors)
+    if cls is None:
+        return None
+    job = build(cls, spec.fields, "job", errors)
+    redactor.learn(_default_secrets(cls) if job is None else job)
     if job is None:
         return None
     try:
@@ -37,6 +49,18 @@ def _load(spec: JobSpec, errors: list[str]) -> Job | None:
         errors.append(with_key("job", e))
         return None
     return job
+
+
+def _default_secrets(cls: type[Job]) -> dict[str, object]:
+    """Return the default values of the secret fields of a class whose ``__post_init__`` may have repeated them."""
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(cls):
+        if is_secret(field.name) and field.default_factory is not dataclasses.MISSING:
+            with contextlib.suppress(Exception):  # the factory is the user's, and may be what failed
+                found[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+    return found
 
 
 def _find(target: str, errors: list[str]) -> type[Job] | None:

@@ -14,9 +14,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from orchestrator.config.build import ConfigError, did_you_mean, format_override
-from orchestrator.config.redact import MASK, is_secret
+from orchestrator.config.build import ConfigError, did_you_mean, format_override, to_cli
+from orchestrator.config.redact import MASK, Redactor, stands_for_secret
 from orchestrator.config.schema import Config
+from orchestrator.config.secret_names import is_secret
 
 GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
 
@@ -55,6 +56,29 @@ def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
     return parsed
 
 
+def values(words: Iterable[str]) -> dict[str, Any]:
+    """Return the value, or the list of swept values, of each override that can be parsed, by its key."""
+    found: dict[str, Any] = {}
+    for override in parse(words, []):
+        value: Any = override.value()
+        if override.is_sweep_override():
+            value = str(override.input_line).partition("=")[2].split(",")
+        found[override.key_or_group] = value
+    return found
+
+
+def masked(word: str, redactor: Redactor) -> str:
+    """Return the override ``word`` with its secrets masked: all of its value if the key is secret."""
+    key, equals, value = word.partition("=")
+    if not equals:
+        return redactor.text(word)
+    if is_secret(key):
+        return f"{key}={MASK}"
+    (given,) = values([word]).values() or [value]
+    clean = redactor.data(given)
+    return redactor.text(word) if clean == given or isinstance(given, str) else f"{key}={to_cli(clean)}"
+
+
 def expand_sweep(words: Sequence[str]) -> list[list[str]]:
     """Return every combination of the comma-separated values, in order: one list of overrides per run.
 
@@ -90,6 +114,8 @@ def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override
             errors.append(f"{_typed(override)}: several values; add -m to run each, or write a list as [a,b]")
         elif error := group_error(override):
             errors.append(error)
+        elif stands_for_secret(str(override.input_line)):
+            errors.append(f"{_typed(override)}: {MASK} stands for a secret that a run did not store; give the secret")
         elif key in valid:
             errors.append(f"{key}: given twice, as {_typed(valid[key])} and {_typed(override)}; keep one")
         elif key == "strategy.name":
@@ -111,9 +137,8 @@ def group_error(override: Override) -> str | None:
 
 
 def _typed(override: Override) -> str:
-    """Return the override as typed, with a secret value masked."""
-    key = override.key_or_group
-    return format_override(key, MASK) if is_secret(key) else str(override.input_line)
+    """Return the override as typed, with its secrets masked."""
+    return masked(str(override.input_line), Redactor())
 
 
 def _quote_text_values(text: str, parser: OverridesParser) -> str:

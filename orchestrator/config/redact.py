@@ -1,63 +1,328 @@
-"""Masks secrets before configuration reaches a file, a tracking server or a message."""
+"""Masks secrets in everything that a run writes: files, the console, messages, and what MLflow receives.
+
+A secret is found in three ways: by the name of its key; as a value that such a key is known to have, in any of the
+forms in which text may contain it; and by its place in an address, as in ``http://user:password@host``.
+"""
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import html
+import json
+import os
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
+
+from orchestrator.config.secret_names import is_certain, is_secret, may_name_secret
 
 MASK = "***"
-_SECRET_KEY = re.compile(r"secret|passw(or)?d|passphrase|credential|(api|access|private)_?key", re.IGNORECASE)
-# Language models have many harmless keys of this kind: token_dim, num_tokens, tokenizer, pad_token.
-_TOKEN_KEY = re.compile(r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!mask_)token(?!i[sz]|s)", re.IGNORECASE)
-_USERINFO = re.compile(r"(\w[\w+.-]*://)[^/?#\s:@]*:[^/?#\s]*@")
-_QUERY_VALUE = re.compile(r"([?&])([\w.-]+)=([^&#\s'\"]+)")
 
+MIN_LENGTH = 4
+"""Shorter secrets are masked only beside their key: they would mask parts of ordinary words."""
+_MIN_DIGITS = 6
+_MIN_LENGTH_ALONE = 8
+"""A shorter secret is masked only where it is a word of its own."""
+_MIN_LENGTH_IN_ENVIRONMENT = 8
+_CHARACTERS_AT_A_TIME = 1 << 20
+_ORDINARY = frozenset(
+    [
+        *("none", "null", "auto", "true", "false", "default", "basic", "test"),
+        *("token", "password", "secret", "user", "admin"),
+    ]
+)
+_NOT_SECRET = frozenset(["", "None", "null", "none", "True", "true", "False", "false", MASK])
+_WORKING_DIRECTORIES = frozenset(["PWD", "OLDPWD"])
 
-def is_secret(key: str) -> bool:
-    """Return whether the name of ``key`` indicates a secret."""
-    return bool(_SECRET_KEY.search(key) or _TOKEN_KEY.search(key))
+_USER_AND_PASSWORD = re.compile(r"((?<![\w+.-])\w[\w+.-]*+://)[^/?#\s:@]*:[^/?#\s]*@")
+_TOKEN_AS_USER = re.compile(r"(\bhttps?://)[^/?#\s:@*]+@", re.IGNORECASE)
+_SIGNATURES = frozenset(["sig", "signature"])
+_AUTHORIZATION = re.compile(r"(\b(?:Bearer|Basic)\s+)(?=\S*[\d=])[\w.~+/=-]{8,}")
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
+_IS_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+_IN_PLACE_OF_SECRET = re.compile(r"(?:://|[=:])['\"]?\*\*\*(?:[@&,}'\"]|$)")
+_ASSIGNMENT = re.compile(
+    r"""(?: (?<![\w.\\]) (?<!\w-) | (?<=\\[nrt]) )
+        (?P<key>[A-Za-z_][\w.-]*+)
+        (?: \\*["']? (?: =(?!=)  |  \s?[:=]\s?(?=\\*["']) )
+          | \\*["'] :\s? )""",
+    re.VERBOSE,
+)
+"""``key=value``, ``key = "value"``, ``key: "value"`` and ``"key": value``, up to the value. Not ``key: value``: this is
+how a message begins that names a key. Escapes such as \\n may precede the key."""
+_VALUE = re.compile(
+    r"""(?P<open>\\*["']) (?P<quoted>(?:\\.|(?!(?P=open)).)*?) (?P=open)
+        | \[[^\]\n]*\] | \{[^}\n]*\} | \([^)\n]*\)
+        | [^\s,;&"'\])}]+?(?= [:.]?(?:[\s,;&"'\])}]|$) )""",
+    re.VERBOSE,
+)
 
 
 def holds_secret(key: str, value: Any) -> bool:
-    """Return whether ``value`` must be masked. A number under a token key is a count, not a secret."""
-    if value is None or isinstance(value, bool):
-        return False
-    return bool(_SECRET_KEY.search(key)) or (is_secret(key) and not isinstance(value, (int, float)))
+    """Return whether ``value`` must be masked because of its ``key``."""
+    return value is not None and value != "" and not isinstance(value, bool) and is_secret(key)
 
 
 def redact(value: Any) -> Any:
-    """Return a copy of nested mappings and lists with secret values and passwords in URLs masked."""
-    if isinstance(value, Mapping):
-        return {k: MASK if holds_secret(str(k), v) else redact(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact(v) for v in value]
-    return redact_text(value) if isinstance(value, str) else value
+    """Return a copy of nested mappings and lists in which secret keys, and passwords in URLs, are masked."""
+    return Redactor().data(value)
 
 
-def redact_text(text: str, secrets: tuple[str, ...] = ()) -> str:
-    """Return ``text`` with the given secrets, and passwords in URLs, masked."""
-    for secret in secrets:
-        text = text.replace(secret, MASK)
-    text = _USERINFO.sub(rf"\1{MASK}@", text)
-    return _QUERY_VALUE.sub(lambda m: f"{m[1]}{m[2]}={MASK}" if is_secret(m[2]) else m[0], text)
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return ``text`` with the given secrets, values of secret keys, and passwords in URLs masked."""
+    return Redactor(secrets).text(text)
+
+
+class Redactor:
+    """The secrets that a process knows, and the masking of them.
+
+    Args:
+        secrets: texts to mask, in addition to those that :meth:`learn` finds.
+    """
+
+    def __init__(self, secrets: Iterable[str] = ()):
+        self._secrets: set[str] = set()
+        self._beside_key: set[tuple[str, str]] = set()
+        self._forms: tuple[tuple[str, re.Pattern[str] | None], ...] = ()
+        self._short: tuple[re.Pattern[str], ...] = ()
+        self._add(secrets, ())
+
+    @classmethod
+    def of_process(cls) -> Redactor:
+        """Return a redactor that knows the secrets in the environment variables of this process."""
+        redactor = cls()
+        redactor._add(_secrets_in_environment(os.environ), ())
+        return redactor
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """The texts that are masked wherever they appear, the longest first."""
+        return tuple(sorted(self._secrets, key=lambda s: (-len(s), s)))
+
+    def learn(self, value: Any) -> None:
+        """Remember the secrets in nested mappings, lists and dataclasses, such as a built job."""
+        found = list(_find_secrets(value, key=""))
+        self._add(
+            (secret for key, secret in found if is_distinctive(key, secret)),
+            ((key, secret) for key, secret in found if not is_distinctive(key, secret)),
+        )
+
+    def text(self, text: str) -> str:
+        """Return ``text`` with all secrets masked."""
+        for form, pattern in self._forms:
+            if form in text:
+                text = text.replace(form, MASK) if pattern is None else pattern.sub(MASK, text)
+        for pattern in self._short:
+            text = pattern.sub(rf"\1{MASK}", text)
+        if "PRIVATE KEY" in text:
+            text = _PRIVATE_KEY.sub(MASK, text)
+        return "".join(map(_mask_line, text.splitlines(keepends=True)))
+
+    def data(self, value: Any, *, by_key: bool = True) -> Any:
+        """Return a copy of nested mappings, lists and dataclasses with all secrets masked.
+
+        The fields of dataclasses are masked as text only, so that they keep their types.
+
+        Args:
+            by_key: mask whatever is under a secret key. Without it, only texts are masked, and numbers stay.
+        """
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                self.text(k) if isinstance(k, str) else k: (
+                    MASK if by_key and holds_secret(str(k), v) else self.data(v, by_key=by_key)
+                )
+                for k, v in value.items()
+            }
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.data(v, by_key=by_key) for v in value))
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return type(value)(self.data(v, by_key=by_key) for v in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = (f.name for f in dataclasses.fields(value) if f.init)
+            return dataclasses.replace(
+                value, **{name: self.data(getattr(value, name), by_key=by_key) for name in fields}
+            )
+        return value
+
+    def copy_file(self, source: Path, target: Path) -> bool:
+        """Copy a text file with all secrets masked. Return whether anything was masked."""
+        masked = False
+        with (
+            source.open(encoding="utf-8", errors="surrogateescape", newline="") as lines,
+            target.open("w", encoding="utf-8", errors="surrogateescape", newline="") as out,
+        ):
+            while text := "".join(lines.readlines(_CHARACTERS_AT_A_TIME)):
+                clean = self.text(text)
+                masked = masked or clean != text
+                out.write(clean)
+        return masked
+
+    def _add(self, secrets: Iterable[str], beside_key: Iterable[tuple[str, str]]) -> None:
+        self._secrets.update(secrets)
+        self._beside_key.update(beside_key)
+        forms = {form for secret in self._secrets for form in written_forms(secret)}
+        self._forms = tuple((form, _as_word(form)) for form in sorted(forms, key=lambda f: (-len(f), f)))
+        self._short = tuple(
+            re.compile(rf"({re.escape(key.rpartition('.')[2])}\W{{1,4}}){re.escape(secret)}(?!\w)")
+            for key, secret in sorted(self._beside_key)
+        )
+
+
+class RedactingStream:
+    """A text stream that masks secrets in what is written to ``stream``."""
+
+    def __init__(self, stream: IO[str], redactor: Redactor):
+        self._stream = stream
+        self._redactor = redactor
+
+    def write(self, text: str) -> int:
+        """Write ``text`` masked. Return the length of ``text``, as the caller counts its own characters."""
+        self._stream.write(self._redactor.text(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def written_forms(secret: str) -> set[str]:
+    """Return how text may contain ``secret``: as it is, quoted, escaped, percent-encoded, or in Base64.
+
+    A secret of several lines is also masked line by line, because text may be indented or cut.
+    """
+    forms = {secret, html.escape(secret), shlex.quote(secret)[1:-1] if "'" in secret else secret}
+    forms |= {repr(secret)[1:-1], json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
+    forms |= {secret.replace("\\", "\\\\").replace(q, f"\\{q}") for q in "'\""}
+    # An environment variable may hold bytes that are not UTF-8; Python then has surrogates in their place.
+    data = secret.encode(errors="surrogateescape")
+    encoded = {quote(data, safe=""), quote(data), quote_plus(data)}
+    forms |= encoded | {re.sub(r"%[0-9A-F]{2}", lambda m: m[0].lower(), form) for form in encoded}
+    forms |= set(_in_base64(data))
+    forms |= {line.strip() for line in secret.splitlines()}
+    return {form for form in forms if len(form) >= MIN_LENGTH}
+
+
+def _in_base64(secret: bytes) -> Iterator[str]:
+    """Yield ``secret`` in Base64, and what depends on it alone if other bytes surround it, as in ``user:password``."""
+    yield base64.b64encode(secret).decode().rstrip("=")
+    for before, depends_on_it in ((0, 0), (1, 2), (2, 3)):
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            encoded = encode(bytes(before) + secret).decode()
+            end = len(encoded) if encoded[-1] != "=" else encoded.index("=") - 1
+            if len(form := encoded[depends_on_it:end]) >= _MIN_LENGTH_ALONE:
+                yield form
+
+
+def is_distinctive(key: str, secret: str) -> bool:
+    """Return whether ``secret``, the value of ``key``, can be masked wherever it appears."""
+    is_number = re.fullmatch(r"[\d.eE+-]+", secret) is not None
+    if len(secret) < (_MIN_DIGITS if is_number else MIN_LENGTH) or secret.lower() in _ORDINARY:
+        return False
+    return is_certain(key) or re.fullmatch(r"[a-z]+([_./-][a-z]+)*", secret) is None
 
 
 def secret_values(value: Any) -> tuple[str, ...]:
-    """Return every secret of at least 4 characters in nested mappings and lists, longest first.
-
-    They are to be masked in free text: shorter values would mask parts of ordinary words.
-    """
-    found = {s for s in _secrets(value, hidden=False) if len(s) >= 4}
-    return tuple(sorted(found, key=len, reverse=True))
+    """Return the distinctive secrets in nested mappings, lists and dataclasses, the longest first."""
+    redactor = Redactor()
+    redactor.learn(value)
+    return redactor.secrets
 
 
-def _secrets(value: Any, *, hidden: bool) -> Iterator[str]:
+def stands_for_secret(override: str) -> bool:
+    """Return whether the value of an ``override``, or a password in it, is the mask of a secret."""
+    return _IN_PLACE_OF_SECRET.search(override) is not None
+
+
+def url_secrets(url: str) -> tuple[str, ...]:
+    """Return the passwords and tokens in ``url``, as typed and percent-decoded."""
+    try:
+        parts = urlsplit(url)
+        password, user = parts.password, parts.username
+        query = parse_qsl(parts.query)
+    except ValueError:
+        return ()
+    token = user if password is None and parts.scheme in ("http", "https") else None
+    found = {secret for given in (password, token) if given for secret in (given, unquote(given))}
+    found |= {value for key, value in query if is_secret(key) or _is_signature(key)}
+    return tuple(sorted((s for s in found - {MASK} if len(s) >= MIN_LENGTH), key=lambda s: (-len(s), s)))
+
+
+def _secrets_in_environment(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
+        if name not in _WORKING_DIRECTORIES and len(value) >= _MIN_LENGTH_IN_ENVIRONMENT and is_secret(name):
+            if is_distinctive(name, value):
+                yield value
+        elif "://" in value:
+            yield from url_secrets(value)
+
+
+def _find_secrets(value: Any, *, key: str) -> Iterator[tuple[str, str]]:
+    """Yield each secret with its dotted key, which begins at the secret. ``key`` is empty outside secrets."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        value = dict(zip(value._fields, value, strict=True))
     if isinstance(value, Mapping):
         for k, v in value.items():
-            yield from _secrets(v, hidden=hidden or holds_secret(str(k), v))
-    elif isinstance(value, (list, tuple)):
+            yield from _find_secrets(v, key=f"{key}.{k}" if key else str(k) if holds_secret(str(k), v) else "")
+    elif isinstance(value, (list, tuple, set, frozenset)):
         for v in value:
-            yield from _secrets(v, hidden=hidden)
-    elif hidden and not isinstance(value, bool) and value is not None:
-        yield str(value)
+            yield from _find_secrets(v, key=key)
+    elif isinstance(value, bytes):
+        yield from _find_secrets(value.decode(errors="surrogateescape"), key=key)
+    elif key and value is not None and not isinstance(value, bool) and str(value) not in _NOT_SECRET:
+        yield key, str(value)
+    elif isinstance(value, str):
+        if _IS_PRIVATE_KEY.search(value):
+            yield "private_key", value
+        elif "://" in value:
+            yield from (("password", secret) for secret in url_secrets(value))
+
+
+def _as_word(form: str) -> re.Pattern[str] | None:
+    """The pattern of a short form, which must not be a part of a longer word; None if ``form`` is long enough."""
+    if len(form) >= _MIN_LENGTH_ALONE:
+        return None
+    # \n and similar escapes in quoted text end with a letter.
+    return re.compile(rf"(?:(?<!\w)|(?<=\\[nrt])){re.escape(form)}(?!\w)")
+
+
+def _is_signature(name: str) -> bool:
+    """Return whether a parameter of a query signs the address, as in ``X-Amz-Signature=...``."""
+    return re.split(r"[-_]", name.lower())[-1] in _SIGNATURES
+
+
+def _mask_line(line: str) -> str:
+    """Return ``line`` with secrets masked that are recognised by what is around them."""
+    if "://" in line:
+        line = _TOKEN_AS_USER.sub(rf"\1{MASK}@", _USER_AND_PASSWORD.sub(rf"\1{MASK}@", line))
+    line = _AUTHORIZATION.sub(rf"\1{MASK}", line)
+    return _mask_assignments(line) if ("=" in line or ":" in line) and may_name_secret(line) else line
+
+
+def _mask_assignments(text: str) -> str:
+    """Return ``text`` with the values of secret keys masked, as in ``password=...`` and ``{"token": "..."}``."""
+    parts: list[str] = []
+    done = position = 0
+    while (found := _ASSIGNMENT.search(text, position)) is not None:
+        position = found.end()
+        name = found["key"]
+        in_query = text[max(0, found.start() - 1) : found.start()] in ("?", "&")
+        if not (is_secret(name) or (in_query and _is_signature(name))):
+            continue
+        value = _VALUE.match(text, position)
+        if value is None or (value["quoted"] if value["open"] else value[0]) in _NOT_SECRET:
+            continue
+        quotes = value["open"] or ""
+        parts += [text[done:position], quotes, MASK, quotes]
+        done = position = value.end()
+    return "".join([*parts, text[done:]])

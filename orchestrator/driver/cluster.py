@@ -161,8 +161,8 @@ def _gcs_error(gcs: str) -> str | None:
     status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
     if status == "unauthenticated":
         return (
-            "this Ray asks for another token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) "
-            "to the values that it was started with"
+            "this Ray requires a token, and yours is missing or another one; set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the values that it was started with"
         )
     return status and f"no Ray answers there ({status}); is it running? Start one with `ray start --head`"
 

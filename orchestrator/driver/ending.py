@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, replace
 
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.driver.run import RunResult
 from orchestrator.planning.plan import Plan
@@ -25,20 +27,25 @@ class RunEnding:
     uploader: Uploader
     journal: Sink
     console: Sink
+    redactor: Redactor
     resume_command: str
 
     def finish(self, result: RunResult) -> RunResult:
         """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
 
         Returns:
-            ``result`` with the complete summary.
+            ``result`` with the complete summary, and with secrets masked.
         """
         run_dir = self.run_dir
+        redactor = self.redactor
+        reason, summary = redactor.text(result.reason), redactor.data(result.summary, by_key=False)
+        result = replace(result, reason=reason, summary=summary)
+        self._mask_logs()
         run_dir.update_record(
             state=result.status.lower(),
             ended=time.time(),
             summary=dict(result.summary),
-            metrics=[to_record(spec) for spec in result.metrics],
+            metrics=redactor.data([to_record(spec) for spec in result.metrics], by_key=False),
         )
         summary = {**result.summary, **self._write_timeline(result)}
         if run_dir.profile.is_dir():
@@ -54,6 +61,16 @@ class RunEnding:
         commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
         self.console.emit(replace(ended, summary=summary, next_commands=commands))
         return replace(result, summary=summary)
+
+    def _mask_logs(self) -> None:
+        """Mask secrets in the logs: what C code and child processes write passes no stream of a worker."""
+        for log in (self.run_dir.path / "logs").glob("[!.]*"):
+            masked = log.with_name(f".{log.name}.masked")
+            with contextlib.suppress(OSError):  # a full disk: the upload masks what it sends
+                if self.redactor.copy_file(log, masked):
+                    masked.replace(log)
+            with contextlib.suppress(OSError):
+                masked.unlink(missing_ok=True)
 
     def _write_timeline(self, result: RunResult) -> dict[str, str]:
         """Draw the timeline of the pipeline stages, if there is one; returns where it is, for the summary."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from orchestrator.protocol.events import Event, Sink, Warned
+from orchestrator.config.redact import Redactor
+from orchestrator.protocol.events import Event, MetricsLogged, Sink, SystemMetricsLogged, Warned
 
 
 class EventStream:
@@ -21,3 +23,23 @@ class EventStream:
     def warn(self, message: str) -> None:
         """Emit a warning."""
         self.emit(Warned(message=message))
+
+
+class RedactingSink:
+    """Masks secrets in the events for ``sink``. Metrics keep their values."""
+
+    def __init__(self, sink: Sink, redactor: Redactor):
+        self._sink = sink
+        self._redactor = redactor
+
+    def emit(self, event: Event) -> None:
+        """Pass on ``event`` with all secrets masked."""
+        if isinstance(event, (MetricsLogged, SystemMetricsLogged)):
+            metrics = {self._redactor.text(name): value for name, value in event.metrics.items()}
+            self._sink.emit(replace(event, metrics=metrics))
+        else:
+            self._sink.emit(self._redactor.data(event, by_key=False))
+
+    def close(self) -> None:
+        """Close ``sink``."""
+        self._sink.close()

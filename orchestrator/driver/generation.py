@@ -130,9 +130,10 @@ class Generation:
         """
         members = self._gang.members
         timeout_s = self._config.cluster.rendezvous_timeout_s
+        on_one_node = len({m.info.node_id for m in members}) == 1
         try:
             host, port = self._gang.ask_one(
-                0, Worker.open_store, timeout_s, timeout_s=timeout_s, check=self._lease.renew
+                0, Worker.open_store, timeout_s, on_one_node, timeout_s=timeout_s, check=self._lease.renew
             )
         except NoAnswerError:
             info = members[0].info

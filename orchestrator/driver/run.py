@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import ray.exceptions
 
-from orchestrator.config.redact import redact_text
 from orchestrator.config.schema import Config
 from orchestrator.driver.calls import GangError, check_ray
 from orchestrator.driver.event_stream import EventStream
@@ -73,7 +72,7 @@ class RunSpec:
     """What defines a run.
 
     ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run.
-    ``started_at``: seconds since the epoch. ``secrets``: texts to mask in every message.
+    ``started_at``: seconds since the epoch.
     """
 
     config: Config
@@ -84,7 +83,6 @@ class RunSpec:
     resumed_from_step: int | None
     started_at: float
     tokens_per_sample: int | None
-    secrets: tuple[str, ...]
 
 
 class Run:
@@ -241,10 +239,10 @@ class Run:
                 rank=rank,
                 display_name=self._plan.display_name(rank),
                 step=generation.last_step(),
-                reason=self._redact(failure.message),
-                traceback=self._redact(failure.traceback),
+                reason=failure.message,
+                traceback=failure.traceback,
                 log=str(self.spec.run_dir.log_file(rank)),
-                log_tail=self._redact(failure.log_tail),
+                log_tail=failure.log_tail,
             )
         )
 
@@ -324,10 +322,10 @@ class Run:
                 rank=rank,
                 display_name=name,
                 step=step,
-                reason=self._redact(failure.message),
-                traceback=self._redact(failure.traceback),
+                reason=failure.message,
+                traceback=failure.traceback,
                 log=str(log),
-                log_tail=self._redact(failure.log_tail or log_tail(log)),
+                log_tail=failure.log_tail or log_tail(log),
             )
         )
         return self._failed(f"{name} failed at step {step}: {failure.message}" + (f" ({why})" if why else ""))
@@ -341,7 +339,7 @@ class Run:
         return self._result("FINISHED", 0, "")
 
     def _failed(self, reason: str) -> RunResult:
-        return self._result("FAILED", 1, self._redact(reason))
+        return self._result("FAILED", 1, reason)
 
     def _interrupted(self, generation: Generation | None) -> RunResult:
         """End the run after a signal; ``generation`` is the last one, None if none was running."""
@@ -374,9 +372,6 @@ class Run:
             timeline=self._aggregator.timeline,
             metrics=self._aggregator.specs(),
         )
-
-    def _redact(self, text: str) -> str:
-        return redact_text(text, self.spec.secrets)
 
 
 def _failure_record(generation: Generation, rank: int) -> FailureRecord:

@@ -15,13 +15,14 @@ import torch
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import load_job
-from orchestrator.config.redact import redact_text, secret_values
+from orchestrator.config.overrides import masked, values
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.driver import cluster
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.event_stream import EventStream
+from orchestrator.driver.event_stream import EventStream, RedactingSink
 from orchestrator.driver.preflight import prepare
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.signals import StopSignals
@@ -50,20 +51,27 @@ class Candidate:
     resume: prepare.Resume | None
     sizes: Sizes | None
     warnings: tuple[str, ...]
+    redactor: Redactor
 
 
-def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
+def check_all(runs: Sequence[Sequence[str]], redactor: Redactor | None = None) -> list[Candidate]:
     """Check all runs, each given by its overrides, before the first one starts.
+
+    Args:
+        runs: the overrides of each run.
+        redactor: learns the secrets of all runs; None to use a new one.
 
     Raises:
         ConfigError: with the errors of all of them.
     """
+    redactor = redactor or Redactor.of_process()
     address_error = functools.cache(cluster.address_error)
-    candidates, errors = [], []
+    candidates: list[Candidate] = []
+    errors: list[str] = []
     for overrides in runs:
         of_this_run: list[str] = []
-        candidate = _check(overrides, address_error, of_this_run)
-        errors += of_this_run
+        candidate = _check(overrides, address_error, of_this_run, redactor)
+        errors += map(redactor.text, of_this_run)
         if candidate is not None:
             candidates.append(candidate)
     if errors:
@@ -71,10 +79,18 @@ def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
     return candidates
 
 
-def _check(overrides: Sequence[str], address_error: Callable[[str], str | None], errors: list[str]) -> Candidate | None:
+def _check(
+    overrides: Sequence[str],
+    address_error: Callable[[str], str | None],
+    errors: list[str],
+    redactor: Redactor,
+) -> Candidate | None:
     """Check everything that can be checked before Ray starts or is joined; each part even if another has errors."""
+    redactor.learn(values(overrides))
     config, job_spec = compose(overrides, errors, registry.config_class)
-    job = load_job(job_spec, errors) if job_spec is not None else None
+    if config is not None:
+        redactor.learn(to_dict(config))
+    job = load_job(job_spec, errors, redactor) if job_spec is not None else None
     paths = config or _paths_config(overrides)
     if paths is not None:
         errors += prepare.environment_errors(prepare.absolute_paths(paths))
@@ -84,7 +100,7 @@ def _check(overrides: Sequence[str], address_error: Callable[[str], str | None],
     warnings: list[str] = []
     resume, sizes = None, None
     with collect_errors(errors):
-        resume = prepare.find_resume(config, job, warnings=warnings)
+        resume = prepare.find_resume(config, job, warnings=warnings, redactor=redactor)
     address = cluster.target_address(config.cluster)
     if address is None:
         sizes = _sizes(config, job, (_this_machine(),), errors, oversubscribe_cpus=True)
@@ -93,7 +109,13 @@ def _check(overrides: Sequence[str], address_error: Callable[[str], str | None],
     if job is None:
         return None
     return Candidate(
-        overrides=tuple(overrides), config=config, job=job, resume=resume, sizes=sizes, warnings=tuple(warnings)
+        overrides=tuple(overrides),
+        config=config,
+        job=job,
+        resume=resume,
+        sizes=sizes,
+        warnings=tuple(warnings),
+        redactor=redactor,
     )
 
 
@@ -202,7 +224,7 @@ def _sweep_name(candidates: Sequence[Candidate]) -> str:
     values: dict[str, dict[str, None]] = {}  # dicts as ordered sets
     for candidate in candidates:
         for override in candidate.overrides:
-            key, _, value = override.partition("=")
+            key, _, value = masked(override, candidate.redactor).partition("=")
             values.setdefault(key, {})[value] = None
     return " ".join(f"{key}={','.join(given)}" for key, given in values.items() if len(given) > 1) or "sweep"
 
@@ -246,13 +268,14 @@ def _all_sizes(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list
 def _run(
     candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
 ) -> RunResult:
-    config, resume, plan = candidate.config, candidate.resume, sizes.first
-    secrets = secret_values(to_dict(config))
-    command = prepare.command(candidate.overrides, secrets)
-    run_dir, uid = prepare.open_run(config, candidate.job, plan, resume, command=command, sweep=sweep)
-    console = make_console(steps=plan.steps, world_size=plan.world_size)
+    config, resume, plan, redactor = candidate.config, candidate.resume, sizes.first, candidate.redactor
+    command = prepare.command(candidate.overrides, redactor)
+    run_dir, uid = prepare.open_run(
+        config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor
+    )
+    console = RedactingSink(make_console(steps=plan.steps, world_size=plan.world_size), redactor)
     stop.console = console
-    journal = Journal(run_dir, secrets=secrets, warnings=console)
+    journal = RedactingSink(Journal(run_dir, warnings=console), redactor)
     spec = RunSpec(
         config=config,
         sizes=sizes,
@@ -262,9 +285,8 @@ def _run(
         resumed_from_step=None if resume is None else resume.step,
         started_at=started_at,
         tokens_per_sample=candidate.job.tokens_per_sample,
-        secrets=secrets,
     )
-    uploader = Uploader.start(run_dir, config.tracking)
+    uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
     ending = RunEnding(
         plan=plan,
         run_dir=run_dir,
@@ -272,7 +294,8 @@ def _run(
         uploader=uploader,
         journal=journal,
         console=console,
-        resume_command=prepare.command((*candidate.overrides, f"resume={run_dir.path}"), secrets),
+        redactor=redactor,
+        resume_command=prepare.command((*candidate.overrides, f"resume={run_dir.path}"), redactor),
     )
     try:
         for warning in candidate.warnings:
@@ -285,7 +308,7 @@ def _run(
             return RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=str(e))
         except Exception as e:
             # A bug in the orchestrator; the records still say that the run failed.
-            reason = redact_text(f"{type(e).__name__}: {e}", secrets)
+            reason = f"{type(e).__name__}: {e}"
             ending.finish(RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason))
             raise
         return ending.finish(result)

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator.config.redact import redact_text
 from orchestrator.protocol.events import (
     Event,
     MetricsLogged,
@@ -50,7 +49,6 @@ class Journal:
     A line that cannot be written is retried with the next one, and ``warnings`` receives one :class:`Warned`.
 
     Args:
-        secrets: texts to be masked in events.
         warnings: the sink for the warning about a disk that cannot be written; None to give none.
 
     Raises:
@@ -61,10 +59,8 @@ class Journal:
         self,
         run_dir: RunDir,
         *,
-        secrets: tuple[str, ...] = (),
         warnings: Sink | None = None,
     ):
-        self._secrets = secrets
         self._warnings = warnings
         self._lock = threading.Lock()
         self._metrics = _Appender(run_dir.metrics_file)
@@ -90,7 +86,7 @@ class Journal:
             elif isinstance(event, SampleSaved) and event.step <= self._last_sample.get(event.name, -1):
                 error = None  # a step that is repeated after a recovery or a resume
             else:
-                error = self._events.write(_event_line(event, self._secrets))
+                error = self._events.write(_event_line(event))
                 if isinstance(event, SampleSaved):
                     self._last_sample[event.name] = event.step
             warnings = self._warnings if error else None
@@ -163,7 +159,7 @@ def append_event(run_dir: RunDir, event: Event) -> None:
     """Append one event to the journal of a run that has no driver any more. Disk errors are ignored."""
     with contextlib.suppress(OSError):
         events = _Appender(run_dir.events_file)
-        events.write(_event_line(event, ()))
+        events.write(_event_line(event))
         events.close()
 
 
@@ -259,27 +255,27 @@ def metric_name(name: str) -> str:
     return name
 
 
-def _event_line(event: Event, secrets: tuple[str, ...]) -> bytes:
+def _event_line(event: Event) -> bytes:
     fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
     line = {"event": event.kind, "time": fields.pop("time"), **fields}
-    return _line(_plain(line, secrets))
+    return _line(_plain(line))
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, allow_nan=False, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
-def _plain(value: Any, secrets: tuple[str, ...] = ()) -> Any:
-    """``value`` as strict JSON can represent it, with secrets masked."""
+def _plain(value: Any) -> Any:
+    """``value`` as strict JSON can represent it."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Mapping):
-        return {str(k): _plain(v, secrets) for k, v in value.items()}
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v, secrets) for v in value]
-    return redact_text(str(value), secrets)
+        return [_plain(v) for v in value]
+    return str(value)
 
 
 def _size_of_whole_lines(path: Path) -> int:

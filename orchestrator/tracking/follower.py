@@ -18,7 +18,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ _OPTIONS_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerOptions:
-    """What the driver tells its follower through a pipe: ``uri`` may contain passwords, which must not appear on disk
+    """What the driver tells its follower through a pipe: ``secrets``, and passwords in ``uri``, must not appear on disk
     or in a process list.
 
     ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
@@ -49,6 +49,7 @@ class FollowerOptions:
     flush_timeout_s: float
     events_offset: int
     driver: Mapping[str, Any]
+    secrets: Sequence[str] = ()
 
 
 def main() -> int:
@@ -96,7 +97,8 @@ def _yield_cpu(idle: bool) -> None:
 def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
     database = sqlite_path(options.uri)
     os.chdir(database.parent if database and database.parent.is_dir() else run_dir.path)
-    transfer = Transfer(run_dir, MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s))
+    backend = MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s)
+    transfer = Transfer(run_dir, backend, secrets=options.secrets)
     driver = _Driver(options.driver)
     ending: Ending | None = None
     offset, bounded = options.events_offset, False

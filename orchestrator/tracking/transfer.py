@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.redact import redact_text
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import RunEnded
 from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines, read_samples
 from orchestrator.records.run_dir import RunDir, read_json, write_json
 from orchestrator.tracking.backend import Point, TrackingBackend
-from orchestrator.tracking.uri import redact_uri, uri_secrets
+from orchestrator.tracking.uri import redact_uri
 
 _LOCK_POLL_S = 0.1
+_NOT_UPLOADED = ("checkpoints", "metrics.jsonl", "events.jsonl")
+_BYTES_TO_TELL_TEXT = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,17 @@ def count_points(run_dir: RunDir, *, offset: int = 0) -> int:
 
 
 class Transfer:
-    """The upload of one run to one server. Hold :func:`exclusive` while using it."""
+    """The upload of one run to one server. Hold :func:`exclusive` while using it.
 
-    def __init__(self, run_dir: RunDir, backend: TrackingBackend):
+    The backend receives nothing in which secrets are not masked: those in the environment of this process, those in
+    the address of the server, and ``secrets``.
+    """
+
+    def __init__(self, run_dir: RunDir, backend: TrackingBackend, *, secrets: Sequence[str] = ()):
         self._run_dir = run_dir
         self._backend = backend
+        self._redactor = Redactor.of_process()
+        self._redactor.learn({"uri": backend.uri, "secrets": secrets})
         self._opened = False
         cursor = read_cursor(run_dir)
         uri = redact_uri(backend.uri)
@@ -81,7 +90,8 @@ class Transfer:
                 self._advance(offset=offset, points=count, closed_at=None, error=None)
             closing = ending is not None and self.cursor.closed_at != ending.time
             if ending and closing:  # before the samples: a store that refuses files still gets the final status
-                self._backend.close_run(run_id, self._run_dir.read_record(), ending, self._run_dir)
+                with self._masked_files() as run_dir:
+                    self._backend.close_run(run_id, self._record(), ending, run_dir)
             self._upload_samples(run_id)
             if ending and closing:
                 self._advance(closed_at=ending.time, error=None)
@@ -93,15 +103,18 @@ class Transfer:
             raise
 
     def _upload_samples(self, run_id: str) -> None:
-        for sample, offset in read_samples(self._run_dir, self.cursor.samples_offset):
-            if sample.path.is_file():  # it may have been deleted since
-                self._backend.log_sample(run_id, sample)
-            self._advance(samples_offset=offset, closed_at=None, error=None)
+        with tempfile.TemporaryDirectory(prefix="upload-") as folder:
+            for sample, offset in read_samples(self._run_dir, self.cursor.samples_offset):
+                if sample.path.is_file():  # it may have been deleted since
+                    masked = Path(folder) / sample.path.relative_to(self._run_dir.path)
+                    self._mask_file(sample.path, masked)
+                    self._backend.log_sample(run_id, sample._replace(path=masked))
+                self._advance(samples_offset=offset, closed_at=None, error=None)
 
     def _open(self, *, running: bool) -> str:
         if not self._opened or self.cursor.run_id is None:
             run_id = self._backend.open_run(
-                self._run_dir.read_record(),
+                self._record(),
                 run_id=self.cursor.run_id,
                 start_time=_start_time(self._run_dir),
                 running=running,
@@ -113,6 +126,29 @@ class Transfer:
             self._opened = True
         assert self.cursor.run_id is not None
         return self.cursor.run_id
+
+    def _record(self) -> Mapping[str, Any]:
+        record: Mapping[str, Any] = self._redactor.data(self._run_dir.read_record())
+        return record
+
+    @contextlib.contextmanager
+    def _masked_files(self) -> Iterator[RunDir]:
+        """Yield a temporary run directory: text files with secrets masked, and links to the other files."""
+        with tempfile.TemporaryDirectory(prefix="upload-") as folder:
+            for path in self._run_dir.path.rglob("*"):
+                place = path.relative_to(self._run_dir.path)
+                if place.parts[0] in _NOT_UPLOADED or place.name.startswith(".") or not path.is_file():
+                    continue
+                self._mask_file(path, Path(folder) / place)
+            yield RunDir(Path(folder))
+
+    def _mask_file(self, path: Path, copy: Path) -> None:
+        """Copy a text with secrets masked; make ``copy`` a link if the file is not a text."""
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if _is_text(path):
+            self._redactor.copy_file(path, copy)
+        else:
+            copy.symlink_to(path)
 
     def _batches(self) -> Iterator[tuple[list[Point], int]]:
         """Yield points of whole lines, about as many as one request takes, and the offset after them."""
@@ -137,8 +173,13 @@ class Transfer:
             write_json(self._run_dir.tracking_file, asdict(self.cursor))
 
     def _describe(self, error: Exception) -> str:
-        text = redact_text(f"{type(error).__name__}: {error}", uri_secrets(self._backend.uri))
+        text = self._redactor.text(f"{type(error).__name__}: {error}")
         return text.splitlines()[0][:500]
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(_BYTES_TO_TELL_TEXT)
 
 
 def _start_time(run_dir: RunDir) -> float:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,11 @@ class Uploader:
         self._pid: int | None = None
 
     @classmethod
-    def start(cls, run_dir: RunDir, tracking: TrackingConfig) -> Uploader:
-        """Start the follower. ``run.json`` must exist, and ``tracking.uri`` must be valid and absolute."""
+    def start(cls, run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = ()) -> Uploader:
+        """Start the follower. ``run.json`` must exist, and ``tracking.uri`` must be valid and absolute.
+
+        ``secrets``: texts to mask in what is uploaded.
+        """
         if tracking.uri is None:
             return cls(run_dir, None)
         options = FollowerOptions(
@@ -74,6 +77,7 @@ class Uploader:
             flush_timeout_s=tracking.flush_timeout_s,
             events_offset=_size(run_dir.events_file),
             driver=this_process(),
+            secrets=tuple(secrets),
         )
         return cls(run_dir, _spawn(run_dir, options))
 

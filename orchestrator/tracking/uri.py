@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import urlsplit
 
 from orchestrator.config.build import did_you_mean
-from orchestrator.config.redact import MASK, is_secret, redact_text
+from orchestrator.config.redact import MASK, redact_text
+from orchestrator.config.secret_names import is_secret
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = (*_DATABASES, "http", "https", "databricks")
@@ -95,14 +96,3 @@ def redact_uri(uri: str) -> str:
 def is_redacted(uri: str) -> bool:
     """Return whether :func:`redact_uri` has masked a password in ``uri``."""
     return MASK in uri
-
-
-def uri_secrets(uri: str) -> tuple[str, ...]:
-    """Return the passwords in ``uri``, as typed and percent-decoded, so that messages can mask them."""
-    try:
-        parts = urlsplit(uri)
-        found = {parts.password or "", unquote(parts.password or "")}
-    except ValueError:
-        return ()
-    found |= {value for key, value in parse_qsl(parts.query) if is_secret(key)}
-    return tuple(sorted((s for s in found if len(s) >= 4), key=len, reverse=True))

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import ray
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from orchestrator.compat import deferred_dynamo
 from orchestrator.config.job_loader import load_job
+from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.messages import (
     Assignment,
@@ -54,6 +56,7 @@ class Worker:
     def __init__(self, label: str, *, heartbeat_timeout_s: float):
         deferred_dynamo.install()  # before a strategy arrives with its orders, and imports what it needs
         self.label = label
+        self.redactor = Redactor.of_process()
         self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
         self.outbox = Outbox()
@@ -75,9 +78,12 @@ class Worker:
         return _worker_info()
 
     @ray.method(concurrency_group="control")
-    def open_store(self, timeout_s: float) -> tuple[str, int]:
-        """Open the store of a generation in this process. Return its host and port."""
-        host = ray.util.get_node_ip_address()
+    def open_store(self, timeout_s: float, on_one_node: bool) -> tuple[str, int]:
+        """Open the store of a generation in this process. Return its host and port.
+
+        ``on_one_node``: no rank is on another node.
+        """
+        host = rendezvous.LOOPBACK if on_one_node else ray.util.get_node_ip_address()
         self.own_store = rendezvous.open_store(host, timeout_s=timeout_s)
         return host, self.own_store.port
 
@@ -85,7 +91,9 @@ class Worker:
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
         system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
-        return self.outbox.collect(system, leaving=self.notice.received(), waiting=is_waiting(self.training_thread))
+        waiting = is_waiting(self.training_thread)
+        heartbeat = self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
+        return replace(heartbeat, events=self.redactor.data(heartbeat.events, by_key=False))
 
     @ray.method(concurrency_group="control")
     def hold(self) -> int:
@@ -129,7 +137,7 @@ class Worker:
             self._set_up(environment)
             registry.load(environment.config.strategy.name)
         except BaseException:
-            traceback.print_exc()
+            print(self.redactor.text(traceback.format_exc()), file=sys.stderr)
         return _worker_info()
 
     def train(self, assignment: Assignment) -> Outcome:
@@ -142,7 +150,7 @@ class Worker:
         startup: dict[str, float] = {}
         try:
             if log != self.log:
-                _redirect_output(log)
+                _redirect_output(log, self.redactor)
                 self.log = log
             if self.job is None:
                 began = time.perf_counter()
@@ -164,7 +172,7 @@ class Worker:
             return Outcome(
                 status="failed",
                 step=_step(self.loop, e),
-                failure=_failure(e, log),
+                failure=self.redactor.data(_failure(e, log), by_key=False),
                 recoverable_steps={} if self.loop is None else self.loop.recoverable_steps(update_complete=False),
             )
         finally:
@@ -175,6 +183,7 @@ class Worker:
     def _set_up(self, environment: WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job."""
         config = environment.config
+        self.redactor.learn(config)
         allocator.keep_freed_memory()
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -183,7 +192,7 @@ class Worker:
             os.chdir(environment.working_dir)
         sys.path.extend(p for p in environment.import_paths if p not in sys.path)
         errors: list[str] = []
-        job = load_job(config.job, errors)
+        job = load_job(config.job, errors, self.redactor)
         if job is None:
             raise ValueError("\n".join(errors))
         self.job = job
@@ -242,8 +251,11 @@ def _worker_info() -> WorkerInfo:
     )
 
 
-def _redirect_output(path: Path) -> None:
-    """Redirect the output of this process, including that of C++ code and of crashes, to the log of the rank."""
+def _redirect_output(path: Path, redactor: Redactor) -> None:
+    """Redirect the output of this process, including that of C++ code and of crashes, to the log of the rank.
+
+    Secrets are masked in the output of Python code. The driver masks the rest when the run ends.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -252,8 +264,9 @@ def _redirect_output(path: Path) -> None:
         os.dup2(log.fileno(), 2)
     os.write(2, log_header(os.getpid(), socket.gethostname()).encode())
     crash_reports.enable()
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = os.fdopen(number, "w", buffering=1, closefd=False)
+        setattr(sys, name, cast(TextIO, RedactingStream(stream, redactor)))
 
 
 def _step(loop: Loop | None, error: BaseException) -> int:

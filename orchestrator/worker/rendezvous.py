@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from datetime import timedelta
 
@@ -13,13 +14,27 @@ import torch.distributed as dist
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control import StepGate
 
+LOOPBACK = "127.0.0.1"
+"""The address of a store whose ranks are all on one node."""
 POLL_S = 0.5
 """The interval at which a waiting rank checks whether to give up."""
 
 
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
-    """Open the store of a generation in this process, on a free port."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Open the store of a generation in this process, on a free port of the address ``host``.
+
+    torch would listen on all interfaces, and whoever reaches the store can read and change what the ranks exchange.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def join(
@@ -47,7 +62,8 @@ def join(
     config, world_size = assignment.config.cluster, assignment.plan.world_size
     join_timeout = timedelta(seconds=config.rendezvous_timeout_s)
     if assignment.backend == "gloo":
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(node_ip)
+        on_one_node = assignment.store_host == LOOPBACK
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK if on_one_node else node_ip)
     if store is None:
         store = dist.TCPStore(
             assignment.store_host,

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+START = ROOT / "cluster" / "start.sh"
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def ray_start(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """``ray start --block`` and, afterwards, the end of all that it started."""
+    """``cluster/start.sh`` with ``--block`` and, afterwards, the end of all that it started."""
     process = subprocess.Popen(
-        [str(BIN / "ray"), "start", "--block", "--disable-usage-stats", *words],
+        [str(START), *words, "--block"],
         env=env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -62,14 +64,13 @@ def ray_start(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[byt
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     home = tmp_path_factory.mktemp("home")
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    env |= {"PATH": f"{BIN}:{env['PATH']}", "HOME": str(home), "RAY_AUTH_MODE": "token"}
-    env["RAY_AUTH_TOKEN"] = "a" * 40
+    env |= {"PATH": f"{BIN}:{env['PATH']}", "HOME": str(home)}
     port, dashboard_port = free_port(), free_port()
     # Ray's sockets live below its temporary directory, and their paths must be short.
     with (
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         ray_start(
-            "--head", f"--port={port}", "--num-cpus=2", f"--dashboard-port={dashboard_port}",
+            f"--port={port}", "--num-cpus=2", f"--dashboard-port={dashboard_port}",
             f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={folder}", env=env,
         ) as process,
     ):  # fmt: skip
@@ -78,7 +79,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
             gcs=f"127.0.0.1:{port}",
             dashboard=f"http://127.0.0.1:{dashboard_port}",
             home=home,
-            env=env,
+            env={**env, "RAY_AUTH_MODE": "token"},
         )
 
 
@@ -111,7 +112,7 @@ def test_over_two_uneven_nodes(head: Head, tmp_path: Path) -> None:
     words = ("python", "-m", "orchestrator.launch", "strategy=ddp", f"cluster.address={head.gcs}",
              "train.steps=10", "tracking=none")  # fmt: skip
     agent = f"--dashboard-agent-listen-port={free_port()}"
-    with ray_start(f"--address={head.gcs}", "--num-cpus=1", agent, env=head.env):
+    with ray_start(head.gcs, "--num-cpus=1", agent, env=head.env):
         deadline = time.monotonic() + 60
         while True:
             asked = command(head, *words, "strategy.num_workers=4", cwd=tmp_path)
@@ -139,6 +140,26 @@ def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:
     assert "cluster.address" in done.stderr
     assert "RAY_AUTH_TOKEN" in done.stderr
     assert not list(tmp_path.glob("outputs/*/*"))
+
+
+def test_a_token_is_required_by_default(head: Head, tmp_path: Path) -> None:
+    token = head.home / ".ray" / "auth_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    stranger = {**head.env, "HOME": str(tmp_path)}
+    del stranger["RAY_AUTH_MODE"]
+    words = [sys.executable, "-m", "orchestrator.launch", f"cluster.address={head.gcs}"]
+    done = subprocess.run(words, cwd=tmp_path, env=stranger, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    _, line = done.stderr.strip().splitlines()
+    assert line.startswith(f"  - cluster.address={head.gcs}: this Ray requires a token, and yours is missing")
+
+
+def test_a_node_without_the_token_does_not_join(head: Head, tmp_path: Path) -> None:
+    done = command(head, str(START), head.gcs, cwd=tmp_path, HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == (
+        "cluster/start.sh: no token: copy ~/.ray/auth_token from the head to this node, or set RAY_AUTH_TOKEN\n"
+    )
 
 
 def test_submitted_job(head: Head) -> None:

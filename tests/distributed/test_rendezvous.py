@@ -104,6 +104,29 @@ def test_the_rank_that_opened_the_store_uses_it(gang):
     assert gang.ask(with_own_store, 0, world_size=1, grouped=False)[0].value == 0.0
 
 
+def listening(port: int) -> set[str]:
+    connections = psutil.Process().net_connections()
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+
+
+def own_addresses() -> list[str]:
+    addresses = (a for addresses in psutil.net_if_addrs().values() for a in addresses)
+    return [a.address for a in addresses if a.family.name == "AF_INET"]
+
+
+@pytest.mark.parametrize("host", own_addresses())
+def test_a_store_listens_on_its_own_address_only(host):
+    own = rendezvous.open_store(host, timeout_s=10)
+    assert listening(own.port) == {host}
+    other = dist.TCPStore(host, own.port, is_master=False, wait_for_workers=False)
+    other.set("key", "value")
+    assert own.get("key") == b"value"
+    del other
+    port = own.port
+    del own
+    assert listening(port) == set()
+
+
 def test_stores_of_two_runs_do_not_meet(store):
     other = rendezvous.open_store(HOST, timeout_s=10)
     assert other.port != store.port

@@ -60,6 +60,14 @@ def test_equal_loss_at_uneven_shares(run: Callable[..., Any]) -> None:
     assert list(spread.values()) == pytest.approx(list(alone.values()), rel=1e-5)
 
 
+def test_workers_of_one_machine_listen_on_loopback_only(run: Callable[..., Any]) -> None:
+    done = run("strategy=ddp", "job._target_=helpers.listening_job.Listening", "train.steps=2", "train.eval_every=0")
+    assert done.status == "FINISHED"
+    for rank in (0, 1):
+        lines = (done.run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert {line for line in lines if line.startswith("listens on")} == {"listens on ['127.0.0.1']"}
+
+
 def stop_at(step: int, number: signal.Signals, *, below: Path) -> threading.Thread:
     """Send this process a signal once the journal of the run below a directory has a step."""
 

@@ -8,6 +8,8 @@ import threading
 
 import pytest
 
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.event_stream import RedactingSink
 from orchestrator.protocol.events import (
     MetricsLogged,
     RankProgress,
@@ -215,12 +217,15 @@ def test_threads_may_emit_at_the_same_time(run_dir):
     assert len(list(read_metrics(run_dir))) == 800
 
 
-def test_secrets_are_masked_in_events(run_dir):
-    journal = Journal(run_dir, secrets=("hunter2",))
+def test_secrets_are_masked_on_the_way_to_the_journal(run_dir):
+    journal = RedactingSink(Journal(run_dir), Redactor(["hunter2"]))
     journal.emit(Warned(message="login with hunter2 at https://me:open-sesame@host"))
-    text = run_dir.events_file.read_text()
-    assert "hunter2" not in text
-    assert "open-sesame" not in text
+    journal.emit(ended("FINISHED", val_token=0.5, steps=5))
+    journal.emit(point(1, **{"val/token": 0.5, "val/hunter2": 1.0}))
+    warned, run_ended = (json.loads(line) for line in run_dir.events_file.read_text().splitlines())
+    assert warned["message"] == "login with *** at https://***@host"
+    assert run_ended["summary"] == {"val_token": 0.5, "steps": 5}, "metrics are never secrets"
+    assert next(read_metrics(run_dir))[2] == {"val/token": 0.5, "val/___": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Ending, Journal, Sample, read_metrics
 from orchestrator.tracking.backend import Point
 from orchestrator.tracking.mlflow import MlflowBackend, connect
-from orchestrator.tracking.transfer import Transfer, exclusive, read_cursor
+from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, read_cursor
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 PASSWORD = "correct-horse"
@@ -631,6 +631,23 @@ def test_more_than_one_request_of_points(tmp_path, uri):
     assert transfer.cursor.points == 3500
     assert history(uri, transfer.cursor.run_id) == expected(run_dir)
     assert len(run_of(uri, run_dir).data.metrics) == 1502
+
+
+def test_secrets_are_masked_in_what_is_uploaded(tmp_path, uri, monkeypatch):
+    monkeypatch.setenv("SOME_API_TOKEN", "from-environment")
+    run_dir = ended_run(tmp_path, uri, command="launch job.password=short job.text=given-secret")
+    text = "given-secret and from-environment, password=x\n"
+    run_dir.log_file(0).write_text(text)
+    picture = b"\x89PNG\0 given-secret"
+    run_dir.timeline_picture.write_bytes(picture)
+    transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5), secrets=["given-secret"])
+    transfer.push(final_ending(run_dir))
+    (log_file,) = tmp_path.glob("mlartifacts/**/rank-0.log")
+    assert log_file.read_text() == "*** and ***, password=***\n"
+    (uploaded,) = tmp_path.glob("mlartifacts/**/timeline.png")
+    assert uploaded.read_bytes() == picture, "a file that is not text is uploaded as it is"
+    assert run_of(uri, run_dir).data.tags["mlflow.note.content"] == "`launch job.password=*** job.text=***`"
+    assert run_dir.log_file(0).read_text() == text
 
 
 def test_sync_of_a_run_whose_driver_was_killed(tmp_path, uri, capsys):

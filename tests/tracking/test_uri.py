@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, sqlite_path, uri_secrets, validate_uri
+from orchestrator.config.redact import url_secrets
+from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, sqlite_path, validate_uri
 
 
 @pytest.mark.parametrize(
@@ -85,5 +86,5 @@ def test_passwords_are_masked_and_known():
     assert is_redacted(shown)
     assert shown.endswith("@host/db?sslpassword=***&x=1")
     assert "hunter" not in shown
-    assert set(uri_secrets(uri)) == {"hunter%402", "hunter@2", "open-sesame"}
+    assert set(url_secrets(uri)) == {"hunter%402", "hunter@2", "open-sesame"}
     assert sqlite_path(uri) is None

@@ -25,7 +25,7 @@ RULES = {
     "planning":     ("config",                                                                 "(torch)"),
     "timeline":     ("",                                                                       ""),
     "protocol":     ("config planning timeline",                                               ""),
-    "records":      ("config protocol",                                                        ""),
+    "records":      ("protocol",                                                               ""),
     "compat":       ("",                                                                       "torch ray"),
     "state":        ("",                                                                       "torch"),
     "model":        ("config compat",                                                          "torch"),

@@ -19,7 +19,7 @@ from torch import nn
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
-from orchestrator.config.redact import MASK
+from orchestrator.config.redact import MASK, Redactor
 from orchestrator.config.schema import Config, JobSpec
 from orchestrator.driver.preflight import prepare
 from orchestrator.job import Job
@@ -174,10 +174,10 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
 
 def test_the_command_of_a_run_can_be_typed_again() -> None:
     overrides = ["strategy=ddp", "resume=auto", "tracking.uri=http://me:hunter2@h", "job.path=a b", "resume=/r"]
-    assert prepare.command(overrides, ("hunter2",)) == (
+    assert prepare.command(overrides, Redactor()) == (
         f"python -m orchestrator.launch strategy=ddp 'tracking.uri=http://{MASK}@h' 'job.path=a b' resume=/r"
     )
-    assert prepare.command(["strategy=ddp"], ()) == "python -m orchestrator.launch strategy=ddp"
+    assert prepare.command(["strategy=ddp"], Redactor()) == "python -m orchestrator.launch strategy=ddp"
 
 
 def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from orchestrator.config.build import format_override
-from orchestrator.config.compose import compose
+from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import load_job
-from orchestrator.config.redact import MASK, holds_secret, is_secret, redact, redact_text, secret_values
+from orchestrator.config.overrides import masked
+from orchestrator.config.redact import (
+    MASK,
+    RedactingStream,
+    Redactor,
+    holds_secret,
+    redact,
+    redact_text,
+    secret_values,
+    url_secrets,
+)
 from orchestrator.config.schema import JobSpec
+from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.job import Job
+from orchestrator.planning.plan import Plan
+from orchestrator.protocol.events import Event
 from orchestrator.strategies import registry
+from orchestrator.tracking.transfer import Cursor
 
 
 @pytest.mark.parametrize(
@@ -21,11 +42,26 @@ from orchestrator.strategies import registry
     [
         *("token", "hf_token", "HF_TOKEN", "job.api_token", "accessToken", "auth.token.value", "token_file_text"),
         *("secret", "client_secret", "password", "passwd", "passphrase", "credentials", "api_key", "apikey"),
-        *("aws_access_key_id", "private_key"),
+        *("aws_access_key_id", "private_key", "aws_secret_access_key", "AWS_SESSION_TOKEN", "x-api-key", "APIKey"),
+        *("pwd", "db_pwd", "auth", "http_auth", "authorization", "bearer", "jwt", "github_pat", "slack_webhook_url"),
+        *(
+            "sslpassword",
+            "clientsecret",
+            "hf_tokens",
+            "api_tokens",
+            "access_keys",
+            "api_keys",
+            "license_key",
+            "storage_account_key",
+            "signing_key",
+        ),
+        *("smtp_pass", "db_pass", "auth_token", "hfToken", "token_value", "session_cookie", "ssh_key", "creds"),
+        *("job.auth", "job.options.pwd", "AccountKey", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN"),
     ],
 )
 def test_names_of_secrets(key: str) -> None:
     assert is_secret(key)
+    assert may_name_secret(key)
     assert holds_secret(key, "hunter2")
 
 
@@ -34,6 +70,11 @@ def test_names_of_secrets(key: str) -> None:
     [
         *("tokenizer", "job.tokenizer.path", "tokenize", "num_tokens", "tokens_per_sample", "max_tokens"),
         *("pad_token", "eos_token", "bos_token", "mask_token", "key", "keys", "path", "passes", "hidden"),
+        *("num_keys", "key_dim", "author", "authors", "monkey", "keyboard", "turkey", "passed", "forward_pass"),
+        *("token_id", "pad_token_id", "token_type_ids", "token_dropout", "tokens", "tokens_per_s", "loss_per_token"),
+        *("special_tokens", "sort_key", "image_key", "public_key", "missing_keys", "key_padding", "secretary"),
+        *("token_file", "password_file", "auth_mode", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "SSH_AUTH_SOCK"),
+        *("credentials_path", "secret_name", "compass", "bypass", "authentic", "tokenized", "passengers", "opwd"),
     ],
 )
 def test_names_that_only_look_like_secrets(key: str) -> None:
@@ -45,13 +86,15 @@ def test_names_that_only_look_like_secrets(key: str) -> None:
     [
         ("token_dim", 64, False),
         ("token_dropout", 0.5, False),
+        ("token", 31415926, True),
+        ("password", "", False),
         ("token", "abc", True),
         ("password", 1234, True),
         ("password", None, False),
         ("use_token", True, False),
     ],
 )
-def test_numbers_of_tokens_are_no_secrets_but_a_password_may_be_a_number(key: str, value: Any, hidden: bool) -> None:
+def test_a_password_may_be_a_number_but_not_a_switch(key: str, value: Any, hidden: bool) -> None:
     assert holds_secret(key, value) == hidden
     assert (MASK in format_override(key, value)) == hidden
 
@@ -80,7 +123,9 @@ def test_nested_values_are_masked_and_the_original_is_untouched() -> None:
         ("mysql://h/db?password=abc&a=b", f"mysql://h/db?password={MASK}&a=b"),
         ("http://h/?a=b&access_token=xyz'", f"http://h/?a=b&access_token={MASK}'"),
         ("http://host:5000/path@home", "http://host:5000/path@home"),
-        ("http://user@host", "http://user@host"),
+        ("https://ghp_abc@host/x.git", f"https://{MASK}@host/x.git"),
+        ("ssh://git@host", "ssh://git@host"),
+        ("https://bucket/x?X-Amz-Signature=abc&sig=d", f"https://bucket/x?X-Amz-Signature={MASK}&sig={MASK}"),
         ("sqlite:////tmp/mlflow.db", "sqlite:////tmp/mlflow.db"),
         ("mail me@home: now", "mail me@home: now"),
     ],
@@ -97,6 +142,199 @@ def test_known_secrets_are_masked_in_free_text_the_longest_first() -> None:
 
 def test_short_values_are_not_hunted_in_free_text() -> None:
     assert secret_values({"token": "abc", "password": 7, "token_dim": 4096, "tokenizer": "gpt2"}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("job.password=hunter2: not welcome", f"job.password={MASK}: not welcome"),
+        ("Job(pwd='a b', hidden=8)", f"Job(pwd='{MASK}', hidden=8)"),
+        ("{'api_key': 12, 'depth': 3}", f"{{'api_key': {MASK}, 'depth': 3}}"),
+        ('{"auth": "x\\"y", "depth": 3}', f'{{"auth": "{MASK}", "depth": 3}}'),
+        ("Job(hf_tokens=('a', 'b'), hidden=8)", f"Job(hf_tokens={MASK}, hidden=8)"),
+        ('{\\"token\\": \\"abc\\"}', f'{{\\"token\\": \\"{MASK}\\"}}'),
+        ("hf_tokens=[a,b] steps=7", f"hf_tokens={MASK} steps=7"),
+        ("text with \\\\ntoken=abc", f"text with \\\\ntoken={MASK}"),
+        ("--api-token=abc", f"--api-token={MASK}"),
+        ("DB_PASSWORD=x DB_HOST=y", f"DB_PASSWORD={MASK} DB_HOST=y"),
+        ("Authorization: Bearer abc123def456", f"Authorization: Bearer {MASK}"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", MASK),
+    ],
+)
+def test_values_are_masked_beside_their_key(text: str, clean: str) -> None:
+    assert redact_text(text) == clean
+    assert redact_text(clean) == clean
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "job.password: missing; give it a value",
+        "job.token=null",
+        "if token == end:",
+        "Basic authentication is off",
+        "tokens_per_sample=128, num_keys=4, key_dim=64, author='me'",
+        "train.steps=7: expected a whole number",
+    ],
+)
+def test_other_text_stays(text: str) -> None:
+    assert redact_text(text) == text
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{s}",
+        "'{s!r}'",
+        "url?x={q}",
+        "{b}",
+        "Basic {basic}",
+        '{{"message": {j}}}',
+        "three words before {s}, and more",
+    ],
+)
+def test_a_known_secret_is_masked_in_every_written_form(written: str) -> None:
+    secret = 'it\'s "quoted" \\ ö/+&%='
+    redactor = Redactor()
+    redactor.learn({"job": {"nested": [{"password": secret}]}})
+    text = written.format(
+        s=secret,
+        q=quote(secret),
+        b=base64.b64encode(secret.encode()).decode(),
+        basic=base64.b64encode(f"user:{secret}".encode()).decode(),
+        j=json.dumps({"text": secret}),
+    )
+    clean = redactor.text(text)
+    assert MASK in clean
+    assert not any(piece in clean for piece in ("quoted", "%22", "aXQncy", "cXVvdGVk", "1b3RlZ", "dW90ZW"))
+
+
+def test_a_secret_of_several_lines_is_masked_line_by_line(tmp_path: Path) -> None:
+    redactor = Redactor()
+    redactor.learn({"ssh_key": "first-line\nsecond-line\n"})
+    (tmp_path / "log").write_text("  first-line\n| second-line |\nthird line\n")
+    assert redactor.copy_file(tmp_path / "log", tmp_path / "copy")
+    assert (tmp_path / "copy").read_text() == f"  {MASK}\n| {MASK} |\nthird line\n"
+    assert not redactor.copy_file(tmp_path / "copy", tmp_path / "again")
+
+
+def test_a_file_that_is_not_utf8_is_copied_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"\xff\xfe hunter22\r\nno newline")
+    assert Redactor(["hunter22"]).copy_file(tmp_path / "log", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"\xff\xfe ***\r\nno newline"
+
+
+def test_a_short_secret_is_masked_beside_its_key_only() -> None:
+    redactor = Redactor()
+    redactor.learn({"door_secret": 1, "pwd": "zq7k", "pin_password": 12345})
+    assert redactor.text("step 1 of 12345: door_secret: 1, {'door_secret': 1}, door_secret: 12") == (
+        f"step 1 of 12345: door_secret: {MASK}, {{'door_secret': {MASK}}}, door_secret: 12"
+    )
+    assert redactor.text("zq7k zq7ker 'zq7k' \\nzq7k") == f"{MASK} zq7ker '{MASK}' \\n{MASK}"
+
+
+def test_ordinary_words_are_masked_beside_their_key_only() -> None:
+    redactor = Redactor()
+    redactor.learn({"style_key": "photo_style", "password": "password", "auth": "none"})
+    text = "photo_style, password and none"
+    assert redactor.text(text) == text
+    assert redact({"style_key": "photo_style"}) == {"style_key": MASK}
+
+
+def test_the_secrets_of_a_built_object_are_known() -> None:
+    @dataclass(frozen=True)
+    class Login:
+        user: str
+        password: str
+
+    @dataclass(frozen=True)
+    class Holder:
+        login: Login
+        auth: dict[str, str]
+        hf_tokens: frozenset[str]
+        made: str = field(init=False, default="https://token-in-url@host")
+
+    holder = Holder(Login("anybody", "password-1"), {"value": "auth-value-2"}, frozenset(["hf-3333"]))
+    assert set(secret_values(holder)) == {"password-1", "auth-value-2", "hf-3333", "token-in-url"}
+
+
+def test_secrets_of_the_environment_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_TOKEN", "from-environment-1")
+    monkeypatch.setenv("DB_PASSWORD", "root")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:proxy-password@proxy")
+    monkeypatch.setenv("BROKEN_API_TOKEN", "not utf-8: \udcff\udcfe")
+    monkeypatch.setenv("PWD", "/home/somebody/project")
+    text = "from-environment-1 /root/x proxy-password /home/somebody/project"
+    assert Redactor.of_process().text(text) == f"{MASK} /root/x {MASK} /home/somebody/project"
+
+
+def test_a_stream_masks_what_is_written() -> None:
+    out = io.StringIO()
+    stream = RedactingStream(out, Redactor(["hunter22"]))
+    print("hello", "hunter22", file=stream)  # type: ignore[call-overload]
+    stream.writelines(["a hunter22\n"])
+    assert out.getvalue() == f"hello {MASK}\na {MASK}\n"
+    assert not stream.isatty()
+
+
+@pytest.mark.parametrize(
+    ("word", "clean"),
+    [
+        ("job.password=[a,b]", f"job.password={MASK}"),
+        ("job.pwd='it\\'s'", f"job.pwd={MASK}"),
+        ("+job.pin_secret=7", f"+job.pin_secret={MASK}"),
+        ("job.options={password:7,depth:3}", f"job.options={{password:{MASK},depth:3}}"),
+        ("tracking.uri='http://me:pw@h'", f"tracking.uri='http://{MASK}@h'"),
+        ("job.path='a b'", "job.path='a b'"),
+    ],
+)
+def test_overrides_are_masked_by_key(word: str, clean: str) -> None:
+    assert masked(word, Redactor()) == clean
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"job.password={MASK}",
+        f"tracking.uri='http://{MASK}@host'",
+        f"tracking.uri='http://host/?api_key={MASK}&a=b'",
+        f"job.options={{password:{MASK},depth:3}}",
+    ],
+)
+def test_a_mask_is_no_secret_to_train_with(word: str) -> None:
+    errors: list[str] = []
+    compose([word], errors, registry.config_class)
+    (error,) = errors
+    assert error.endswith(f"{MASK} stands for a secret that a run did not store; give the secret")
+
+
+def test_stars_in_other_values_are_no_mask() -> None:
+    errors: list[str] = []
+    compose(["job=names", "job.path='*** three stars'"], errors, registry.config_class)
+    assert errors == []
+
+
+def test_no_key_of_the_configuration_or_of_the_records_looks_like_a_secret() -> None:
+    config, _ = compose([], [], registry.config_class)
+    assert config is not None
+    names = [*_names(to_dict(config)), *(f.name for cls in _classes_of_records() for f in fields(cls))]
+    assert [name for name in names if is_secret(name)] == []
+
+
+def _names(section: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in section.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from _names(value)
+
+
+def _classes_of_records() -> list[Any]:
+    return [Plan, Cursor, *Event.__subclasses__()]
+
+
+def test_urls_have_their_secrets_found() -> None:
+    assert set(url_secrets("https://me:pass%20word@host/?access_token=abcd")) == {"pass%20word", "pass word", "abcd"}
+    assert url_secrets("postgresql://somebody@host") == url_secrets("http://[") == ()
 
 
 @pytest.mark.parametrize(
@@ -136,3 +374,32 @@ def test_a_job_that_repeats_its_secret_is_not_repeated() -> None:
     spec = JobSpec(target=f"{__name__}.Leaky", fields={"password": "hunter2"})
     assert load_job(spec, errors) is None
     assert errors == [f"job.password={MASK}: not welcome"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakyFactory(Leaky):
+    password: str = field(default_factory=lambda: os.environ["NAME_THAT_TELLS_NOTHING"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakyConstruction(LeakyFactory):
+    def __post_init__(self) -> None:
+        raise ValueError(f"cannot log in with {self.password}")
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (LeakyFactory, f"job.password={MASK}: not welcome"),
+        (LeakyConstruction, f"job: cannot log in with {MASK}"),
+    ],
+)
+def test_a_secret_of_a_default_factory_is_not_repeated(
+    cls: type[Leaky], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAME_THAT_TELLS_NOTHING", "hunter2")
+    errors: list[str] = []
+    redactor = Redactor()
+    assert load_job(JobSpec(target=f"{__name__}.{cls.__name__}", fields={}), errors, redactor) is None
+    assert errors == [message]
+    assert redactor.secrets == ("hunter2",)

@@ -22,7 +22,8 @@ from safetensors import safe_open
 from orchestrator.compat import deferred_dynamo
 from orchestrator.config.build import ConfigError, did_you_mean
 from orchestrator.config.compose import to_dict, to_yaml
-from orchestrator.config.redact import redact, redact_text
+from orchestrator.config.overrides import masked
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
@@ -82,13 +83,16 @@ def environment_errors(config: Config) -> list[str]:
     return errors
 
 
-def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resume | None:
+def find_resume(
+    config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor | None = None
+) -> Resume | None:
     """Find the run that ``resume`` asks for.
 
     Args:
         config: with absolute paths.
         job: to compare its model with the checkpoint; None if it has errors itself.
         warnings: receives what the user should know, such as damaged checkpoints and changed settings.
+        redactor: masks secrets in settings, as it did in the record of the run.
 
     Returns:
         None to start a new run.
@@ -135,7 +139,7 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str]) -> Resu
     if errors:
         raise ConfigError(errors)
     if job is not None:
-        warnings.extend(_changes(run_dir.read_record().get("params", {}), _params(_resolved(config, job))))
+        warnings.extend(_changes(run_dir.read_record().get("params", {}), _params(_resolved(config, job, redactor))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step)
 
 
@@ -147,10 +151,18 @@ def open_run(
     *,
     command: str,
     sweep: Mapping[str, str] | None,
+    redactor: Redactor | None = None,
 ) -> tuple[RunDir, str]:
     """Create or reopen the run directory and write its records.
 
-    ``command`` is the command line of the run, ``sweep`` the id and name of the sweep that it belongs to.
+    Args:
+        config: with absolute paths.
+        job: its fields are part of the recorded configuration.
+        plan: how the run begins.
+        resume: the run to continue; None for a new one.
+        command: the command line of the run.
+        sweep: the id and name of the sweep that the run belongs to; None if it belongs to none.
+        redactor: masks secrets in everything that is written.
 
     Returns:
         The run directory and the uid of the run.
@@ -161,24 +173,26 @@ def open_run(
     try:
         run_dir = resume.run_dir if resume else rundir.create(Path(config.output_dir), plan.run_name)
         uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
-        resolved = _resolved(config, job)
+        redactor = redactor or Redactor()
+        resolved = _resolved(config, job, redactor)
         run_dir.config_file.write_text(to_yaml(resolved))
         tracking = resolved["tracking"]
-        run_dir.update_record(
-            name=plan.run_name,
-            uid=uid,
-            state="running",
-            driver=rundir.this_process(),
-            started=time.time(),
-            command=command,
-            strategy=plan.strategy,
-            job=plan.job,
-            plan={**dataclasses.asdict(plan), "world_size": plan.world_size},
-            params=_params(resolved),
-            tags=_tags(plan),
-            tracking={k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
-            sweep=sweep,
-        )
+        record = {
+            "name": plan.run_name,
+            "uid": uid,
+            "state": "running",
+            "driver": rundir.this_process(),
+            "started": time.time(),
+            "command": command,
+            "strategy": plan.strategy,
+            "job": plan.job,
+            "plan": {**dataclasses.asdict(plan), "world_size": plan.world_size},
+            "params": _params(resolved),
+            "tags": _tags(plan),
+            "tracking": {k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
+            "sweep": sweep,
+        }
+        run_dir.update_record(**redactor.data(record))
     except OSError as e:
         raise ConfigError([_unwritable(config, e)]) from e
     return run_dir, uid
@@ -238,15 +252,15 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return changed
 
 
-def command(overrides: Sequence[str], secrets: tuple[str, ...]) -> str:
+def command(overrides: Sequence[str], redactor: Redactor) -> str:
     """Return the command line of a run, with secrets masked and only the last of several ``resume=``."""
     *_, last = [None, *(o for o in overrides if o.startswith("resume="))]
-    kept = [redact_text(o, secrets) for o in overrides if o == last or not o.startswith("resume=")]
+    kept = [masked(o, redactor) for o in overrides if o == last or not o.startswith("resume=")]
     return shlex.join(["python", "-m", "orchestrator.launch", *kept])
 
 
-def _resolved(config: Config, job: Job) -> dict[str, Any]:
-    resolved: dict[str, Any] = redact({**to_dict(config), "job": _job_dict(config, job)})
+def _resolved(config: Config, job: Job, redactor: Redactor | None) -> dict[str, Any]:
+    resolved: dict[str, Any] = (redactor or Redactor()).data({**to_dict(config), "job": _job_dict(config, job)})
     return resolved
 
 

@@ -1,0 +1,112 @@
+"""Which names of keys and variables indicate a secret, as pure functions of the words in a name.
+
+A wrong yes hides a setting from the records, a wrong no publishes a secret. Names of language models and of data, such
+as ``pad_token``, ``num_tokens`` and ``sort_key``, are therefore listed, and other names of the same form are secrets.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+
+def _words_in(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_WORDS_OF_SECRETS = _words_in(
+    "secret secrets passwords pwd passphrases passcode credentials creds auth authorization bearer jwt webhook apikeys"
+)
+_ENDS_OF_WORDS_OF_SECRETS = (
+    *("password", "passwd", "passphrase", "secret", "credential", "authkey", "apikey", "accesskey", "secretkey"),
+    *("privatekey", "apitoken", "authtoken", "accesstoken"),
+)
+"""Words that names also have without a separator: ``sslpassword``, ``clientsecret``."""
+_LAST_WORDS_OF_SECRETS = frozenset(["pat", "cookie", "cookies"])
+_NAMES_OF_PROPERTIES = _words_in(
+    "file path dir folder mode type method kind scheme host port timeout ttl retries enabled required provider name "
+    "env var variable sock socket dim size len length count limit rate ratio dropout ids"
+)
+"""As the last word, these name a property of a secret and not its value: ``token_path``, ``auth_mode``."""
+_OWNERS_OF_CREDENTIALS = _words_in(
+    "api auth access secret private refresh bearer hf huggingface hub github gh gitlab git wandb mlflow slack openai "
+    "anthropic session service deploy csrf jwt registry pypi npm azure aws gcp google databricks ray account license "
+    "master signing encryption ssh ssl tls hmac aes rsa pgp gpg user bot admin client storage"
+)
+"""Before ``tokens``, ``keys``, or a ``token`` or ``key`` that is not the last word."""
+_BEFORE_TOKENS_OF_TEXT = _words_in(
+    "pad padding eos bos unk sep cls mask class blank begin end start stop first last next new prev previous current "
+    "max min num per special image video audio speech text prompt decoder encoder input output target special label "
+    "context newline space word sub ms us s seconds cost flops bytes loss samples"
+)
+_BEFORE_KEYS_OF_DATA = _words_in(
+    "sort group primary foreign public cache input inputs output outputs target targets label labels image images text "
+    "data dataset batch metric metrics feature features query value dict sample id column index lookup partition shard "
+    "state model layer loss weight weights param parameter join row field json config monitor audio video prompt "
+    "response question answer hot short by order split mask attention attn num no any each per"
+)
+_VALUES_OF_TOKENS = _words_in("value text string str bytes base64 b64 header")
+_OWNERS_OF_PASSES = _words_in("user db database smtp ftp mysql postgres redis root admin login http proxy mail")
+_PARTS_OF_SECRET_NAMES = _words_in("token key secret pass pwd cred auth bearer jwt webhook cookie pat sig")
+"""Every secret name contains one of these, as do the parameters with which a URL is signed."""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_secret(key: str) -> bool:
+    """Return whether the name of ``key``, or a part of a dotted ``key``, indicates a secret."""
+    return any(_is_secret(_words(part)) for part in re.split(r"[^\w-]+", key))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_certain(key: str) -> bool:
+    """Return whether a value of ``key`` is a secret beyond doubt, so that it is masked wherever it appears.
+
+    ``prompt_style_key`` has the form of a secret but may hold an ordinary word.
+    """
+    return any(
+        _is_secret(words) and not (words[-1] == "key" and words[-2] not in _OWNERS_OF_CREDENTIALS)
+        for words in map(_words, re.split(r"[^\w-]+", key))
+    )
+
+
+def may_name_secret(text: str) -> bool:
+    """Return False if no word in ``text`` is the name of a secret. Faster than looking at each word."""
+    text = text.lower().replace("path", "")
+    return any(part in text for part in _PARTS_OF_SECRET_NAMES)
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """Split ``hf_token``, ``HF_TOKEN`` and ``hfToken`` into ``("hf", "token")``."""
+    return tuple(word.lower() for word in _WORD.findall(name))
+
+
+def _is_secret(words: tuple[str, ...]) -> bool:
+    if not words or words[-1] in _NAMES_OF_PROPERTIES:
+        return False
+    if any(word in _WORDS_OF_SECRETS or word.endswith(_ENDS_OF_WORDS_OF_SECRETS) for word in words):
+        return True
+    if words[-1] in _LAST_WORDS_OF_SECRETS:
+        return True
+    return any(
+        _names_secret(word, before=words[i - 1] if i else None, after=words[i + 1 :]) for i, word in enumerate(words)
+    )
+
+
+def _names_secret(word: str, *, before: str | None, after: tuple[str, ...]) -> bool:
+    """Return whether ``word``, between its neighbours, makes a secret of the name."""
+    owned = before in _OWNERS_OF_CREDENTIALS
+    match word:
+        case "token":
+            if after:
+                return owned or after[-1] in _VALUES_OF_TOKENS
+            return before not in _BEFORE_TOKENS_OF_TEXT
+        case "key":
+            if after:
+                return owned
+            return before is not None and before not in _BEFORE_KEYS_OF_DATA
+        case "tokens" | "keys":
+            return owned
+        case "pass":
+            return not after and before in _OWNERS_OF_PASSES
+    return False

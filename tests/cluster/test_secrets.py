@@ -1,0 +1,136 @@
+"""Secrets of every kind reach the training, and nothing that the run writes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import yaml
+
+from helpers.runs import PYTHONPATH
+
+PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nQEFAASCBKcwggSjAgEAAo\nXyz=\n-----END PRIVATE KEY-----\n"
+
+SECRETS = {
+    "default factory": "factory-Aa11Bb22",
+    "another default factory": "wJalrXUtnFEMIK7MDENGbPx",
+    "first line of a key": "MIIEvQIBADANBgkqhkiG9w0",
+    "last line of a key": "QEFAASCBKcwggSjAgEAAo",
+    "override": "overridden-Cc33",
+    "quoted override": 'it\'s "quoted" \\ and $long;',
+    "number": "8675309042",
+    "four characters": "zq7k",
+    "auth": "auth-Dd44/+=",
+    "api_key": "api-Ee55",
+    "path": "/vault/team-seven/Ff66",
+    "item of a list": "hf-Gg77",
+    "last item of a list": "hf-Hh88",
+    "nested mapping": "nested-Ii99",
+    "nested dataclass": "login-Jj00",
+    "user of a URL": "ghp-Kk11Ll22",
+    "environment": "forwarded-Mm33Nn44",
+    "tracking password": "tracking-Oo55",
+    "tracking query": "query-Pp66",
+    "tracking token": "mlflow-Qq77",
+}
+"""Texts that must appear nowhere."""
+
+OVERRIDES = (
+    "strategy=ddp", "cluster=local", "train.steps=12", "train.log_every=4", "name=planted", "job.hidden=8",
+    "job._target_=helpers.secret_job.Secretive", "job.password=overridden-Cc33", "job.client_secret=8675309042",
+    "job.passphrase='it\\'s \"quoted\" \\ and $long;'", "job.pwd=zq7k", "job.door_secret=7", "job.auth='auth-Dd44/+='",
+    "job.api_key=api-Ee55", "job.credentials=/vault/team-seven/Ff66", "job.hf_tokens=[hf-Gg77,hf-Hh88]",
+    "job.options={password:nested-Ii99,depth:3}", "job.login.password=login-Jj00",
+    "job.data_url='https://ghp-Kk11Ll22@host/data'",
+)  # fmt: skip
+
+
+def environment(folder: Path) -> Mapping[str, str]:
+    key_file = folder / "key.pem"
+    key_file.write_text(PEM)
+    return {
+        **os.environ,
+        "PYTHONPATH": PYTHONPATH,
+        "PLANTED_BY_FACTORY": SECRETS["default factory"],
+        "PLANTED_BY_ANOTHER_FACTORY": SECRETS["another default factory"],
+        "PLANTED_KEY_FILE": str(key_file),
+        "PLANTED_ENVIRONMENT_TOKEN": SECRETS["environment"],
+        "MLFLOW_TRACKING_TOKEN": SECRETS["tracking token"],
+    }
+
+
+def launch(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator.launch", *OVERRIDES, *overrides],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+    )
+
+
+def encoded(secret: str) -> str:
+    """``secret`` in Base64, without the last characters, which depend on what follows."""
+    return base64.b64encode(secret.encode()).decode()[: len(secret) // 3 * 4]
+
+
+def leaks(folder: Path, console: str) -> Iterator[str]:
+    """Each secret in the output or below ``folder``, with its place."""
+    places = {"the console": console.encode()}
+    places |= {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    del places["key.pem"]
+    for place, content in places.items():
+        for kind, secret in SECRETS.items():
+            forms = {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret), encoded(secret)}
+            if any(form.encode() in content for form in forms):
+                yield f"{kind} in {place}"
+
+
+def test_a_run_writes_none_of_its_secrets(tmp_path: Path) -> None:
+    done = launch(tmp_path, f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+    assert done.returncode == 0, done.stdout
+    assert list(leaks(tmp_path, done.stdout)) == []
+    (run_dir,) = (p.parent for p in tmp_path.glob("outputs/*/*/run.json"))
+    assert list(tmp_path.glob("mlartifacts/*/*/artifacts/logs/rank-0.log"))
+
+    values = [
+        SECRETS["default factory"], SECRETS["another default factory"], PEM, SECRETS["override"],
+        SECRETS["quoted override"], SECRETS["auth"], SECRETS["number"], SECRETS["four characters"], SECRETS["api_key"],
+        SECRETS["path"], SECRETS["item of a list"], SECRETS["last item of a list"],
+        "{'password': 'nested-Ii99', 'depth': 3}", SECRETS["nested dataclass"], "https://ghp-Kk11Ll22@host/data",
+        SECRETS["environment"],
+    ]  # fmt: skip
+    fingerprint = hashlib.sha256("".join(values).encode()).hexdigest()
+    for rank in (0, 1):
+        assert f"fingerprint {fingerprint}" in (run_dir / "logs" / f"rank-{rank}.log").read_text()
+
+    job = yaml.safe_load((run_dir / "config.yaml").read_text())["job"]
+    assert job["door_secret"] == job["token"] == job["hf_tokens"] == job["login"]["password"] == "***"
+    assert (job["options"]["depth"], job["login"]["user"], job["hidden"]) == (3, "anybody", 8)
+    assert "door_secret=***" in json.loads((run_dir / "run.json").read_text())["command"]
+
+
+def test_a_run_that_fails_writes_none_of_its_secrets(tmp_path: Path) -> None:
+    uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
+    failed = launch(tmp_path, "job.raises=true", uri, "tracking.request_timeout_s=1", "tracking.flush_timeout_s=1")
+    assert failed.returncode == 1, failed.stdout
+    assert "refused by the server: ***" in failed.stdout
+    assert list(leaks(tmp_path, failed.stdout)) == []
+
+
+@pytest.mark.parametrize("words", [["plan=true"], ["--help"], ["train.stepss=3", "job.api_keys=[api-Ee55]"]])
+def test_other_output_has_no_secrets(tmp_path: Path, words: list[str]) -> None:
+    uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
+    shown = launch(tmp_path, uri, *words)
+    assert shown.stdout
+    assert list(leaks(tmp_path, shown.stdout)) == []
