@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 import uuid
@@ -28,7 +27,7 @@ from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan
 from orchestrator.protocol.events import Event, GenerationStarted, StopRequested
 from orchestrator.protocol.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
 from orchestrator.records.lease import Lease
-from orchestrator.records.run_dir import RunDir, crash_report, write_json
+from orchestrator.records.run_dir import RunDir, crash_report
 from orchestrator.worker.actor import Worker
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
@@ -128,8 +127,7 @@ class Generation:
             )
         )
         fence = f"{uuid.uuid4().hex} generation {self.number}"
-        with contextlib.suppress(OSError):  # a full disk is reported when a checkpoint or the journal fails
-            write_json(self._run_dir.fence_file, {"generation": fence})
+        self._lease.admit(fence)
         for member in members:
             assignment = Assignment(
                 generation=self.number,
@@ -166,7 +164,7 @@ class Generation:
             wait_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
             check_ray()
-            self._lease.renew()
+            self._lease.check()
             for reference in ready:
                 self._record_outcome(reference, self._pending.pop(reference))
             if give_up_at is not None and time.monotonic() > give_up_at:

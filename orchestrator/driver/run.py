@@ -90,7 +90,7 @@ class RunSpec:
 class Run:
     """Executes one run. Ray must be connected."""
 
-    def __init__(self, spec: RunSpec, events: EventStream, stop: StopSignals, uploader: Uploader):
+    def __init__(self, spec: RunSpec, events: EventStream, stop: StopSignals, uploader: Uploader, lease: Lease):
         self.spec = spec
         self.config = spec.config
         self._events = events
@@ -108,7 +108,7 @@ class Run:
         )
         self._telemetry = Telemetry(spec.config, self._plan, self._aggregator, events, uploader)
         self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
-        self._lease = Lease(spec.run_dir)
+        self._lease = lease
         self._gang = Gang(
             self._plan,
             self._environment,

@@ -29,13 +29,13 @@ class WaitMonitor:
         self._stop = stop
 
     def check(self) -> None:
-        """Renew the lease. To be called several times a second.
+        """Decide whether to wait longer. To be called several times a second.
 
         Raises:
             Interrupted: a stop has been requested.
             SupersededError: another driver has taken over the run.
         """
-        self._lease.renew()
+        self._lease.check()
         if self._stop.received is not None:
             raise Interrupted
 

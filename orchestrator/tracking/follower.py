@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.records.journal import Ending, read_ending
-from orchestrator.records.run_dir import RunDir, is_alive
+from orchestrator.records.process import is_alive
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed
 from orchestrator.tracking.uri import sqlite_path
@@ -41,7 +42,7 @@ class FollowerOptions:
     or in a process list.
 
     ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
-    :func:`~orchestrator.records.run_dir.this_process` there.
+    :func:`~orchestrator.records.process.this_process` there.
     """
 
     uri: str

@@ -20,7 +20,8 @@ from typing import Any
 
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.records.run_dir import RunDir, all_runs, this_process
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir, all_runs
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.transfer import (
     count_points,

@@ -23,6 +23,7 @@ from orchestrator.config.schema import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Ending, Journal, read_metrics
+from orchestrator.records.process import this_process
 from orchestrator.tracking.backend import Point
 from orchestrator.tracking.mlflow import MlflowBackend, connect
 from orchestrator.tracking.transfer import Transfer, exclusive, read_cursor
@@ -149,7 +150,7 @@ def new_run(tmp_path, uri, *, name="digits-ddp", sweep=None, **record):
         "uid": uuid.uuid4().hex,
         "name": name,
         "state": "running",
-        "driver": rundir.this_process(),
+        "driver": this_process(),
         "params": {"train.steps": 10, "job.hidden": "x" * 600, "time": 1},
         "tags": {"strategy": "ddp", "world_size": "2"},
         "tracking": {"uri": uri, "experiment": "tests", "request_timeout_s": 5.0, "flush_timeout_s": 30.0},
@@ -360,7 +361,8 @@ import sys, time
 from pathlib import Path
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunStarted
-from orchestrator.records.run_dir import RunDir, this_process
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir
 from orchestrator.records.journal import Journal
 from orchestrator.tracking.uploader import Uploader
 
@@ -401,7 +403,7 @@ def test_kill_minus_nine_of_the_driver_ends_as_killed(tmp_path, uri):
 
 
 def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_background(tmp_path, uri):
-    dead = {**rundir.this_process(), "pid": 2**22 - 1}
+    dead = {**this_process(), "pid": 2**22 - 1}
     orphan = new_run(tmp_path, uri, driver=dead)
     journal = Journal(orphan)
     start(journal)
@@ -535,7 +537,7 @@ def test_more_than_one_request_of_points(tmp_path, uri):
 
 
 def test_sync_of_a_run_whose_driver_was_killed(tmp_path, uri, capsys):
-    run_dir = new_run(tmp_path, uri, driver={**rundir.this_process(), "pid": 2**22 - 1})
+    run_dir = new_run(tmp_path, uri, driver={**this_process(), "pid": 2**22 - 1})
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 4))

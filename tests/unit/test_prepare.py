@@ -25,6 +25,7 @@ from orchestrator.driver.preflight import prepare
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.process import is_alive, this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
@@ -32,7 +33,7 @@ from orchestrator.strategies import registry
 
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
-NOBODY = {**rundir.this_process(), "created": 0.0}
+NOBODY = {**this_process(), "start_ticks": 0}
 """A driver that is dead: another process has its number."""
 
 
@@ -189,7 +190,7 @@ def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["auto", "{run}"])
 def test_a_run_that_is_still_alive_is_left_alone(how: str, tmp_path: Path) -> None:
-    run = an_earlier_run(tmp_path, state="running", driver=rundir.this_process())
+    run = an_earlier_run(tmp_path, state="running", driver=this_process())
     (error,) = refused(config_of(tmp_path, f"resume='{how.format(run=run.path)}'"))
     assert f"{run.path} is still running (pid {os.getpid()} on " in error
 
@@ -314,7 +315,7 @@ def test_the_records_of_a_new_run(tmp_path: Path) -> None:
     )
     record = run.read_record()
     assert (record["state"], record["uid"], record["name"]) == ("running", uid, "digits-ddp")
-    assert rundir.is_alive(record["driver"])
+    assert is_alive(record["driver"])
     assert record["plan"]["world_size"] == 2
     assert record["sweep"] == {"id": "s", "name": "sweep"}
     assert record["tags"].items() >= {"strategy": "ddp", "world_size": "2", "backend": "gloo"}.items()

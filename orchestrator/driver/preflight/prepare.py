@@ -28,6 +28,7 @@ from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Plan
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
 from orchestrator.state.mismatch import mismatches
@@ -166,7 +167,7 @@ def open_run(
             name=plan.run_name,
             uid=uid,
             state="running",
-            driver=rundir.this_process(),
+            driver=this_process(),
             started=time.time(),
             command=command,
             strategy=plan.strategy,
