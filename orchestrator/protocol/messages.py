@@ -149,6 +149,14 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PendingCheckpoint:
+    """A checkpoint that a worker is still writing. ``progress`` grows as long as bytes are being written."""
+
+    step: int
+    progress: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failure:
     """Why a worker failed.
 

@@ -23,6 +23,7 @@ from orchestrator.protocol.messages import (
     Failure,
     Heartbeat,
     Outcome,
+    PendingCheckpoint,
     Stacks,
     WorkerEnvironment,
     WorkerInfo,
@@ -113,10 +114,9 @@ class Worker:
         return all_stacks(self.training_thread)
 
     @ray.method(concurrency_group="control")
-    def finish(self, timeout_s: float) -> None:
-        """Finish the background work, such as writing a checkpoint, within ``timeout_s``."""
-        if self.loop is not None:
-            self.loop.finish(timeout_s)
+    def finish(self, timeout_s: float) -> PendingCheckpoint | None:
+        """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
+        return None if self.loop is None else self.loop.finish(timeout_s)
 
     def prepare(self, environment: WorkerEnvironment) -> WorkerInfo:
         """Load everything that does not depend on the rank, so that a spare can replace a worker without delay.

@@ -124,6 +124,11 @@ class Outbox:
         self._batch_ended_at = now
         self._batches_done += 1
 
+    def progress(self) -> None:
+        """Give a sign of progress that is not a batch."""
+        self._batch_ended_at = None
+        self._batches_done += 1
+
     def put_point(self, point: TrainPoint | EvalPoint) -> None:
         with self._lock:
             self._points.append(point)

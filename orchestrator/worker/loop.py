@@ -15,7 +15,7 @@ from torch import Tensor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, Outcome, Phase
+from orchestrator.protocol.messages import Assignment, Outcome, PendingCheckpoint, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.train_state import TrainState
@@ -144,7 +144,7 @@ class Loop:
             if not stopped:
                 self._evaluate()
             recoverable = stopped and not self.gate.saves and self.recoverable_steps(update_complete=True)
-            final = self._checkpoint() if self.position.step > 0 and not recoverable else None
+            final = self._checkpoint(last=True) if self.position.step > 0 and not recoverable else None
         self._enter("end")
         self._checkpoints.drain()
         return Outcome(
@@ -164,9 +164,9 @@ class Loop:
         on_cpu = self.device.type == "cpu"  # where an update is complete when the call returns
         return self.strategy.recoverable_steps(self.position.step, update_complete=update_complete or on_cpu)
 
-    def finish(self, timeout_s: float) -> None:
-        """Finish the background work within ``timeout_s``."""
-        self._checkpoints.close(timeout_s=timeout_s)
+    def finish(self, timeout_s: float) -> PendingCheckpoint | None:
+        """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
+        return self._checkpoints.finish(timeout_s=timeout_s)
 
     def _train(self, datasets: Datasets, startup: dict[str, float]) -> bool:
         """Train up to the last step. Return True if the driver stops the run before."""
@@ -294,12 +294,14 @@ class Loop:
             self.outbox.put_point(point)
         self._enter("train")
 
-    def _checkpoint(self) -> TrainState | None:
-        """Save a checkpoint. Return its state on a rank that saves."""
+    def _checkpoint(self, *, last: bool = False) -> TrainState | None:
+        """Save a checkpoint; ``last`` if no step follows. Return its state on a rank that saves."""
         self._enter("checkpoint")
         position = self.position
         stream = None if self._stream is None else self._bookmark(self._stream)
-        state = self._checkpoints.save(step=position.step, samples_consumed=position.samples_consumed, stream=stream)
+        state = self._checkpoints.save(
+            step=position.step, samples_consumed=position.samples_consumed, last=last, stream=stream
+        )
         self._enter("train")
         return state
 

@@ -110,7 +110,8 @@ def test_a_step_of_the_clock_changes_no_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_dead_process_and_a_zombie_are_not_alive() -> None:
-    code = "import json; from orchestrator.records.process import *\nprint(json.dumps(this_process()), flush=True); input()"
+    code = "import json; from orchestrator.records.process import this_process\n"
+    code += "print(json.dumps(this_process()), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
     assert child.stdout is not None
