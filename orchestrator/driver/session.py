@@ -187,7 +187,8 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
-        recover_orphans(Path(candidates[0].config.output_dir))
+        resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
+        recover_orphans(Path(candidates[0].config.output_dir), resumed=resumed)
         started_at = process_started_at()
         for candidate, sizes in zip(candidates, all_sizes, strict=True):
             results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
