@@ -352,9 +352,17 @@ class Generation:
             waiting={rank: stack.waiting for rank, stack in stacks.items()},
             steps=self._telemetry.last_step,
         )
+        written_to = self._write_stacks(stacks)
+        self._terminate(rank, hang(self._hang_detector.stalled_s(now), why, stacks=written_to, time=time.time()))
+
+    def _write_stacks(self, stacks: Mapping[int, Stacks]) -> str:
+        """Write the stacks of all ranks to a file. Return its path, or why there is none."""
         path = self._run_dir.stacks_file(self.number)
-        path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
-        self._terminate(rank, hang(self._hang_detector.stalled_s(now), why, stacks=str(path), time=time.time()))
+        try:
+            path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
+        except OSError as e:
+            return f"not written ({e.strerror})"
+        return str(path)
 
     def _stack(self, rank: int, stacks: Stacks | None) -> str:
         return f"==== {self._plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"

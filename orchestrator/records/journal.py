@@ -131,20 +131,21 @@ class _Appender:
         return self._flush()
 
     def _flush(self) -> str | None:
-        data = b"".join(self._waiting)
-        error = os.strerror(errno.ENOSPC)
+        """Write as many of the waiting lines as fit."""
         size = None
         try:
-            size = os.fstat(self._file.fileno()).st_size
-            if self._file.write(data) == len(data):
-                self._waiting.clear()
-                return None
+            while self._waiting:
+                line = self._waiting[0]
+                size = os.fstat(self._file.fileno()).st_size
+                if self._file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._waiting.popleft()
         except OSError as e:
-            error = str(e)
-        if size is not None:
-            with contextlib.suppress(OSError):
-                self._file.truncate(size)
-        return error
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(size)
+            return str(e)
+        return None
 
     def close(self) -> None:
         if not self._file.closed:

@@ -21,6 +21,7 @@ from orchestrator.records.process import is_alive, is_visible
 LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
 
+_RESERVE_BYTES = 256 << 10
 _CRASH = "Fatal Python error: "
 """What faulthandler writes to the log of a crashing process (SIGSEGV, SIGABRT, ...) before the stacks."""
 _CRASH_OR_SIGNAL = re.compile(rf"^({_CRASH}|\*\*\* SIG[A-Z]+ received at time=)", re.MULTILINE)
@@ -99,6 +100,25 @@ class RunDir:
     def lock_file(self) -> Path:
         """Its lock is held by a process that changes the record."""
         return self.path / ".lock"
+
+    @property
+    def reserve_file(self) -> Path:
+        """Space for the last records of the run, should the disk be full by then."""
+        return self.path / ".reserve"
+
+    def reserve_space(self) -> None:
+        """Take the space for the last records of the run.
+
+        Raises:
+            OSError: there is not so much space.
+        """
+        # Random, because a file system may compress zeros to nothing.
+        self.reserve_file.write_bytes(os.urandom(_RESERVE_BYTES))
+
+    def release_space(self) -> None:
+        """Free what :meth:`reserve_space` has taken."""
+        with contextlib.suppress(OSError):
+            self.reserve_file.unlink(missing_ok=True)
 
     def driver_if_running(self) -> dict[str, Any] | None:
         """Return the process that drives the run, None if none does.
