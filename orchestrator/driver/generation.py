@@ -177,7 +177,9 @@ class Generation:
                 give_up_at = time.monotonic() + max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
                 remaining = [m.global_rank for m in self._pending.values()]
                 self._gang.tell(Worker.abandon, self.number, self._unreachable, ranks=remaining)
-            if self._stop.received is not None and not self.stop_sent and self.paused is None:
+            stop_due = self._stop.received is not None and not self.stop_sent and self.paused is None
+            if stop_due and not abandoned:  # a failed generation cannot stop in order; the next one can
+                assert self._stop.received is not None
                 self._coordinate_stop(self._stop.received.name)
                 give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -115,11 +116,12 @@ class Run:
         self._telemetry = Telemetry(spec.config, self._plan, self._aggregator, events, uploader)
         self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
         self._lease = lease
+        self._monitor = WaitMonitor(events, self._lease, stop)
         self._gang = Gang(
             self._plan,
             self._environment,
             self._nodes,
-            WaitMonitor(events, self._lease, stop),
+            self._monitor,
             label=f"{self._plan.run_name}-{spec.run_uid[:6]}",
         )
         self._startup: dict[str, float] = {}
@@ -153,15 +155,20 @@ class Run:
         )
         self._startup["driver_s"] = time.time() - spec.started_at
         with self._nodes, self._gang:
-            try:
-                began = time.perf_counter()
-                self._gang.acquire()
-                self._startup["workers_s"] = time.perf_counter() - began
-                return self._train()
-            except (GangError, ray.exceptions.RayError) as e:
-                return self._interrupted(None) if self._stop.received is not None else self._failed(str(e))
-            except Interrupted:
-                return self._interrupted(None)
+            result = self._acquire_and_train()
+        shutil.rmtree(spec.run_dir.spools, ignore_errors=True)
+        return result
+
+    def _acquire_and_train(self) -> RunResult:
+        try:
+            began = time.perf_counter()
+            self._gang.acquire()
+            self._startup["workers_s"] = time.perf_counter() - began
+            return self._train()
+        except (GangError, ray.exceptions.RayError) as e:
+            return self._interrupted(None) if self._stop.received is not None else self._failed(str(e))
+        except Interrupted:
+            return self._interrupted(None)
 
     def _train(self) -> RunResult:
         """Run one generation after another, until one completes the training or none can follow."""
@@ -180,14 +187,20 @@ class Run:
             self._handle(generation.watch())
             failed_rank = generation.find_failed_rank()
             self._recoverable_steps = generation.survivors()
-            if failed_rank is not None and not generation.stop_sent:
+            if failed_rank is not None or generation.paused is not None:
+                returned = generation.returned
+                self._handle(self._telemetry.collect_last_points(self._gang, self.spec.run_dir, returned=returned))
+            if failed_rank is not None:
                 failures.append(_failure_record(generation, failed_rank))
                 decision = decide(
                     failures, self._recoverable_steps, world_size=self._plan.world_size, config=self.config.recovery
                 )
-                if isinstance(decision, GiveUp):
+                if isinstance(decision, GiveUp) and not generation.stop_sent:
                     self._finish_workers(generation)
                     return self._give_up(generation, failed_rank, decision.why)
+                if isinstance(decision, GiveUp) or not self._continues_after(decision):
+                    self._finish_workers(generation)
+                    return self._interrupted(generation)
                 self._report_loss(generation, failed_rank)
             elif generation.paused == "preempted" and self._stop.received is not None:
                 return self._interrupted(generation)
@@ -201,6 +214,12 @@ class Run:
             number += 1
         self._finish_workers(generation)
         return self._conclude(generation)
+
+    def _continues_after(self, decision: RecoveryPlan) -> bool:
+        """Return whether to recover from a failure. After a stop, only to save what the survivors hold, and in time."""
+        if self._stop.received is None:
+            return True
+        return decision.sources is not None and self._stop.seconds_ago < self.config.cluster.stop_grace_s
 
     def _make_generation(self, number: int) -> Generation:
         return Generation(
@@ -259,10 +278,11 @@ class Run:
         if failed_rank is not None:
             for rank in decision.lost:
                 self._faults = without_next(self._faults, rank)
-        if generation.paused is not None:
-            grace_s = self.config.cluster.stop_grace_s
+        grace_s = self.config.cluster.stop_grace_s
+        if generation.paused is not None or generation.stop_sent:
             self._gang.poll(Worker.open_gate, ranks=generation.returned, timeout_s=grace_s)
-        # A stop ends only the pause: it is obeyed in the next generation, which can save a checkpoint.
+        # A stop is obeyed in the next generation, which can save what survivors hold. Here it ends only the pause.
+        self._monitor.grace_s = grace_s if decision.sources is not None else 0.0
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and self._stop.received is None:
             time.sleep(0.1)

@@ -122,6 +122,7 @@ class Heartbeat:
         ticks: batches that the worker has trained on or evaluated.
         usual_tick_s: the usual time of one of them; None if unknown.
         busy_ms: the mean time of recent steps, without the time spent waiting for other ranks; None if unknown.
+        first_point: how many points this process has handed over before ``points``.
         system: system metrics of the node, if the driver asked for them.
         leaving: whether the process has received SIGTERM.
     """
@@ -131,6 +132,7 @@ class Heartbeat:
     ticks: int = 0
     usual_tick_s: float | None = None
     busy_ms: float | None = None
+    first_point: int = 0
     points: tuple[TrainPoint | EvalPoint, ...] = ()
     events: tuple[Event, ...] = ()
     system: Mapping[str, float] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class Heartbeat:
             return self
         return replace(
             self,
+            first_point=earlier.first_point,
             points=(*earlier.points, *self.points),
             events=(*earlier.events, *self.events),
             system={**earlier.system, **self.system},

@@ -83,6 +83,14 @@ class RunDir:
         """The file with the stacks of all ranks from when one of this generation hung."""
         return self.path / "logs" / f"stacks-generation-{generation}.txt"
 
+    @property
+    def spools(self) -> Path:
+        """Where workers keep the points that the driver has not received yet, as long as the run lasts."""
+        return self.path / ".spools"
+
+    def spool(self, node_id: str, pid: int) -> Path:
+        return self.spools / f"{node_id}-{pid}"
+
     def log_file(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
 

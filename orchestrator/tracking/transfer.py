@@ -166,6 +166,7 @@ def mark_killed(run_dir: RunDir, *, reason: str) -> None:
     """
     with contextlib.suppress(OSError), run_dir.edit_record() as record:
         if record.get("state") == "running" and not run_dir.driver_if_running():
+            run_dir.release_space()
             append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
             record["state"] = "killed"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -38,6 +39,7 @@ from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.stacks import all_stacks
+from orchestrator.worker.spool import Spool
 
 
 class Worker:
@@ -142,6 +144,9 @@ class Worker:
             if log != self.log:
                 _redirect_output(log)
                 self.log = log
+                with contextlib.suppress(OSError):  # without a spool, this process's last points end with it
+                    node_id = ray.get_runtime_context().get_node_id()
+                    self.outbox.keep_in(Spool(RunDir(Path(assignment.run_dir)).spool(node_id, os.getpid())))
             if self.job is None:
                 began = time.perf_counter()
                 self._set_up(assignment.environment)
