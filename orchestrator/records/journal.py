@@ -27,6 +27,7 @@ from orchestrator.protocol.events import (
     Event,
     MetricsLogged,
     RankProgress,
+    RunEnded,
     Sink,
     SystemMetricsLogged,
     Warned,
@@ -86,6 +87,8 @@ class Journal:
                 step = self._readings_before + event.step
                 error = self._write_metrics(step, event.time, event.metrics)
             else:
+                if isinstance(event, RunEnded):
+                    self._metrics.flush()  # what is uploaded at the end must be there before the end
                 error = self._events.write(_event_line(event, self._secrets))
             warnings = self._warnings if error else None
             if warnings:
@@ -128,10 +131,10 @@ class _Appender:
     def write(self, line: bytes) -> str | None:
         """Return None, or why ``line`` is still in memory."""
         self._waiting.append(line)
-        return self._flush()
+        return self.flush()
 
-    def _flush(self) -> str | None:
-        """Write as many of the waiting lines as fit."""
+    def flush(self) -> str | None:
+        """Write as many of the waiting lines as fit. Return why some are still in memory; None if none is."""
         size = None
         try:
             while self._waiting:
@@ -150,7 +153,7 @@ class _Appender:
     def close(self) -> None:
         if not self._file.closed:
             if self._waiting:
-                self._flush()
+                self.flush()
             self._file.close()
 
 

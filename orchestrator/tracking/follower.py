@@ -78,7 +78,7 @@ def _read_options() -> FollowerOptions | None:
 def _detach() -> None:
     os.nice(19)
     _yield_cpu(True)
-    print(os.getpid(), flush=True)
+    os.write(sys.stdout.fileno(), f"{os.getpid()}\n".encode())  # at once, also with PYTHONUNBUFFERED
     # The duplicate keeps the pipe open as long as this process lives; output of libraries must not fill the pipe.
     os.dup(sys.stdout.fileno())
     devnull = os.open(os.devnull, os.O_WRONLY)

@@ -394,13 +394,13 @@ def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(tmp_path: P
 
 @pytest.mark.slow
 def test_a_slow_write_is_waited_for_while_it_moves_and_a_stuck_one_is_given_up(tmp_path: Path) -> None:
-    stall_s, still_s = 1.0, 0.3
-    with freezable_disk(tmp_path, megabytes=512) as disk:
+    stall_s, still_s = 3.0, 0.8
+    with freezable_disk(tmp_path, megabytes=256) as disk:
         writer = CheckpointWriter(disk.folder, keep=2, run_uid="run")
-        state = make_state(1, megabytes=300)
+        state = make_state(1, megabytes=150)
         disk.freeze()
         writer.submit(state)
-        stuck = writer.drain(stall_s)
+        stuck = writer.drain(0.2)
         assert stuck is not None
         assert stuck.step == 1
 
