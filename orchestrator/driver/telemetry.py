@@ -109,6 +109,8 @@ class Telemetry:
         Returns:
             The events that the living workers reported, which have been emitted.
         """
+        # The first round may have the late answer to an earlier question.
+        rounds = [self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=returned) for _ in range(2)]
         nodes = node_names(gang.members)
         for member in gang.members:
             if member.global_rank not in returned:
@@ -117,8 +119,6 @@ class Telemetry:
                 points = [point for number, point in read_spool(spool) if number >= received]
                 self._add_points(member.global_rank, points, gang.members, nodes)
                 remove_spool(spool)
-        # The first round may have the late answer to an earlier question.
-        rounds = [self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=returned) for _ in range(2)]
         return tuple(event for collected in rounds for event in collected.events)
 
     def has_trained(self, generation: int) -> bool:

@@ -30,7 +30,9 @@ def this_process() -> dict[str, Any]:
 def is_visible(process: Mapping[str, Any]) -> bool:
     """Return whether :func:`is_alive` can find ``process``: it belongs to this boot and this PID namespace."""
     here = _surroundings()
-    return None not in here.values() and all(process.get(key) == value for key, value in here.items())
+    if None in here.values():
+        here["host"] = socket.gethostname()  # the best there is
+    return all(process.get(key) == value for key, value in here.items())
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:

@@ -77,7 +77,7 @@ class Checkpoints:
                 self._outbox.enter(step, "end")  # this wait may take any time
                 self.drain()
                 self._outbox.enter(step, "checkpoint")
-            self._writer.submit(state, timeout_s=self._timeout_s / 2)
+            self._writer.submit(state, timeout_s=self._limit_s / 2)
             self._stall_ms = (time.perf_counter() - began) * 1e3
         return state
 
@@ -99,11 +99,16 @@ class Checkpoints:
 
     def drain(self) -> None:
         """Wait for the write that is under way, for as long as bytes are being written, and report how it ended."""
-        stalled = self._writer.drain(self._timeout_s, on_progress=self._outbox.progress)
-        if stalled is not None:
+        stalled = self._writer.drain(self._limit_s, on_progress=self._outbox.progress)
+        if stalled is not None and stalled.step != self._given_up:
             self._given_up = stalled.step
             self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=nothing_written(self._timeout_s)))
         self.report()
+
+    @property
+    def _limit_s(self) -> float:
+        """How long to wait for a write that stands still; it is waited for once."""
+        return self._timeout_s if self._given_up is None else 0.0
 
     def finish(self, *, timeout_s: float) -> PendingCheckpoint | None:
         """End the background thread after its last write, and report what it has written.

@@ -1,4 +1,4 @@
-"""A job whose training steps, and its sample, take a while, so that something can happen meanwhile."""
+"""A job whose training steps take a while, so that something can happen meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jobs.digits import Digits
 
@@ -15,13 +15,8 @@ from jobs.digits import Digits
 class Leisurely(Digits):
     hidden: int = 16
     pause_ms: float = 20.0
-    sample_s: float = 0.0
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             time.sleep(self.pause_ms / 1e3)
         return super().loss(output, target)
-
-    def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
-        time.sleep(self.sample_s)
-        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +12,6 @@ import pytest
 
 from helpers.disks import freezable_disk, mounted, require_mounts
 from helpers.runs import events, wait_for
-from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.mlflow import connect
 
 
 @pytest.fixture
@@ -52,31 +49,6 @@ def test_training_goes_on(run: Callable[..., Any], small_disk: Path) -> None:
     assert all("disk full" in f["reason"] for f in failed)
     assert [e["step"] for e in events(result.run_dir, "checkpoint_saved")] == [10]
     assert [p.name for p in (result.run_dir / "checkpoints").iterdir()] == ["step-00000010"]
-
-
-def test_a_disk_that_is_full_at_the_end_changes_no_result(
-    run: Callable[..., Any], small_disk: Path, tmp_path: Path
-) -> None:
-    """The disk fills up once the last checkpoint is saved."""
-
-    def fill() -> None:
-        wait_for(lambda: list(small_disk.glob("*/*/checkpoints/step-00000020")), "the last checkpoint")
-        with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-
-    filler = threading.Thread(target=fill)
-    filler.start()
-    database = f"sqlite:///{tmp_path}/mlflow.db"
-    result = run("strategy=ddp", "train.steps=20", "checkpoint.every=0", f"output_dir={small_disk}",
-                 "job._target_=helpers.leisurely_job.Leisurely", "job.sample_s=1", "tracking.experiment=tests",
-                 tracking="default")  # fmt: skip
-    filler.join(timeout=60)
-    assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
-    record = RunDir(result.run_dir).read_record()
-    assert (record["state"], record["summary"]["steps"]) == ("finished", 20)
-    client = connect(database, request_timeout_s=10)
-    assert client.get_run(record["mlflow_run_id"]).info.status == "FINISHED"
 
 
 def test_a_last_checkpoint_that_is_never_written_is_no_success(run: Callable[..., Any], tmp_path: Path) -> None:
