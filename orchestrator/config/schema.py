@@ -186,7 +186,9 @@ class Config:
 
     name: str | None = option("name of the run; null: <job>-<strategy>")
     seed: int = option("random seed for weights, sample order and dropout", minimum=0, maximum=LARGEST_SEED)
-    resume: str = option("run to continue: never, auto (the newest unfinished run of this name), or a run directory")
+    resume: str = option(
+        "run to continue: never, auto (the newest unfinished run of this name with a checkpoint), or a run directory"
+    )
     output_dir: str = option("directory in which run directories are created")
     plan: bool = option("print the plan and exit")
     profile: bool = option("record a torch.profiler trace of ten steps on every worker")

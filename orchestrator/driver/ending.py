@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
@@ -40,8 +41,9 @@ class RunEnding:
         redactor = self.redactor
         reason, summary = redactor.text(result.reason), redactor.data(result.summary, by_key=False)
         result = replace(result, reason=reason, summary=summary)
+        run_dir.release_space()
         self._mask_logs()
-        run_dir.update_record(
+        self._record(
             state=result.status.lower(),
             ended=time.time(),
             summary=dict(result.summary),
@@ -57,7 +59,7 @@ class RunEnding:
         stopped = result.status == "KILLED"
         upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self.tracking.flush_timeout_s)
         summary = {**summary, "mlflow_run_id": upload.run_id}
-        run_dir.update_record(summary=summary, mlflow_run_id=upload.run_id)
+        self._record(summary=summary, mlflow_run_id=upload.run_id)
         commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
         self.console.emit(replace(ended, summary=summary, next_commands=commands))
         return replace(result, summary=summary)
@@ -71,6 +73,14 @@ class RunEnding:
                     masked.replace(log)
             with contextlib.suppress(OSError):
                 masked.unlink(missing_ok=True)
+
+    def _record(self, **values: Any) -> None:
+        """Set keys of ``run.json``. A disk that cannot be written does not change how the run ended."""
+        try:
+            self.run_dir.update_record(**values)
+        except (OSError, ValueError) as e:
+            text = f"cannot write {self.run_dir.record_file} ({e}): it does not say how the run ended"
+            self.console.emit(Warned(message=text))
 
     def _write_timeline(self, result: RunResult) -> dict[str, str]:
         """Draw the timeline of the pipeline stages, if there is one; returns where it is, for the summary."""

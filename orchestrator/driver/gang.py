@@ -167,11 +167,13 @@ class Gang:
         draining = self._nodes.draining
         return sum(info.node_id not in draining for info in self._spares.values())
 
-    def heartbeats(self, *, with_system_metrics: bool, wait_s: float) -> dict[int, Heartbeat]:
-        """Ask every member for a heartbeat and return those that come within ``wait_s`` seconds, by rank.
+    def heartbeats(
+        self, *, with_system_metrics: bool, wait_s: float, ranks: Collection[int] | None = None
+    ) -> dict[int, Heartbeat]:
+        """Ask members for a heartbeat and return those that come within ``wait_s`` seconds, by rank.
 
         A later answer is merged into the rank's next one. One member of each node adds the system metrics if they are
-        asked for.
+        asked for. ``ranks``: whom to ask; None for all.
         """
         earlier: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, 0.0)
         pending = set(self._pending_heartbeats.values())
@@ -179,10 +181,13 @@ class Gang:
         for member in self.members:
             first_of_node = member.info.node_id not in nodes
             nodes.add(member.info.node_id)
-            if member.global_rank not in pending:
+            if member.global_rank not in pending and (ranks is None or member.global_rank in ranks):
                 answer = member.actor.heartbeat.remote(with_system_metrics and first_of_node)
                 self._pending_heartbeats[answer] = member.global_rank
-        latest: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, wait_s)
+        awaited = {r: rank for r, rank in self._pending_heartbeats.items() if ranks is None or rank in ranks}
+        others = {r: rank for r, rank in self._pending_heartbeats.items() if r not in awaited}
+        latest: dict[int, Heartbeat] = answers_in_time(awaited, wait_s)
+        self._pending_heartbeats = others | awaited
         return earlier | {rank: heartbeat.after(earlier.get(rank)) for rank, heartbeat in latest.items()}
 
     def ask(self, method: WorkerMethod, *args: Any, timeout_s: float) -> list[Any]:
@@ -250,8 +255,9 @@ class Gang:
             on_node[info.node_id] += 1
             actor = self._slots.actor(slot)
             members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, info=info, slot=slot))
+        unchanged = {m.global_rank for m, before in zip(members, self.members, strict=False) if m.info == before.info}
         self.members = tuple(members)
-        self._pending_heartbeats = {}  # they are of the ranks as they were before
+        self._pending_heartbeats = {r: rank for r, rank in self._pending_heartbeats.items() if rank in unchanged}
 
 
 def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:

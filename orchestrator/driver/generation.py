@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 import uuid
@@ -39,7 +38,7 @@ from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan
 from orchestrator.protocol.events import Event, GenerationStarted, StopRequested
 from orchestrator.protocol.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
 from orchestrator.records.lease import Lease
-from orchestrator.records.run_dir import RunDir, crash_report, write_json
+from orchestrator.records.run_dir import RunDir, crash_report
 from orchestrator.strategies import registry
 from orchestrator.worker.actor import Worker
 
@@ -133,7 +132,7 @@ class Generation:
         on_one_node = len({m.info.node_id for m in members}) == 1
         try:
             host, port = self._gang.ask_one(
-                0, Worker.open_store, timeout_s, on_one_node, timeout_s=timeout_s, check=self._lease.renew
+                0, Worker.open_store, timeout_s, on_one_node, timeout_s=timeout_s, check=self._lease.check
             )
         except NoAnswerError:
             info = members[0].info
@@ -156,8 +155,7 @@ class Generation:
             )
         )
         fence = f"{uuid.uuid4().hex} generation {self.number}"
-        with contextlib.suppress(OSError):  # a full disk is reported when a checkpoint or the journal fails
-            write_json(self._run_dir.fence_file, {"generation": fence})
+        self._lease.admit(fence)
         for member in members:
             assignment = Assignment(
                 generation=self.number,
@@ -196,7 +194,7 @@ class Generation:
             wait_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
             check_ray()
-            self._lease.renew()
+            self._lease.check()
             for reference in ready:
                 self._record_outcome(reference, self._pending.pop(reference))
             if give_up_at is not None and time.monotonic() > give_up_at:
@@ -209,7 +207,9 @@ class Generation:
                 give_up_at = time.monotonic() + max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
                 remaining = [m.global_rank for m in self._pending.values()]
                 self._gang.tell(Worker.abandon, self.number, self._unreachable, ranks=remaining)
-            if self._stop.received is not None and not self.stop_sent and self.paused is None:
+            stop_due = self._stop.received is not None and not self.stop_sent and self.paused is None
+            if stop_due and not abandoned:  # a failed generation cannot stop in order; the next one can
+                assert self._stop.received is not None
                 self._coordinate_stop(self._stop.received.name)
                 give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
 
@@ -395,11 +395,18 @@ class Generation:
             waiting={rank: stack.waiting for rank, stack in stacks.items()},
             steps=self._telemetry.last_step,
         )
-        path = self._run_dir.stacks_file(self.number)
-        path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
         self.hung_at = self._telemetry.last_step.get(rank, 0)
         what = self._hang_detector.describe(rank, now)
-        self._terminate(rank, hang(what, why, stacks=str(path), time=time.time()))
+        self._terminate(rank, hang(what, why, stacks=self._write_stacks(stacks), time=time.time()))
+
+    def _write_stacks(self, stacks: Mapping[int, Stacks]) -> str:
+        """Write the stacks of all ranks to a file. Return its path, or why there is none."""
+        path = self._run_dir.stacks_file(self.number)
+        try:
+            path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
+        except OSError as e:
+            return f"not written ({e.strerror})"
+        return str(path)
 
     def _stack(self, rank: int, stacks: Stacks | None) -> str:
         return f"==== {self._plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"

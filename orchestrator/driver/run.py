@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -28,6 +29,7 @@ from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignm
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoverableSteps, RecoveryPlan, decide, plan_after_pause
 from orchestrator.policy.transitions import Transition, TransitionLog
 from orchestrator.protocol.events import (
+    CheckpointFailed,
     CheckpointSaved,
     Event,
     FirstStepDone,
@@ -37,24 +39,29 @@ from orchestrator.protocol.events import (
     WorkerFailed,
     WorkerLost,
 )
-from orchestrator.protocol.messages import WorkerEnvironment
+from orchestrator.protocol.messages import PendingCheckpoint, WorkerEnvironment
 from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.records.lease import Lease
 from orchestrator.records.run_dir import RunDir, log_tail
-from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
+from orchestrator.state.checkpoint import CheckpointError, find_newest, path_of, read_manifest
 from orchestrator.timeline.spans import Timeline
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.actor import Worker
 
 FINAL_HEARTBEAT_S = 2.0
 """Wait this long for the heartbeat of a worker that has finished its part."""
+FINISH_POLL_S = 2.0
+"""Ask this often whether a worker still writes its last checkpoint."""
+CHECKPOINT_LOST = 3
+"""The exit code of a run that has completed its steps without saving the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """How a run ended.
 
-    ``exit_code``: 0 done, 1 failed, 130 or 143 interrupted. ``reason``: empty if the run finished.
+    ``exit_code``: 0 done, 1 failed, 3 done but the last checkpoint is lost, 130 or 143 interrupted.
+    ``reason``: empty if the run finished.
     ``timeline``: the last timed step of its pipeline stages; None if there are none.
     """
 
@@ -88,7 +95,7 @@ class RunSpec:
 class Run:
     """Executes one run. Ray must be connected."""
 
-    def __init__(self, spec: RunSpec, events: EventStream, stop: StopSignals, uploader: Uploader):
+    def __init__(self, spec: RunSpec, events: EventStream, stop: StopSignals, uploader: Uploader, lease: Lease):
         self.spec = spec
         self.config = spec.config
         self._events = events
@@ -106,18 +113,20 @@ class Run:
         )
         self._telemetry = Telemetry(spec.config, self._plan, self._aggregator, events, uploader)
         self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
-        self._lease = Lease(spec.run_dir)
+        self._lease = lease
+        self._monitor = WaitMonitor(events, self._lease, stop)
         self._gang = Gang(
             self._plan,
             self._environment,
             self._nodes,
-            WaitMonitor(events, self._lease, stop),
+            self._monitor,
             label=f"{self._plan.run_name}-{spec.run_uid[:6]}",
         )
         self._startup: dict[str, float] = {}
         self._first_step_at: float | None = None
         self._checkpoint = spec.checkpoint
         self._checkpoint_step = spec.resumed_from_step or 0
+        self._failed_checkpoints: dict[int, str] = {}  # by step: why
         self._faults = spec.sizes.most.faults
         self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
         self._transitions = TransitionLog()
@@ -145,15 +154,20 @@ class Run:
         )
         self._startup["driver_s"] = time.time() - spec.started_at
         with self._nodes, self._gang:
-            try:
-                began = time.perf_counter()
-                self._gang.acquire()
-                self._startup["workers_s"] = time.perf_counter() - began
-                return self._train()
-            except (GangError, ray.exceptions.RayError) as e:
-                return self._interrupted(None) if self._stop.received is not None else self._failed(str(e))
-            except Interrupted:
-                return self._interrupted(None)
+            result = self._acquire_and_train()
+        shutil.rmtree(spec.run_dir.spools, ignore_errors=True)
+        return result
+
+    def _acquire_and_train(self) -> RunResult:
+        try:
+            began = time.perf_counter()
+            self._gang.acquire()
+            self._startup["workers_s"] = time.perf_counter() - began
+            return self._train()
+        except (GangError, ray.exceptions.RayError) as e:
+            return self._interrupted(None) if self._stop.received is not None else self._failed(str(e))
+        except Interrupted:
+            return self._interrupted(None)
 
     def _train(self) -> RunResult:
         """Run one generation after another, until one completes the training or none can follow."""
@@ -174,14 +188,20 @@ class Run:
             if generation.hung_at is not None:
                 self._hangs.append(generation.hung_at)
             self._recoverable_steps = generation.survivors()
-            if failed_rank is not None and not generation.stop_sent:
+            if failed_rank is not None or generation.paused is not None:
+                returned = generation.returned
+                self._handle(self._telemetry.collect_last_points(self._gang, self.spec.run_dir, returned=returned))
+            if failed_rank is not None:
                 failures.append(_failure_record(generation, failed_rank))
                 decision = decide(
                     failures, self._recoverable_steps, world_size=self._plan.world_size, config=self.config.recovery
                 )
-                if isinstance(decision, GiveUp):
+                if isinstance(decision, GiveUp) and not generation.stop_sent:
                     self._finish_workers(generation)
                     return self._give_up(generation, failed_rank, decision.why)
+                if isinstance(decision, GiveUp) or not self._continues_after(decision):
+                    self._finish_workers(generation)
+                    return self._interrupted(generation)
                 self._report_loss(generation, failed_rank)
             elif generation.paused == "preempted" and self._stop.received is not None:
                 return self._interrupted(generation)
@@ -195,6 +215,12 @@ class Run:
             number += 1
         self._finish_workers(generation)
         return self._conclude(generation)
+
+    def _continues_after(self, decision: RecoveryPlan) -> bool:
+        """Return whether to recover from a failure. After a stop, only to save what the survivors hold, and in time."""
+        if self._stop.received is None:
+            return True
+        return decision.sources is not None and self._stop.seconds_ago < self.config.cluster.stop_grace_s
 
     def _make_generation(self, number: int) -> Generation:
         return Generation(
@@ -218,6 +244,8 @@ class Run:
             match event:
                 case CheckpointSaved():
                     self._checkpoint, self._checkpoint_step = Path(event.path), event.step
+                case CheckpointFailed():
+                    self._failed_checkpoints[event.step] = event.reason
                 case FirstStepDone():
                     self._begin_steady_training(event)
 
@@ -252,10 +280,11 @@ class Run:
         if failed_rank is not None:
             for rank in decision.lost:
                 self._faults = without_next(self._faults, rank)
-        if generation.paused is not None:
-            grace_s = self.config.cluster.stop_grace_s
+        grace_s = self.config.cluster.stop_grace_s
+        if generation.paused is not None or generation.stop_sent:
             self._gang.poll(Worker.open_gate, ranks=generation.returned, timeout_s=grace_s)
-        # A stop ends only the pause: it is obeyed in the next generation, which can save a checkpoint.
+        # A stop is obeyed in the next generation, which can save what survivors hold. Here it ends only the pause.
+        self._monitor.grace_s = grace_s if decision.sources is not None else 0.0
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and self._stop.received is None:
             time.sleep(0.1)
@@ -306,11 +335,30 @@ class Run:
             self._checkpoint, self._checkpoint_step = newest, int(read_manifest(newest)["step"])
 
     def _finish_workers(self, generation: Generation) -> None:
-        """Let the living workers finish their checkpoints, and collect their last reports."""
+        """Let the living workers finish their checkpoints while bytes are being written; collect their last reports."""
+        cluster = self.config.cluster
+        ranks: Collection[int] = generation.returned
+        writing: Mapping[int, PendingCheckpoint] = {}
+        progressed_at = time.monotonic()
         with contextlib.suppress(GangError, ray.exceptions.RayError):
-            grace_s = self.config.cluster.stop_grace_s
-            self._gang.poll(Worker.finish, grace_s, ranks=generation.returned, timeout_s=grace_s)
+            while ranks:
+                answers = self._gang.poll(
+                    Worker.finish, FINISH_POLL_S, ranks=ranks, timeout_s=FINISH_POLL_S + cluster.stop_grace_s
+                )
+                before, writing = writing, {rank: a for rank, a in answers.items() if a is not None}
+                ranks = writing.keys()
+                stopping = self._stop.received is not None
+                if writing != before and not stopping:
+                    progressed_at = time.monotonic()
+                key = "stop_grace_s" if stopping else "collective_timeout_s"
+                if time.monotonic() - progressed_at > getattr(cluster, key):
+                    break
+                self._lease.check()
             self._handle(self._telemetry.collect(self._gang, wait_s=FINAL_HEARTBEAT_S).events)
+        for pending in writing.values():
+            failed = CheckpointFailed(step=pending.step, reason=f"it was not written in time (cluster.{key})")
+            self._events.emit(failed)
+            self._handle([failed])
 
     def _give_up(self, generation: Generation, rank: int, why: str) -> RunResult:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""
@@ -336,7 +384,22 @@ class Run:
             self._events.emit(TextSampled(name=name, text=text))
         if generation.stop_sent and not generation.all_ended("done"):
             return self._interrupted(generation)
+        steps = self._plan.steps
+        if (why := self._why_not_saved(steps)) is not None:
+            lost = f"all {steps} steps are done, but their result is lost: the checkpoint of step {steps} {why}"
+            return self._result("FAILED", CHECKPOINT_LOST, lost)
         return self._result("FINISHED", 0, "")
+
+    def _why_not_saved(self, step: int) -> str | None:
+        """Return why there is no checkpoint of ``step``, as a predicate; None if there is one."""
+        if self._checkpoint_step == step:
+            return None
+        try:
+            read_manifest(path_of(self.spec.run_dir.checkpoints, step))  # its writer may have died before its report
+        except CheckpointError as e:
+            reason = self._failed_checkpoints.get(step)
+            return f"was not confirmed: {e.reason}" if reason is None else f"could not be written: {reason}"
+        return None
 
     def _failed(self, reason: str) -> RunResult:
         return self._result("FAILED", 1, reason)
@@ -345,7 +408,9 @@ class Run:
         """End the run after a signal; ``generation`` is the last one, None if none was running."""
         assert self._stop.received is not None
         if generation is not None and generation.all_ended("stopped"):
-            when = f"at step {max(o.step for o in generation.outcomes.values())}"
+            step = max(o.step for o in generation.outcomes.values())
+            why = self._why_not_saved(step) if step > 0 else None
+            when = f"at step {step}" + (f"; its checkpoint {why}" if why else "")
         elif any(self._telemetry.last_step.values()):
             when = "without a last checkpoint"
         else:

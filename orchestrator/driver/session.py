@@ -31,8 +31,8 @@ from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.events import RunEnded, Warned
 from orchestrator.records.journal import Journal
-from orchestrator.records.lease import SupersededError
-from orchestrator.records.run_dir import process_started_at
+from orchestrator.records.lease import Lease, SupersededError
+from orchestrator.records.process import process_started_at
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
@@ -209,7 +209,8 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
-        recover_orphans(Path(candidates[0].config.output_dir))
+        resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
+        recover_orphans(Path(candidates[0].config.output_dir), resumed=resumed)
         started_at = process_started_at()
         for candidate, sizes in zip(candidates, all_sizes, strict=True):
             results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
@@ -301,7 +302,8 @@ def _run(
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
         try:
-            result = Run(spec, EventStream([journal, console]), stop, uploader).execute()
+            with Lease(run_dir) as lease:
+                result = Run(spec, EventStream([journal, console]), stop, uploader, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.
             console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -26,10 +27,16 @@ class StopSignals:
 
     def __init__(self, *, exit_at_once: bool = False) -> None:
         self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self.exit_at_once = exit_at_once
         self.console: Sink | None = None
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def seconds_ago(self) -> float:
+        """The seconds since the last signal."""
+        return time.monotonic() - self._received_at
 
     def __enter__(self) -> StopSignals:
         # Python allows signal handlers only in the main thread. In another one (of a notebook, say) the surrounding
@@ -47,7 +54,7 @@ class StopSignals:
         if os.getpid() != self._pid:
             return  # a child between fork and exec
         first = self.received is None
-        self.received = signal.Signals(number)
+        self.received, self._received_at = signal.Signals(number), time.monotonic()
         if first and not self.exit_at_once:
             return
         if self.console is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from orchestrator.config.schema import Config
@@ -20,12 +20,16 @@ from orchestrator.protocol.events import (
     StragglerFound,
     SystemMetricsLogged,
 )
-from orchestrator.protocol.messages import Heartbeat, TrainPoint
+from orchestrator.protocol.messages import EvalPoint, Heartbeat, TrainPoint, WorkerInfo
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import Uploader
+from orchestrator.worker.spool import read_spool, remove_spool
 
 TRACKING_CHECK_EVERY_S = 5.0
 HEARTBEAT_WAIT_S = 0.2
 """Wait this long for the heartbeats of one round; a later one is merged into the next."""
+LAST_HEARTBEAT_WAIT_S = 1.0
+"""Wait this long for the heartbeats of living workers after a generation has ended."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Telemetry:
         self.last_step: dict[int, int] = {}
         self.straggler: Straggler | None = None
         self._trained_generation = 0
+        self._received: dict[WorkerInfo, int] = {}  # how many points of each process
         self._config = config
         self._plan = plan
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
@@ -58,21 +63,24 @@ class Telemetry:
         self._system_readings = 0
         self._next_system_reading = time.monotonic()
 
-    def collect(self, gang: Gang, *, wait_s: float = HEARTBEAT_WAIT_S) -> Collected:
-        """Collect one round of heartbeats and emit what they report."""
+    def collect(
+        self, gang: Gang, *, wait_s: float = HEARTBEAT_WAIT_S, ranks: Collection[int] | None = None
+    ) -> Collected:
+        """Collect one round of heartbeats, of ``ranks`` or of all, and emit what they report."""
         every_s = self._config.tracking.system_metrics_every_s
         now = time.monotonic()
         system_due = every_s > 0 and now >= self._next_system_reading
         if system_due:
             self._next_system_reading = now + every_s
-        heartbeats = gang.heartbeats(with_system_metrics=system_due, wait_s=wait_s)
+        heartbeats = gang.heartbeats(with_system_metrics=system_due, wait_s=wait_s, ranks=ranks)
         nodes = node_names(gang.members)
         system: dict[str, float] = {}
         for rank, heartbeat in sorted(heartbeats.items()):
             node = nodes[gang.members[rank].info.node_id]
             self.last_step[rank] = heartbeat.step
             system |= {f"system/{node}/{name}": value for name, value in heartbeat.system.items()}
-            self._add_points(rank, heartbeat, gang.members, nodes)
+            self._received[gang.members[rank].info] = heartbeat.first_point + len(heartbeat.points)
+            self._add_points(rank, heartbeat.points, gang.members, nodes)
             self._events.emit(
                 RankProgress(
                     rank=rank, step=heartbeat.step, phase=heartbeat.phase, step_ms=heartbeat.busy_ms, node=node
@@ -87,6 +95,31 @@ class Telemetry:
             self._events.emit(SystemMetricsLogged(step=self._system_readings, metrics=system))
         self._check_tracking(now)
         return Collected(heartbeats, events)
+
+    def collect_last_points(self, gang: Gang, run_dir: RunDir, *, returned: Collection[int]) -> tuple[Event, ...]:
+        """Collect, after a generation, the points that its workers have not handed over yet.
+
+        A worker that has died has left them on disk, unless its run directory is not the driver's.
+
+        Args:
+            gang: with the ranks of that generation.
+            run_dir: the directory of the run.
+            returned: the ranks whose process lives.
+
+        Returns:
+            The events that the living workers reported, which have been emitted.
+        """
+        # The first round may have the late answer to an earlier question.
+        rounds = [self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=returned) for _ in range(2)]
+        nodes = node_names(gang.members)
+        for member in gang.members:
+            if member.global_rank not in returned:
+                spool = run_dir.spool(member.info.node_id, member.info.pid)
+                received = self._received.get(member.info, 0)
+                points = [point for number, point in read_spool(spool) if number >= received]
+                self._add_points(member.global_rank, points, gang.members, nodes)
+                remove_spool(spool)
+        return tuple(event for collected in rounds for event in collected.events)
 
     def has_trained(self, generation: int) -> bool:
         """Return whether a step of ``generation``, or of a later one, is complete."""
@@ -103,9 +136,13 @@ class Telemetry:
             self._stragglers.forget(rank)
 
     def _add_points(
-        self, rank: int, heartbeat: Heartbeat, members: tuple[Member, ...], nodes: Mapping[str, str]
+        self,
+        rank: int,
+        points: Iterable[TrainPoint | EvalPoint],
+        members: tuple[Member, ...],
+        nodes: Mapping[str, str],
     ) -> None:
-        for point in heartbeat.points:
+        for point in points:
             logged = self._aggregator.add(rank, point)
             if logged is not None:
                 self._events.emit(logged)

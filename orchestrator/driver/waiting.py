@@ -21,22 +21,26 @@ class Interrupted(Exception):
 
 
 class WaitMonitor:
-    """The driver's duties while it waits for workers that do not train yet."""
+    """The driver's duties while it waits for workers that do not train yet.
+
+    ``grace_s``: a wait goes on for this time after a stop was requested.
+    """
 
     def __init__(self, events: EventStream, lease: Lease, stop: StopSignals):
         self._events = events
         self._lease = lease
         self._stop = stop
+        self.grace_s = 0.0
 
     def check(self) -> None:
-        """Renew the lease. To be called several times a second.
+        """Decide whether to wait longer. To be called several times a second.
 
         Raises:
-            Interrupted: a stop has been requested.
+            Interrupted: a stop has been requested, and the grace period has passed.
             SupersededError: another driver has taken over the run.
         """
-        self._lease.renew()
-        if self._stop.received is not None:
+        self._lease.check()
+        if self._stop.received is not None and self._stop.seconds_ago >= self.grace_s:
             raise Interrupted
 
     def report(self, waited_s: float, plan: Plan, holders: str) -> None:

@@ -134,6 +134,7 @@ class Heartbeat:
             longer because it is the first of a data loader.
         waiting: whether the training thread waits for other ranks.
         busy_ms: the mean time of recent steps, without the time spent waiting for other ranks; None if unknown.
+        first_point: how many points this process has handed over before ``points``.
         system: system metrics of the node, if the driver asked for them.
         leaving: whether the process has received SIGTERM.
     """
@@ -144,6 +145,7 @@ class Heartbeat:
     usual_tick_s: float | None = None
     waiting: bool = False
     busy_ms: float | None = None
+    first_point: int = 0
     points: tuple[TrainPoint | EvalPoint, ...] = ()
     events: tuple[Event, ...] = ()
     system: Mapping[str, float] = field(default_factory=dict)
@@ -155,10 +157,19 @@ class Heartbeat:
             return self
         return replace(
             self,
+            first_point=earlier.first_point,
             points=(*earlier.points, *self.points),
             events=(*earlier.events, *self.events),
             system={**earlier.system, **self.system},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingCheckpoint:
+    """A checkpoint that a worker is still writing. ``progress`` grows as long as bytes are being written."""
+
+    step: int
+    progress: int
 
 
 @dataclass(frozen=True, kw_only=True)

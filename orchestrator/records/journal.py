@@ -26,6 +26,7 @@ from orchestrator.protocol.events import (
     Event,
     MetricsLogged,
     RankProgress,
+    RunEnded,
     SampleSaved,
     Sink,
     SystemMetricsLogged,
@@ -86,6 +87,8 @@ class Journal:
             elif isinstance(event, SampleSaved) and event.step <= self._last_sample.get(event.name, -1):
                 error = None  # a step that is repeated after a recovery or a resume
             else:
+                if isinstance(event, RunEnded):
+                    self._metrics.flush()  # what is uploaded at the end must be there before the end
                 error = self._events.write(_event_line(event))
                 if isinstance(event, SampleSaved):
                     self._last_sample[event.name] = event.step
@@ -130,28 +133,29 @@ class _Appender:
     def write(self, line: bytes) -> str | None:
         """Return None, or why ``line`` is still in memory."""
         self._waiting.append(line)
-        return self._flush()
+        return self.flush()
 
-    def _flush(self) -> str | None:
-        data = b"".join(self._waiting)
-        error = os.strerror(errno.ENOSPC)
+    def flush(self) -> str | None:
+        """Write as many of the waiting lines as fit. Return why some are still in memory; None if none is."""
         size = None
         try:
-            size = os.fstat(self._file.fileno()).st_size
-            if self._file.write(data) == len(data):
-                self._waiting.clear()
-                return None
+            while self._waiting:
+                line = self._waiting[0]
+                size = os.fstat(self._file.fileno()).st_size
+                if self._file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._waiting.popleft()
         except OSError as e:
-            error = str(e)
-        if size is not None:
-            with contextlib.suppress(OSError):
-                self._file.truncate(size)
-        return error
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(size)
+            return str(e)
+        return None
 
     def close(self) -> None:
         if not self._file.closed:
             if self._waiting:
-                self._flush()
+                self.flush()
             self._file.close()
 
 

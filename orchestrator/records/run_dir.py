@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
-import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
+from orchestrator.records.lock import changed_at, locked, now_on
+from orchestrator.records.process import is_alive, is_visible
 
 LEASE_S = 60.0
-"""A driver on another host counts as dead after this time without a renewal of its lease."""
+"""A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
 
+_RESERVE_BYTES = 256 << 10
 _CRASH = "Fatal Python error: "
 """What faulthandler writes to the log of a crashing process (SIGSEGV, SIGABRT, ...) before the stacks."""
 _CRASH_OR_SIGNAL = re.compile(rf"^({_CRASH}|\*\*\* SIG[A-Z]+ received at time=)", re.MULTILINE)
@@ -88,6 +91,14 @@ class RunDir:
         """The file with the stacks of all ranks from when one of this generation hung."""
         return self.path / "logs" / f"stacks-generation-{generation}.txt"
 
+    @property
+    def spools(self) -> Path:
+        """Where workers keep the points that the driver has not received yet, as long as the run lasts."""
+        return self.path / ".spools"
+
+    def spool(self, node_id: str, pid: int) -> Path:
+        return self.spools / f"{node_id}-{pid}"
+
     def log_file(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
 
@@ -101,10 +112,34 @@ class RunDir:
         """The generation that may save."""
         return self.path / "fence"
 
+    @property
+    def lock_file(self) -> Path:
+        """Its lock is held by a process that changes the record."""
+        return self.path / ".lock"
+
+    @property
+    def reserve_file(self) -> Path:
+        """Space for the last records of the run, should the disk be full by then."""
+        return self.path / ".reserve"
+
+    def reserve_space(self) -> None:
+        """Take the space for the last records of the run.
+
+        Raises:
+            OSError: there is not so much space.
+        """
+        # Random, because a file system may compress zeros to nothing.
+        self.reserve_file.write_bytes(os.urandom(_RESERVE_BYTES))
+
+    def release_space(self) -> None:
+        """Free what :meth:`reserve_space` has taken."""
+        with contextlib.suppress(OSError):
+            self.reserve_file.unlink(missing_ok=True)
+
     def driver_if_running(self) -> dict[str, Any] | None:
         """Return the process that drives the run, None if none does.
 
-        For a driver on another host, the lease decides.
+        For a driver on another host or in another container, the lease decides.
 
         Raises:
             ValueError: the record is damaged.
@@ -113,15 +148,18 @@ class RunDir:
         driver: dict[str, Any] = record.get("driver", {})
         if record.get("state") != "running":
             return None
-        elsewhere = driver.get("host") != socket.gethostname()
-        return driver if (self._lease_is_fresh() if elsewhere else is_alive(driver)) else None
+        return driver if (is_alive(driver) if is_visible(driver) else self._lease_is_fresh()) else None
 
     def _lease_is_fresh(self) -> bool:
+        """Whether the lease was renewed lately, by the clock that stamps the files."""
+        renewed = changed_at(self.record_file)
+        with contextlib.suppress(FileNotFoundError):
+            renewed = max(renewed, changed_at(self.lease_file))
         try:
-            renewed = max(self.lease_file.stat().st_mtime, self.record_file.stat().st_mtime)
-        except FileNotFoundError:
-            renewed = self.record_file.stat().st_mtime
-        return time.time() - renewed < LEASE_S
+            now = now_on(self.path)
+        except OSError:
+            now = time.time()  # this process may not write there; its clock is the best there is
+        return now - renewed < LEASE_S
 
     def read_record(self) -> dict[str, Any]:
         """Return the contents of ``run.json``; empty if it does not exist.
@@ -132,8 +170,25 @@ class RunDir:
         return read_json(self.record_file)
 
     def update_record(self, **values: Any) -> None:
-        """Set keys of ``run.json`` and keep the others."""
-        write_json(self.record_file, {**self.read_record(), **values})
+        """Set keys of ``run.json`` and keep the others. Raises as :meth:`edit_record`."""
+        with self.edit_record() as record:
+            record.update(values)
+
+    @contextlib.contextmanager
+    def edit_record(self) -> Iterator[dict[str, Any]]:
+        """Yield the contents of ``run.json``, and write them back if the block changes them.
+
+        Other processes that change the record wait meanwhile. The new contents are on the disk when the block ends.
+
+        Raises:
+            OSError: the record cannot be written, or another process keeps it locked.
+            ValueError: the record is damaged.
+        """
+        with locked(self.lock_file):
+            before, record = self.read_record(), self.read_record()
+            yield record
+            if record != before:
+                write_json(self.record_file, record, durable=True)
 
 
 def create(output_dir: Path, name: str) -> RunDir:
@@ -163,31 +218,6 @@ def all_runs(output_dir: Path) -> Iterator[RunDir]:
     records = output_dir.glob("*/*/run.json")
     for record in sorted(records, key=lambda p: p.parent.parts[-2:], reverse=True):
         yield RunDir(record.parent.resolve())
-
-
-def this_process() -> dict[str, Any]:
-    """Return what :func:`is_alive` needs to recognise this process."""
-    me = psutil.Process()
-    return {"host": socket.gethostname(), "pid": me.pid, "created": me.create_time()}
-
-
-def process_started_at() -> float:
-    """Return when this process was created, in seconds since the epoch, accurate to 10 ms.
-
-    psutil's ``create_time`` is up to a second off, because it adds to a boot time in whole seconds.
-    """
-    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
-
-
-def is_alive(process: Mapping[str, Any]) -> bool:
-    """Return whether a process of this host, described by :func:`this_process`, lives."""
-    try:
-        found = psutil.Process(int(process["pid"]))
-        return abs(found.create_time() - process["created"]) < 1 and found.status() != "zombie"
-    except (psutil.Error, KeyError):
-        return False
 
 
 def log_header(pid: int, hostname: str) -> str:
@@ -276,8 +306,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file and rename it into place, so that readers never see half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data, indent=2, default=str) + "\n")
-    temporary.replace(path)
+def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Write a JSON file and rename it into place, so that readers never see half a file.
+
+    Args:
+        durable: return only when the file is on the disk, where it survives a crash of the machine.
+
+    Raises:
+        OSError: the file cannot be written; the old one is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("w") as file:
+            file.write(json.dumps(data, indent=2, default=str) + "\n")
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

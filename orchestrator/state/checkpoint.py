@@ -51,7 +51,14 @@ class CheckpointError(ValueError):
         return f"checkpoint {self.path}: {self.reason}"
 
 
-def save(root: Path, state: TrainState, *, run_uid: str, fence: Fence | None = None) -> Path:
+def save(
+    root: Path,
+    state: TrainState,
+    *,
+    run_uid: str,
+    fence: Fence | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Path:
     """Write ``state`` below ``root`` and return the checkpoint's directory.
 
     Replaces a checkpoint of the same step. Returns when the data is on the disk. Readers see either the complete
@@ -62,12 +69,13 @@ def save(root: Path, state: TrainState, *, run_uid: str, fence: Fence | None = N
         state: the snapshot to write.
         run_uid: the identity of the run, recorded in the manifest.
         fence: consulted after the files are written, just before the rename. None if this process may always save.
+        on_progress: called whenever some of the bytes have been written.
 
     Raises:
         OSError: the checkpoint could not be written. The incomplete files have been removed.
         FencedError: this process may no longer save. The files have been removed.
     """
-    final = root / f"step-{state.step:08d}"
+    final = path_of(root, state.step)
     temporary = root / f".{final.name}.{socket.gethostname()}.{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -75,7 +83,7 @@ def save(root: Path, state: TrainState, *, run_uid: str, fence: Fence | None = N
         temporary.mkdir()
         files = {}
         for name, tensors in zip(_FILES, (state.model, state.optimizer), strict=True):
-            digest, size = tensor_file.write(temporary / name, tensors)
+            digest, size = tensor_file.write(temporary / name, tensors, on_progress=on_progress)
             files[name] = {_HASH: digest, "bytes": size}
         position = {"step": state.step, "samples_consumed": state.samples_consumed}
         manifest = {
@@ -144,6 +152,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest.pop(_HASH, None) != _digest(manifest):
         raise CheckpointError(path, f"{MANIFEST} changed: its own {_HASH} differs")
     return manifest
+
+
+def path_of(root: Path, step: int) -> Path:
+    """Return the directory of the checkpoint of ``step`` in ``root``, which may not exist."""
+    return root / f"step-{step:08d}"
 
 
 def list_checkpoints(root: Path) -> list[Path]:

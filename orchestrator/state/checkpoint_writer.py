@@ -7,6 +7,7 @@ import errno
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.train_state import TrainState
 
 _IDLE_WAIT_S = 5.0
+_PROGRESS_POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,14 @@ class Written:
     path: Path
     seconds: float
     size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A checkpoint that is being written. ``progress`` counts the parts that have been written."""
+
+    step: int
+    progress: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,7 @@ class CheckpointWriter:
         self._run_uid = run_uid
         self._changed = threading.Condition()
         self._pending: TrainState | None = None  # from submit() until the write has ended
+        self._progress = 0
         self._free: list[TrainState] = []
         self._results: list[Written | WriteFailed] = []
         self._closing = False
@@ -90,18 +101,42 @@ class CheckpointWriter:
             results, self._results = self._results, []
             return results
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until the submitted snapshot is written; return False if that takes longer than ``timeout_s``."""
+    def pending(self) -> Pending | None:
+        """Return the checkpoint that is being written, or None."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._pending is None, timeout_s)
+            return None if self._pending is None else Pending(step=self._pending.step, progress=self._progress)
 
-    def close(self, timeout_s: float) -> bool:
-        """Finish the pending write and end the thread; return False if that takes longer than ``timeout_s``."""
+    def drain(self, stall_timeout_s: float, *, on_progress: Callable[[], None] = lambda: None) -> Pending | None:
+        """Wait until the submitted snapshot is written, for as long as its bytes are being written.
+
+        Args:
+            stall_timeout_s: give up if nothing has been written for this time.
+            on_progress: called about twice a second while bytes are being written.
+
+        Returns:
+            The checkpoint that is not being written any further; None if all is written.
+        """
+        progressed_at = time.monotonic()
+        last = self.pending()
+        while last is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending is None, min(_PROGRESS_POLL_S, stall_timeout_s))
+            current = self.pending()
+            if current != last:
+                progressed_at = time.monotonic()
+                on_progress()
+            elif time.monotonic() - progressed_at >= stall_timeout_s:
+                return current
+            last = current
+        return None
+
+    def close(self, timeout_s: float) -> Pending | None:
+        """End the thread after the pending write. Return that if it takes longer than ``timeout_s``."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self.pending()
 
     def _work(self) -> None:
         while (state := self._next()) is not None:
@@ -125,7 +160,7 @@ class CheckpointWriter:
     def _write(self, state: TrainState) -> Written | WriteFailed:
         start = time.perf_counter()
         try:
-            path = save(self._root, state, run_uid=self._run_uid, fence=self._fence)
+            path = save(self._root, state, run_uid=self._run_uid, fence=self._fence, on_progress=self._count_progress)
         except FencedError as e:
             return WriteFailed(step=state.step, reason=str(e))
         except OSError as e:
@@ -136,6 +171,9 @@ class CheckpointWriter:
         with contextlib.suppress(OSError):  # the next checkpoint tries again
             prune(self._root, self._keep)
         return Written(step=state.step, path=path, seconds=seconds, size_bytes=state.size_bytes)
+
+    def _count_progress(self) -> None:
+        self._progress += 1
 
     def _explain(self, error: OSError, state: TrainState) -> str:
         size = f"the checkpoint takes {state.size_bytes / 1e6:.0f} MB"

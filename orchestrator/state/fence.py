@@ -2,7 +2,10 @@
 
 A worker that a network partition cuts off does not learn that the run continues without it. The driver therefore
 writes the token of each generation to one file in the run directory, and a worker saves only while that file holds
-the token of its own generation.
+the token of its own generation. The driver's lease restores the file within seconds whenever it differs.
+
+A worker whose run directory has no such file may save: its host does not share the directory with the driver, or the
+driver has not been able to write the file yet. No checkpoint would exist otherwise.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 _CHUNK_BYTES = 8 << 20  # large, so that a writing thread seldom needs the GIL
+_SYNC_BYTES = 64 << 20
+"""Wait for the disk after this many bytes: a single wait at the end would hide whether a slow disk still writes."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,8 +40,15 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+def write(
+    path: Path, tensors: Mapping[str, Tensor], *, on_progress: Callable[[], None] = lambda: None
+) -> tuple[str, int]:
     """Write contiguous host tensors through to the disk.
+
+    Args:
+        path: the file.
+        tensors: what to write, by name.
+        on_progress: called whenever some of the bytes have been written.
 
     Returns:
         The file's SHA-256 in hex and its size in bytes.
@@ -64,9 +73,15 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
     with path.open("wb", buffering=1 << 20) as f:
         for chunk in _chunks([len(text).to_bytes(8, "little"), text], [t for _, t in ordered]):
             hasher.update(chunk)
-            size += f.write(chunk)
+            before, size = size, size + f.write(chunk)
+            on_progress()
+            if before // _SYNC_BYTES < size // _SYNC_BYTES:
+                f.flush()
+                os.fdatasync(f.fileno())
+                on_progress()
         f.flush()
         os.fsync(f.fileno())
+    on_progress()
     return hasher.hexdigest(), size
 
 

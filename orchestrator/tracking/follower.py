@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.records.journal import Ending, read_ending
-from orchestrator.records.run_dir import RunDir, is_alive
+from orchestrator.records.process import is_alive
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed
 from orchestrator.tracking.uri import sqlite_path
@@ -41,7 +42,7 @@ class FollowerOptions:
     or in a process list.
 
     ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
-    :func:`~orchestrator.records.run_dir.this_process` there.
+    :func:`~orchestrator.records.process.this_process` there.
     """
 
     uri: str
@@ -78,7 +79,7 @@ def _read_options() -> FollowerOptions | None:
 def _detach() -> None:
     os.nice(19)
     _yield_cpu(True)
-    print(os.getpid(), flush=True)
+    os.write(sys.stdout.fileno(), f"{os.getpid()}\n".encode())  # at once, also with PYTHONUNBUFFERED
     # The duplicate keeps the pipe open as long as this process lives; output of libraries must not fill the pipe.
     os.dup(sys.stdout.fileno())
     devnull = os.open(os.devnull, os.O_WRONLY)

@@ -215,12 +215,11 @@ def mark_killed(run_dir: RunDir, *, reason: str) -> None:
 
     Disk errors are ignored.
     """
-    record = run_dir.read_record()
-    if record.get("state") != "running" or run_dir.driver_if_running():
-        return
-    append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
-    with contextlib.suppress(OSError):
-        run_dir.update_record(state="killed")
+    with contextlib.suppress(OSError), run_dir.edit_record() as record:
+        if record.get("state") == "running" and not run_dir.driver_if_running():
+            run_dir.release_space()
+            append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
+            record["state"] = "killed"
 
 
 def final_ending(run_dir: RunDir) -> Ending | None:

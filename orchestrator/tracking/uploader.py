@@ -13,14 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.records.run_dir import RunDir, all_runs, this_process
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir, all_runs
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.transfer import (
     count_points,
@@ -144,14 +145,18 @@ class Uploader:
         )
 
 
-def recover_orphans(output_dir: Path) -> list[RunDir]:
+def recover_orphans(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> list[RunDir]:
     """Mark every run below ``output_dir`` whose driver died with its machine as killed, and return these runs.
+
+    Runs that are to be ``resumed`` are left alone: their own upload begins at once, and must not wait for another one.
 
     Followers in the background correct the status on the tracking server. Runs whose stored URI has a masked password,
     or whose server does not answer, need ``python -m orchestrator.sync``. Does not wait for anything.
     """
     orphans = []
     for run_dir in all_runs(output_dir):
+        if run_dir in resumed:
+            continue
         with contextlib.suppress(OSError, ValueError, KeyError):  # an unreadable run is left alone
             record = run_dir.read_record()
             if record.get("state") != "running" or run_dir.driver_if_running():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -25,6 +26,7 @@ from orchestrator.protocol.messages import (
     Failure,
     Heartbeat,
     Outcome,
+    PendingCheckpoint,
     Stacks,
     WorkerEnvironment,
     WorkerInfo,
@@ -41,6 +43,7 @@ from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
+from orchestrator.worker.spool import Spool
 
 
 class Worker:
@@ -123,10 +126,9 @@ class Worker:
         return all_stacks(self.training_thread)
 
     @ray.method(concurrency_group="control")
-    def finish(self, timeout_s: float) -> None:
-        """Finish the background work, such as writing a checkpoint, within ``timeout_s``."""
-        if self.loop is not None:
-            self.loop.finish(timeout_s)
+    def finish(self, timeout_s: float) -> PendingCheckpoint | None:
+        """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
+        return None if self.loop is None else self.loop.finish(timeout_s)
 
     def prepare(self, environment: WorkerEnvironment) -> WorkerInfo:
         """Load everything that does not depend on the rank, so that a spare can replace a worker without delay.
@@ -152,6 +154,9 @@ class Worker:
             if log != self.log:
                 _redirect_output(log, self.redactor)
                 self.log = log
+                with contextlib.suppress(OSError):  # without a spool, this process's last points end with it
+                    node_id = ray.get_runtime_context().get_node_id()
+                    self.outbox.keep_in(Spool(RunDir(Path(assignment.run_dir)).spool(node_id, os.getpid())))
             if self.job is None:
                 began = time.perf_counter()
                 self._set_up(assignment.environment)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
-from orchestrator.protocol.messages import Assignment
+from orchestrator.protocol.messages import Assignment, PendingCheckpoint
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed
 from orchestrator.state.fence import Fence
@@ -30,6 +30,7 @@ class Checkpoints:
         self._outbox = outbox
         self._timeout_s = config.cluster.collective_timeout_s
         self._stall_ms = 0.0
+        self._given_up: int | None = None  # the step of a checkpoint whose write stands still
         self._fence = Fence(run_dir.fence_file)
         self._fence.token = assignment.fence
         self._writer = CheckpointWriter(
@@ -43,12 +44,16 @@ class Checkpoints:
         """Continue in the generation of ``assignment``."""
         self._fence.token = assignment.fence
 
-    def save(self, *, step: int, samples_consumed: int, stream: Mapping[str, Any] | None = None) -> None:
+    def save(self, *, step: int, samples_consumed: int, last: bool, stream: Mapping[str, Any] | None = None) -> None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
+
+        While the previous snapshot is still being written, the last one waits for it. Any other waits as long as the
+        other ranks can wait in their next collective operation, and is skipped then.
 
         Args:
             step: the last completed step.
             samples_consumed: global samples consumed up to that step.
+            last: whether no step follows.
             stream: where the training set can be read from, as JSON values; None if it has an index.
 
         Raises:
@@ -63,7 +68,11 @@ class Checkpoints:
             # A gradient can be NaN although the loss is finite, and the gradient norm is not always computed.
             if (name := nonfinite_parameter(state)) is not None:
                 raise NonFiniteError(f"the parameter {name} is no longer finite", step)
-            self._writer.submit(state, timeout_s=self._timeout_s)
+            if last:
+                self._outbox.enter(step, "end")  # this wait may take any time
+                self.drain()
+                self._outbox.enter(step, "checkpoint")
+            self._writer.submit(state, timeout_s=self._limit_s / 2)
             self._stall_ms = (time.perf_counter() - began) * 1e3
 
     def report(self) -> None:
@@ -83,11 +92,34 @@ class Checkpoints:
                 )
 
     def drain(self) -> None:
-        """Wait for the writes that are under way, and report them."""
-        self._writer.drain(timeout_s=self._timeout_s)
+        """Wait for the write that is under way, for as long as bytes are being written, and report how it ended."""
+        stalled = self._writer.drain(self._limit_s, on_progress=self._outbox.progress)
+        if stalled is not None and stalled.step != self._given_up:
+            self._given_up = stalled.step
+            self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=nothing_written(self._timeout_s)))
         self.report()
 
-    def close(self, *, timeout_s: float) -> None:
-        """End the background thread after its last write, and report what it has written."""
-        self._writer.close(timeout_s=timeout_s)
+    @property
+    def _limit_s(self) -> float:
+        """How long to wait for a write that stands still; it is waited for once."""
+        return self._timeout_s if self._given_up is None else 0.0
+
+    def finish(self, *, timeout_s: float) -> PendingCheckpoint | None:
+        """End the background thread after its last write, and report what it has written.
+
+        Returns:
+            What is still being written after ``timeout_s``; None if nothing is, or if :meth:`drain` gave that up.
+        """
+        pending = self._writer.close(timeout_s=timeout_s)
         self.report()
+        if pending is None or pending.step == self._given_up:
+            return None
+        return PendingCheckpoint(step=pending.step, progress=pending.progress)
+
+
+def nothing_written(seconds: float) -> str:
+    """Return why a checkpoint was given up."""
+    return (
+        f"nothing was written for {seconds:g} s: is the file system of the run directory full, slow or disconnected? "
+        "cluster.collective_timeout_s is the limit"
+    )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
+from orchestrator.worker.spool import Spool
 
 SMOOTHING = 0.1
 """The weight of the latest batch in the moving average of the time per batch."""
@@ -107,7 +108,13 @@ class Outbox:
         self._loader_is_new = False
         self._busy_ms: float | None = None
         self._points: list[TrainPoint | EvalPoint] = []
+        self._handed_over = 0
+        self._spool: Spool | None = None
         self._events: list[Event] = []
+
+    def keep_in(self, spool: Spool) -> None:
+        """Keep the points in ``spool`` too, until the driver has received them."""
+        self._spool = spool
 
     def enter(self, step: int, phase: Phase) -> None:
         """Set the phase, and the last step that is done."""
@@ -140,8 +147,15 @@ class Outbox:
         self._loader_is_new = False
         self._batches_done += 1
 
+    def progress(self) -> None:
+        """Give a sign of progress that is not a batch."""
+        self._batch_ended_at = None
+        self._batches_done += 1
+
     def put_point(self, point: TrainPoint | EvalPoint) -> None:
         with self._lock:
+            if self._spool is not None:
+                self._spool.append(self._handed_over + len(self._points), point)
             self._points.append(point)
             if isinstance(point, TrainPoint) and point.step_ms:
                 mean_ms = sum(point.step_ms) / len(point.step_ms)
@@ -161,6 +175,9 @@ class Outbox:
         """
         with self._lock:
             points, self._points = self._points, []
+            first, self._handed_over = self._handed_over, self._handed_over + len(points)
+            if self._spool is not None:
+                self._spool.turn()
             events, self._events = self._events, []
             return Heartbeat(
                 step=self._step,
@@ -169,6 +186,7 @@ class Outbox:
                 usual_tick_s=None if self._loader_is_new else self._mean_batch_s.get(self._phase),
                 waiting=waiting,
                 busy_ms=self._busy_ms,
+                first_point=first,
                 points=tuple(points),
                 events=tuple(events),
                 system=system,

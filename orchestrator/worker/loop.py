@@ -16,7 +16,7 @@ from torch import Tensor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, StepEnd, has_loss
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Phase
+from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.transport import broadcast_json
@@ -160,7 +160,7 @@ class Loop:
                 self._evaluate()
             recoverable = stopped and not self.gate.saves and self.recoverable_steps(update_complete=True)
             if self.position.step > 0 and not recoverable:
-                self._checkpoint()
+                self._checkpoint(last=True)
         self._enter("end")
         self._checkpoints.drain()
         return Outcome(
@@ -180,9 +180,9 @@ class Loop:
         on_cpu = self.device.type == "cpu"  # where an update is complete when the call returns
         return self.strategy.recoverable_steps(self.position.step, update_complete=update_complete or on_cpu)
 
-    def finish(self, timeout_s: float) -> None:
-        """Finish the background work within ``timeout_s``."""
-        self._checkpoints.close(timeout_s=timeout_s)
+    def finish(self, timeout_s: float) -> PendingCheckpoint | None:
+        """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
+        return self._checkpoints.finish(timeout_s=timeout_s)
 
     def _train(self, datasets: Datasets, startup: dict[str, float]) -> bool:
         """Train up to the last step. Return True if the driver stops the run before."""
@@ -365,11 +365,12 @@ class Loop:
             text = str(e) if isinstance(e, SampleError) else f"job.sample raised {describe(e)}"
             self._warn_of_job(text, method="sample")
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, *, last: bool = False) -> None:
+        """Save a checkpoint; ``last`` if no step follows."""
         self._enter("checkpoint")
         position = self.position
         stream = None if self._stream is None else self._bookmark(self._stream)
-        self._checkpoints.save(step=position.step, samples_consumed=position.samples_consumed, stream=stream)
+        self._checkpoints.save(step=position.step, samples_consumed=position.samples_consumed, last=last, stream=stream)
         self._enter("train")
 
     def _train_batches(self, datasets: Datasets) -> Generator[list[Any], None, None]:

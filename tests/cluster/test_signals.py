@@ -16,8 +16,12 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
+from helpers.faulty_jobs import Slow
 from helpers.runs import PYTHONPATH, losses, wait_for
+from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import read_json
+from orchestrator.state.checkpoint import save
+from orchestrator.state.train_state import capture
 
 SLOW = ("strategy=ddp", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=20", "train.steps=3000",
         "train.eval_every=0", "cluster=local")  # fmt: skip
@@ -143,3 +147,27 @@ def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path
     client, run = killed_run(tmp_path)
     uploaded = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "train/loss")}
     assert uploaded == losses(run_dir)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(180)
+def test_of_two_commands_that_resume_at_once_one_trains(launch: Callable[..., Any], tmp_path: Path) -> None:
+    job = Slow(step_ms=20)
+    run = rundir.create(tmp_path / "outputs", "slow-ddp")
+    run.update_record(name="slow-ddp", uid="first", state="failed")
+    model = job.model()
+    state = capture(model, job.optimizer(model.parameters()), None, step=3, samples_consumed=192)
+    save(run.checkpoints, state, run_uid="first")
+    words = [w for w in SLOW if not w.startswith("train.steps")]
+    both = [launch(*words, "train.steps=60", "train.log_every=1", "resume=auto") for _ in range(2)]
+    outputs = [process.communicate(timeout=150)[0] for process in both]
+    codes = [process.returncode for process in both]
+    assert sorted(codes) == [0, 2], outputs
+    assert f"resume=auto: {run.path} is still running (pid " in outputs[codes.index(2)]
+    assert [r.path for r in rundir.all_runs(tmp_path / "outputs")] == [run.path]
+    assert list((tmp_path / "outputs").glob("*/*")) == [run.path]
+    assert sorted(losses(run.path)) == list(range(4, 61))
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (tracked,) = client.search_runs([client.get_experiment_by_name("orchestrator").experiment_id])
+    assert tracked.info.status == "FINISHED"
+    assert len(client.get_metric_history(tracked.info.run_id, "train/loss")) == 57

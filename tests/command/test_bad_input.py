@@ -29,6 +29,7 @@ from jobs.digits import Digits
 from orchestrator.job import Job
 from orchestrator.launch import main
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
@@ -313,7 +314,7 @@ class Adam(Digits):
 def an_earlier_run(job: Job, *, state: str = "failed") -> RunDir:
     """As a run leaves it that failed after step 3 of 500."""
     run = rundir.create(Path("outputs"), "digits-ddp")
-    run.update_record(name="digits-ddp", uid="first", state=state, driver=rundir.this_process())
+    run.update_record(name="digits-ddp", uid="first", state=state, driver=this_process())
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     save(run.checkpoints, capture(model, optimizer, None, step=3, samples_consumed=192), run_uid="first")

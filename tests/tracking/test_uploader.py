@@ -15,16 +15,21 @@ import time
 import urllib.request
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from PIL import Image
 
+from helpers.disks import mounted
 from orchestrator import sync
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.run import RunResult
 from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted, SampleSaved
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Ending, Journal, Sample, read_metrics
+from orchestrator.records.process import this_process
 from orchestrator.tracking.backend import Point
 from orchestrator.tracking.mlflow import MlflowBackend, connect
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, read_cursor
@@ -151,7 +156,7 @@ def new_run(tmp_path, uri, *, name="digits-ddp", sweep=None, **record):
         "uid": uuid.uuid4().hex,
         "name": name,
         "state": "running",
-        "driver": rundir.this_process(),
+        "driver": this_process(),
         "params": {"train.steps": 10, "job.hidden": "x" * 600, "time": 1},
         "tags": {"strategy": "ddp", "world_size": "2"},
         "tracking": {"uri": uri, "experiment": "tests", "request_timeout_s": 5.0, "flush_timeout_s": 30.0},
@@ -371,9 +376,11 @@ def test_a_follower_yields_the_cpu_waits_for_points_and_ends_in_time_when_left_a
 DRIVER = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunStarted
-from orchestrator.records.run_dir import RunDir, this_process
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir
 from orchestrator.records.journal import Journal
 from orchestrator.tracking.uploader import Uploader
 
@@ -414,7 +421,7 @@ def test_kill_minus_nine_of_the_driver_ends_as_killed(tmp_path, uri):
 
 
 def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_background(tmp_path, uri):
-    dead = {**rundir.this_process(), "pid": 2**22 - 1}
+    dead = {**this_process(), "pid": 2**22 - 1}
     orphan = new_run(tmp_path, uri, driver=dead)
     journal = Journal(orphan)
     start(journal)
@@ -435,6 +442,40 @@ def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_backgrou
         assert ended
     run = run_of(uri, orphan)
     assert (run.info.status, len(history(uri, run.info.run_id))) == ("KILLED", 3)
+
+
+def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
+    (tmp_path / "outputs").mkdir()
+    with mounted(tmp_path / "outputs", "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
+        run_dir = new_run(tmp_path, uri)
+        run_dir.reserve_space()
+        uploader = Uploader.start(run_dir, tracking(uri))
+        journal = Journal(run_dir)
+        start(journal)
+        log(journal, range(1, 6))
+        with (run_dir.path / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        log(journal, range(6, 101))
+        with pytest.raises(OSError, match="No space left"):
+            run_dir.update_record(state="finished")
+        ending = RunEnding(
+            plan=SimpleNamespace(pipeline=None),
+            run_dir=run_dir,
+            tracking=tracking(uri),
+            uploader=uploader,
+            journal=journal,
+            console=Journal(rundir.create(tmp_path, "console")),
+            resume_command="",
+        )
+        result = ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, summary={"steps": 100}))
+        journal.close()
+        assert result.exit_code == 0
+        record = run_dir.read_record()
+        assert (record["state"], record["summary"]["steps"]) == ("finished", 100)
+        run = client_of(uri).get_run(record["mlflow_run_id"])
+        assert (run.info.status, history(uri, run.info.run_id)) == ("FINISHED", expected(run_dir))
+        assert len(expected(run_dir)) == 100
 
 
 def test_the_drivers_side_never_imports_mlflow():
@@ -651,7 +692,7 @@ def test_secrets_are_masked_in_what_is_uploaded(tmp_path, uri, monkeypatch):
 
 
 def test_sync_of_a_run_whose_driver_was_killed(tmp_path, uri, capsys):
-    run_dir = new_run(tmp_path, uri, driver={**rundir.this_process(), "pid": 2**22 - 1})
+    run_dir = new_run(tmp_path, uri, driver={**this_process(), "pid": 2**22 - 1})
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 4))

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn, optim
 
+from helpers.disks import freezable_disk
 from orchestrator.state.checkpoint import (
     CheckpointError,
     find_newest,
@@ -283,10 +284,10 @@ writer = CheckpointWriter(root, keep=1, run_uid="run")
 for step, numbers in ((1, 1_000), (2, 8_000_000), (3, 2_000)):
     writer.submit(TrainState(model={"w": torch.ones(numbers)}, optimizer={},
                              meta={"step": step, "samples_consumed": step}))
-    assert writer.drain(30)
+    assert writer.drain(30) is None
     print(writer.results()[0])
     print(sorted(p.name for p in root.iterdir()))
-assert writer.close(30)
+assert writer.close(30) is None
 """
 
 
@@ -356,7 +357,7 @@ def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path) -> None:
     assert writer.buffers() is None
     states = [make_state(step, megabytes=60) for step in (1, 2, 3)]
     writer.submit(states[0])
-    assert not writer.drain(0), "submit() waited for the disk"
+    assert writer.pending() is not None, "submit() waited for the disk"
     assert writer.buffers() is None, "it is still being written"
     writer.submit(states[1])
     (first,) = writer.results()
@@ -371,11 +372,11 @@ def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path) -> None:
     assert writer.buffers() is states[0]
     assert writer.buffers() is None
     writer.submit(states[2])
-    assert writer.drain(60)
+    assert writer.drain(60) is None
     assert [r.step for r in writer.results()] == [2, 3]
     assert writer.results() == []
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
-    assert writer.close(60)
+    assert writer.close(60) is None
     assert torch.equal(load(tmp_path / "step-00000003").model["w"], states[2].model["w"])
 
 
@@ -386,9 +387,43 @@ def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(tmp_path: P
     writer.submit(late, timeout_s=0)
     assert writer.results() == [WriteFailed(step=2, reason="step 1 is still being written after 0 s")]
     assert writer.buffers() is late
-    assert writer.close(60), "close() waits for what was submitted"
+    assert writer.close(60) is None, "close() waits for what was submitted"
     assert [r.step for r in writer.results()] == [1]
     assert find_newest(tmp_path, never) == tmp_path / "step-00000001"
+
+
+@pytest.mark.slow
+def test_a_slow_write_is_waited_for_while_it_moves_and_a_stuck_one_is_given_up(tmp_path: Path) -> None:
+    stall_s, still_s = 3.0, 0.8
+    with freezable_disk(tmp_path, megabytes=256) as disk:
+        writer = CheckpointWriter(disk.folder, keep=2, run_uid="run")
+        state = make_state(1, megabytes=150)
+        disk.freeze()
+        writer.submit(state)
+        stuck = writer.drain(0.2)
+        assert stuck is not None
+        assert stuck.step == 1
+
+        def move_now_and_then() -> None:
+            for _ in range(5):
+                time.sleep(still_s)
+                before = writer.pending()
+                disk.thaw()
+                while writer.pending() == before:
+                    time.sleep(0.001)
+                disk.freeze()
+            disk.thaw()
+
+        mover = threading.Thread(target=move_now_and_then)
+        began = time.monotonic()
+        mover.start()
+        signs: list[float] = []
+        assert writer.drain(stall_s, on_progress=lambda: signs.append(time.monotonic())) is None
+        assert time.monotonic() - began > stall_s, "the write was too fast to show anything"
+        assert signs
+        mover.join(timeout=10)
+        assert writer.close(30) is None
+        assert find_newest(disk.folder, never) == disk.folder / "step-00000001"
 
 
 def test_the_writer_goes_on_after_an_error(tmp_path: Path) -> None:
@@ -396,11 +431,11 @@ def test_the_writer_goes_on_after_an_error(tmp_path: Path) -> None:
     root.write_text("in the way")
     writer = CheckpointWriter(root, keep=1, run_uid="run")
     writer.submit(make_state(1))
-    assert writer.drain(30)
+    assert writer.drain(30) is None
     assert writer.results() == [WriteFailed(step=1, reason=f"File exists: {root}")]
     root.unlink()
     writer.submit(make_state(2))
-    assert writer.close(30)
+    assert writer.close(30) is None
     (written,) = writer.results()
     assert isinstance(written, Written)
 
@@ -410,13 +445,13 @@ def test_a_fenced_worker_saves_nothing(tmp_path: Path) -> None:
     fence = Fence(file, token="first")
     writer = CheckpointWriter(root, keep=2, run_uid="run", fence=fence)
     writer.submit(make_state(3))
-    assert writer.drain(30)
+    assert writer.drain(30) is None
     file.write_text('{"generation": "second"}')
     writer.submit(make_state(4))
-    assert writer.drain(30)
+    assert writer.drain(30) is None
     fence.token = "second"
     writer.submit(make_state(5))
-    assert writer.close(timeout_s=30)
+    assert writer.close(30) is None
     first, fenced, rejoined = writer.results()
     assert isinstance(first, Written), "without a fence file every worker may save"
     assert isinstance(fenced, WriteFailed)

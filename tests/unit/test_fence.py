@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from orchestrator.records.run_dir import write_json
+from helpers.runs import wait_for
+from orchestrator.records.lease import Lease
+from orchestrator.records.run_dir import RunDir, write_json
 from orchestrator.state.fence import Fence
 
 
@@ -16,3 +19,17 @@ def test_only_the_latest_generation_may_save(tmp_path: Path) -> None:
     assert not fence.may_save()
     fence.token = "second"
     assert fence.may_save()
+
+
+def test_a_failed_write_of_the_fence_is_made_up_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    worker = Fence(run.fence_file, "second")
+    with Lease(run) as lease:
+        (run.fence_file / "in the way").mkdir(parents=True)
+        lease.admit("second")
+        shutil.rmtree(run.fence_file)
+        write_json(run.fence_file, {"generation": "first"})  # what the generation before has left
+        wait_for(worker.may_save)
+        run.fence_file.write_text("{")
+        lease.renew()
+        assert worker.may_save()

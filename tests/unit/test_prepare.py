@@ -6,6 +6,9 @@ import dataclasses
 import enum
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from orchestrator.driver.preflight import prepare
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.process import is_alive, this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
@@ -32,7 +36,7 @@ from orchestrator.strategies import registry
 
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
-NOBODY = {**rundir.this_process(), "created": 0.0}
+NOBODY = {**this_process(), "start_ticks": 0}
 """A driver that is dead: another process has its number."""
 
 
@@ -159,6 +163,80 @@ def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> No
     assert resume(config) == (None, [f"resume=auto: {run.path} has no checkpoint yet; this is a new run"])
 
 
+def test_auto_prefers_an_older_run_with_a_checkpoint_to_a_stray_start(tmp_path: Path) -> None:
+    wanted = an_earlier_run(tmp_path, steps=[2000], state="killed")
+    stray = an_earlier_run(tmp_path, steps=[], state="killed")
+    found, warnings = resume(config_of(tmp_path, "resume=auto", "train.steps=5000"))
+    assert found is not None
+    assert (found.run_dir, found.step) == (wanted, 2000)
+    assert warnings == [f"resume=auto: {stray.path} has no checkpoint; an older run is continued"]
+
+
+RACE = """
+import os, sys, time
+from pathlib import Path
+from test_prepare import JOB, config_of, plan_of, prepare, resume
+from orchestrator.config.build import ConfigError
+
+me, tries = sys.argv[1], sys.argv[2:]
+for folder in map(Path, tries):
+    config = config_of(folder, "resume=auto")
+    found, _ = resume(config)
+    plan = plan_of(config)
+    (folder / f"ready-{me}").touch()
+    while len(list(folder.glob("ready-*"))) < 2:
+        time.sleep(0.0005)
+    try:
+        run, _ = prepare.open_run(config, JOB, plan, found, command="", sweep=None)
+        print("got", run.path, flush=True)
+    except ConfigError as e:
+        print(*e.errors, flush=True)
+for folder in map(Path, tries):
+    (folder / f"ended-{me}").touch()
+    while len(list(folder.glob("ended-*"))) < 2:  # a driver that has ended keeps nobody from a run
+        time.sleep(0.001)
+"""
+
+
+@pytest.mark.slow
+def test_of_two_that_resume_at_once_one_gets_the_run(tmp_path: Path) -> None:
+    """Ten races: for a run to continue, and for the first run of a name."""
+    folders = [tmp_path / f"{number}" for number in range(10)]
+    for folder in folders:
+        folder.mkdir()
+    for folder in folders[:5]:
+        an_earlier_run(folder, state="running", driver=NOBODY)
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, name, *map(str, folders)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in "ab"
+    ]
+    outputs = [racer.communicate(timeout=60)[0].splitlines() for racer in racers]
+    for folder, answers in zip(folders, zip(*outputs, strict=True), strict=True):
+        refused, got = sorted(answers, key=lambda text: text.startswith("got"))
+        assert got.startswith("got"), answers
+        assert re.match(rf"resume=auto: {folder}/.* is still running \(pid \d+ on ", refused), answers
+        assert len(list(folder.glob("*/*"))) == 1, "the other one leaves no trace"
+
+
+def test_a_run_that_another_process_has_continued_meanwhile_is_not_continued_from_an_old_checkpoint(
+    tmp_path: Path,
+) -> None:
+    earlier = an_earlier_run(tmp_path)
+    config = config_of(tmp_path, "resume=auto")
+    found, _ = resume(config)
+    earlier.update_record(driver={**NOBODY, "pid": 1})
+    before = earlier.read_record()
+    with pytest.raises(ConfigError, match="another process has continued"):
+        prepare.open_run(config, JOB, plan_of(config), found, command="", sweep=None)
+    assert earlier.read_record() == before
+
+
 def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None:
     run = an_earlier_run(tmp_path)
     began = {"train.global_batch_size": 64, "train.steps": 5, "seed": 0, "job.lr": 0.5, "job.hidden": 4}
@@ -189,7 +267,7 @@ def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["auto", "{run}"])
 def test_a_run_that_is_still_alive_is_left_alone(how: str, tmp_path: Path) -> None:
-    run = an_earlier_run(tmp_path, state="running", driver=rundir.this_process())
+    run = an_earlier_run(tmp_path, state="running", driver=this_process())
     (error,) = refused(config_of(tmp_path, f"resume='{how.format(run=run.path)}'"))
     assert f"{run.path} is still running (pid {os.getpid()} on " in error
 
@@ -209,6 +287,13 @@ def test_no_such_run_lists_those_that_are(tmp_path: Path) -> None:
     (error,) = refused(config_of(tmp_path, "resume=yesterday"))
     assert error.startswith("resume=yesterday: no run directory there; ")
     assert run.path.name in error
+    assert f"looked for {Path.cwd() / 'yesterday' / 'run.json'} or {tmp_path / 'yesterday' / 'run.json'}" in error
+
+
+def test_no_run_at_all_says_where_they_would_be(tmp_path: Path) -> None:
+    (error,) = refused(config_of(tmp_path / "outputs", "resume=outputs/nothing"))
+    assert f"there are no runs below {tmp_path / 'outputs'} (output_dir)" in error
+    assert str(Path.cwd() / "outputs" / "nothing" / "run.json") in error
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
@@ -314,7 +399,7 @@ def test_the_records_of_a_new_run(tmp_path: Path) -> None:
     )
     record = run.read_record()
     assert (record["state"], record["uid"], record["name"]) == ("running", uid, "digits-ddp")
-    assert rundir.is_alive(record["driver"])
+    assert is_alive(record["driver"])
     assert record["plan"]["world_size"] == 2
     assert record["sweep"] == {"id": "s", "name": "sweep"}
     assert record["tags"].items() >= {"strategy": "ddp", "world_size": "2", "backend": "gloo"}.items()

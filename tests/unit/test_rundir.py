@@ -16,6 +16,7 @@ import pytest
 
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.lease import Lease, SupersededError
+from orchestrator.records.process import is_alive, this_process
 from orchestrator.records.run_dir import RunDir
 
 
@@ -68,7 +69,7 @@ def test_the_record_is_updated_key_by_key_and_never_half_written(tmp_path: Path)
     stop.set()
     reader.join(timeout=10)
     assert not errors
-    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "logs", "run.json"]
+    assert sorted(p.name for p in run.path.iterdir()) == [".lock", "checkpoints", "logs", "run.json"]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": ', "[]", "\x00\x01"])
@@ -91,47 +92,107 @@ def test_all_runs_come_newest_first(tmp_path: Path) -> None:
 
 
 def test_this_process_is_alive_and_another_one_with_its_number_is_not() -> None:
-    me = rundir.this_process()
-    assert rundir.is_alive(me)
-    assert rundir.is_alive(json.loads(json.dumps(me)))
-    assert not rundir.is_alive({**me, "created": me["created"] - 100})
-    assert not rundir.is_alive({"host": me["host"]})
+    me = this_process()
+    assert is_alive(me)
+    assert is_alive(json.loads(json.dumps(me)))
+    assert not is_alive({**me, "start_ticks": me["start_ticks"] - 100})
+    assert not is_alive({"host": me["host"]})
+
+
+def test_a_step_of_the_clock_changes_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The boot time that /proc/stat gives follows the clock; psutil adds it to the start of a process."""
+    me = this_process()
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time + 1)
+    psutil.Process().create_time()
+    assert is_alive(me)
+    assert this_process() == me
 
 
 def test_a_dead_process_and_a_zombie_are_not_alive() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    process = {**rundir.this_process(), "pid": child.pid, "created": psutil.Process(child.pid).create_time()}
-    assert rundir.is_alive(process)
+    code = "import json; from orchestrator.records.process import this_process\n"
+    code += "print(json.dumps(this_process()), flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    process = json.loads(child.stdout.readline())
+    assert is_alive(process)
     child.kill()
     deadline = time.monotonic() + 10
     while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not rundir.is_alive(process)
+    assert not is_alive(process)
     child.wait(timeout=10)
-    assert not rundir.is_alive(process)
+    assert not is_alive(process)
+    child.stdin.close()
+    child.stdout.close()
+
+
+ELSEWHERE = {**this_process(), "host": "elsewhere", "boot_id": "another"}
 
 
 def test_a_driver_of_another_host_lives_as_long_as_it_renews_its_lease(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    elsewhere = {**rundir.this_process(), "host": "elsewhere"}
-    run.update_record(state="running", driver=elsewhere)
-    assert run.driver_if_running() == elsewhere
+    run.update_record(state="running", driver=ELSEWHERE)
+    assert run.driver_if_running() == ELSEWHERE
     long_ago = time.time() - rundir.LEASE_S - 1
     os.utime(run.record_file, (long_ago, long_ago))
     assert run.driver_if_running() is None
     run.lease_file.touch()
-    assert run.driver_if_running() == elsewhere
+    assert run.driver_if_running() == ELSEWHERE
     os.utime(run.lease_file, (long_ago, long_ago))
+    assert run.driver_if_running() is None
+    assert not list(tmp_path.glob(".probe*"))
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_a_lease_is_judged_by_the_clock_of_the_files(
+    ahead_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    run.update_record(state="running", driver=ELSEWHERE)
+    run.lease_file.touch()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + ahead_s)
+    assert run.driver_if_running() == ELSEWHERE
+    for path in (run.lease_file, run.record_file):
+        os.utime(path, (now - rundir.LEASE_S - 1,) * 2)
     assert run.driver_if_running() is None
 
 
+IS_RUNNING = """
+import sys
+from pathlib import Path
+from orchestrator.records.run_dir import RunDir
+print(RunDir(Path(sys.argv[1])).driver_if_running() is not None)
+"""
+
+
+def test_a_driver_in_another_container_of_this_host_lives_as_long_as_its_lease(tmp_path: Path) -> None:
+    """Containers may share the name of their host; a process id means nothing in another PID namespace."""
+    apart = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to a PID namespace")
+    run = RunDir(tmp_path)
+    run.update_record(state="running", driver=this_process())
+    asked = [*apart, sys.executable, "-c", IS_RUNNING, str(tmp_path)]
+
+    def running() -> str:
+        return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+    assert running() == "True"
+    long_ago = time.time() - rundir.LEASE_S - 1
+    os.utime(run.record_file, (long_ago, long_ago))
+    assert running() == "False"
+
+
 def test_a_driver_of_this_host_lives_as_its_process_does(tmp_path: Path) -> None:
-    run, me = RunDir(tmp_path), rundir.this_process()
+    run, me = RunDir(tmp_path), this_process()
     run.update_record(state="running", driver=me)
     long_ago = time.time() - rundir.LEASE_S - 1
     os.utime(run.record_file, (long_ago, long_ago))
     assert run.driver_if_running() == me
-    run.update_record(driver={**me, "created": 0.0})
+    run.update_record(driver={**me, "start_ticks": 0})
     assert run.driver_if_running() is None
     run.update_record(driver=me, state="finished")
     assert run.driver_if_running() is None
@@ -139,9 +200,44 @@ def test_a_driver_of_this_host_lives_as_its_process_does(tmp_path: Path) -> None
 
 def test_a_driver_that_was_replaced_gives_up(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.update_record(driver=rundir.this_process())
-    Lease(run).renew()
+    run.update_record(driver=this_process())
+    lease = Lease(run)
+    assert lease.renew()
+    lease.check()
     assert run.lease_file.exists()
-    run.update_record(driver={**rundir.this_process(), "host": "elsewhere", "pid": 7})
+    renewed = run.lease_file.stat().st_mtime_ns
+    run.update_record(driver={**ELSEWHERE, "pid": 7})
+    lease.renew()
     with pytest.raises(SupersededError, match="pid 7 on elsewhere"):
-        Lease(run).renew()
+        lease.check()
+    lease.admit("mine")
+    assert not run.fence_file.exists(), "the other driver's workers save now"
+    assert run.lease_file.stat().st_mtime_ns == renewed
+
+
+def test_a_lease_is_renewed_while_the_driver_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.records.lease.RENEW_EVERY_S", 0.01)
+    run = RunDir(tmp_path)
+    run.update_record(driver=this_process())
+    with Lease(run):
+        os.utime(run.lease_file, (1e6, 1e6))
+        deadline = time.monotonic() + 10
+        while run.lease_file.stat().st_mtime == 1e6:  # this thread does not take part
+            assert time.monotonic() < deadline
+
+
+def test_processes_that_change_the_record_wait_for_each_other(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    code = "import sys; from pathlib import Path; from orchestrator.records.run_dir import RunDir\n"
+    code += "for i in range(30): RunDir(Path(sys.argv[1])).update_record(**{f'{sys.argv[2]}-{i}': i})"
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), name]) for name in "ab"]
+    assert [writer.wait(timeout=30) for writer in writers] == [0, 0]
+    assert run.read_record() == {f"{name}-{i}": i for name in "ab" for i in range(30)}
+
+
+def test_a_record_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    (run.record_file / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"run\.json"):
+        rundir.write_json(run.record_file, {"state": "finished"})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json"]

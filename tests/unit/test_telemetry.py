@@ -39,7 +39,7 @@ class FakeGang:
         )
         self.answers: dict[int, Heartbeat] = {}
 
-    def heartbeats(self, *, with_system_metrics: bool, wait_s: float) -> dict[int, Heartbeat]:
+    def heartbeats(self, *, with_system_metrics: bool, wait_s: float, ranks: object = None) -> dict[int, Heartbeat]:
         return self.answers
 
 

@@ -19,6 +19,7 @@ from orchestrator.config.schema import JobSpec
 from orchestrator.driver.session import Candidate, check_all
 from orchestrator.job import Job, has_loss
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.process import this_process
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.training_step import joined, optimizers_of
@@ -84,7 +85,7 @@ def test_what_does(checked: Any, words: str) -> None:
 def test_a_resume_compares_the_optimizers(checked: Any, tmp_path: Path) -> None:
     job = ScheduledGAN()
     run = rundir.create(tmp_path, "gan")
-    run.update_record(name="gan", uid="first", state="failed", driver=rundir.this_process())
+    run.update_record(name="gan", uid="first", state="failed", driver=this_process())
     model = job.model()
     state = capture(model, joined(optimizers_of(job, model)), None, step=3, samples_consumed=192)
     save(run.checkpoints, state, run_uid="first")

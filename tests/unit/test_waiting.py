@@ -32,7 +32,7 @@ class Recorder:
 class FakeLease:
     superseded = False
 
-    def renew(self) -> None:
+    def check(self) -> None:
         if self.superseded:
             raise SupersededError
 

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Plan
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.lock import locked
+from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
+from orchestrator.state.checkpoint import CheckpointError, find_newest, list_checkpoints, read_manifest
 from orchestrator.state.joint import label_of
 from orchestrator.state.mismatch import mismatches
 from orchestrator.strategies.training_step import joined, optimizers_of
@@ -43,11 +45,12 @@ _SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|pr
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """The run to continue, and the checkpoint and step that it continues from."""
+    """The run to continue, and the checkpoint and step that it continues from. ``driver``: who drove it last."""
 
     run_dir: RunDir
     checkpoint: Path
     step: int
+    driver: Mapping[str, Any]
 
 
 def base_dir() -> Path:
@@ -104,30 +107,20 @@ def find_resume(
         return None
     output_dir = Path(config.output_dir)
     if config.resume == "auto":
-        run_dir = _newest_unfinished(output_dir, config.run_name, warnings)
+        run_dir = _unfinished_run(config, output_dir, warnings)
         if run_dir is None:
-            warnings.append(f"resume=auto: no unfinished run is named {config.run_name}; this is a new one")
             return None
     else:
         run_dir = _named_run(output_dir, config.resume)
     try:
-        driver = run_dir.driver_if_running()
+        _refuse_if_running(config, run_dir)
+        driver = run_dir.read_record().get("driver", {})
     except ValueError as e:
         raise ConfigError([f"resume={config.resume}: {e}"]) from e
-    if driver is not None:
-        raise ConfigError(
-            [
-                f"resume={config.resume}: {run_dir.path} is still running (pid {driver.get('pid')} on "
-                f"{driver.get('host')}); stop it first, or start another with resume=never"
-            ]
-        )
     damaged: list[CheckpointError] = []
     checkpoint = find_newest(run_dir.checkpoints, damaged.append)
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
     if checkpoint is None:
-        if config.resume == "auto" and not damaged:
-            warnings.append(f"resume=auto: {run_dir.path} has no checkpoint yet; this is a new run")
-            return None
         why = "; ".join(str(e) for e in damaged) or "it has no checkpoint"
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])
     manifest = read_manifest(checkpoint)
@@ -140,7 +133,7 @@ def find_resume(
         raise ConfigError(errors)
     if job is not None:
         warnings.extend(_changes(run_dir.read_record().get("params", {}), _params(_resolved(config, job, redactor))))
-    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step)
+    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver)
 
 
 def open_run(
@@ -155,6 +148,8 @@ def open_run(
 ) -> tuple[RunDir, str]:
     """Create or reopen the run directory and write its records.
 
+    Of several processes that resume a run at once, or start one of this name with ``resume=auto``, the first gets it.
+
     Args:
         config: with absolute paths.
         job: its fields are part of the recorded configuration.
@@ -168,41 +163,92 @@ def open_run(
         The run directory and the uid of the run.
 
     Raises:
-        ConfigError: the directory cannot be written.
+        ConfigError: the directory cannot be written; or another process has got the run, and nothing has been written.
     """
+    redactor = redactor or Redactor()
+    resolved = _resolved(config, job, redactor)
+    tracking = resolved["tracking"]
+    record = {
+        "name": plan.run_name,
+        "state": "running",
+        "driver": this_process(),
+        "command": command,
+        "strategy": plan.strategy,
+        "job": plan.job,
+        "plan": {**dataclasses.asdict(plan), "world_size": plan.world_size},
+        "params": _params(resolved),
+        "tags": _tags(plan),
+        "tracking": {k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
+        "sweep": sweep,
+    }
+    output_dir = Path(config.output_dir)
     try:
-        run_dir = resume.run_dir if resume else rundir.create(Path(config.output_dir), plan.run_name)
-        uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
-        redactor = redactor or Redactor()
-        resolved = _resolved(config, job, redactor)
-        run_dir.config_file.write_text(to_yaml(resolved))
-        tracking = resolved["tracking"]
-        record = {
-            "name": plan.run_name,
-            "uid": uid,
-            "state": "running",
-            "driver": rundir.this_process(),
-            "started": time.time(),
-            "command": command,
-            "strategy": plan.strategy,
-            "job": plan.job,
-            "plan": {**dataclasses.asdict(plan), "world_size": plan.world_size},
-            "params": _params(resolved),
-            "tags": _tags(plan),
-            "tracking": {k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
-            "sweep": sweep,
-        }
-        run_dir.update_record(**redactor.data(record))
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with locked(output_dir / ".lock"):
+            _refuse_if_taken(config, resume)
+            run_dir = resume.run_dir if resume else rundir.create(output_dir, plan.run_name)
+            run_dir.reserve_space()
+            run_dir.config_file.write_text(to_yaml(resolved))
+            uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
+            run_dir.update_record(**redactor.data({**record, "uid": uid, "started": time.time()}))
     except OSError as e:
         raise ConfigError([_unwritable(config, e)]) from e
     return run_dir, uid
+
+
+def _refuse_if_taken(config: Config, resume: Resume | None) -> None:
+    """Refuse the run if another process has got it since :func:`find_resume`."""
+    if resume is not None:
+        _refuse_if_running(config, resume.run_dir)
+        if resume.run_dir.read_record().get("driver", {}) != resume.driver:
+            raise ConfigError(
+                [
+                    f"resume={config.resume}: another process has continued {resume.run_dir.path} meanwhile; start "
+                    "again to continue from its last checkpoint"
+                ]
+            )
+    elif config.resume == "auto":
+        for run_dir in _unfinished_runs(Path(config.output_dir), config.run_name, warnings=[]):
+            _refuse_if_running(config, run_dir)
+
+
+def _refuse_if_running(config: Config, run_dir: RunDir) -> None:
+    driver = run_dir.driver_if_running()
+    if driver is not None:
+        raise ConfigError(
+            [
+                f"resume={config.resume}: {run_dir.path} is still running (pid {driver.get('pid')} on "
+                f"{driver.get('host')}); stop it first, or start another with resume=never"
+            ]
+        )
 
 
 def _unwritable(config: Config, error: OSError) -> str:
     return f"output_dir={config.output_dir}: cannot be written ({error.strerror or error}); choose another"
 
 
-def _newest_unfinished(output_dir: Path, name: str, warnings: list[str]) -> RunDir | None:
+def _unfinished_run(config: Config, output_dir: Path, warnings: list[str]) -> RunDir | None:
+    """Return the newest unfinished run of this name that has a checkpoint, None to start a new run.
+
+    Raises:
+        ConfigError: that run, or a newer one, is still running.
+    """
+    without: list[str] = []
+    for run_dir in _unfinished_runs(output_dir, config.run_name, warnings):
+        _refuse_if_running(config, run_dir)
+        if list_checkpoints(run_dir.checkpoints):
+            warnings.extend(f"resume=auto: {path} has no checkpoint; an older run is continued" for path in without)
+            return run_dir
+        without.append(str(run_dir.path))
+    if without:
+        warnings.append(f"resume=auto: {without[0]} has no checkpoint yet; this is a new run")
+    else:
+        warnings.append(f"resume=auto: no unfinished run is named {config.run_name}; this is a new one")
+    return None
+
+
+def _unfinished_runs(output_dir: Path, name: str, warnings: list[str]) -> Iterator[RunDir]:
+    """Yield the unfinished runs of this name, the newest first."""
     for run_dir in rundir.all_runs(output_dir):
         try:
             record = run_dir.read_record()
@@ -210,19 +256,23 @@ def _newest_unfinished(output_dir: Path, name: str, warnings: list[str]) -> RunD
             warnings.append(f"run skipped: {e}")
             continue
         if record.get("name") == name and record.get("state") != "finished":
-            return run_dir
-    return None
+            yield run_dir
 
 
 def _named_run(output_dir: Path, text: str) -> RunDir:
-    for path in (Path(text).expanduser(), output_dir / text):
+    places = (Path(text).expanduser().absolute(), output_dir / text)
+    for path in places:
         if (path / "run.json").is_file():
             return RunDir(path.resolve())
     names = {f"{r.path.parent.name}/{r.path.name}": r for r in rundir.all_runs(output_dir)}
     matches = [r for name, r in names.items() if r.path.name == text]
     if len(matches) == 1:
         return matches[0]
-    raise ConfigError([f"resume={text}: no run directory there; {did_you_mean(text, list(names)[:8])}"])
+    looked = " or ".join(dict.fromkeys(str(path / "run.json") for path in places))
+    known = did_you_mean(text, list(names)[:8]) if names else f"there are no runs below {output_dir} (output_dir)"
+    if len(matches) > 1:
+        known = f"several runs have this name: {', '.join(name for name, run in names.items() if run in matches)}"
+    raise ConfigError([f"resume={text}: no run directory there; {known} (looked for {looked})"])
 
 
 def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,77 @@
+"""Which process drives a run, in terms that neither a clock step nor another container can confuse."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_START_TICKS = 19
+"""The index of ``starttime`` among the fields of ``/proc/<pid>/stat`` after the name of the program."""
+
+
+def this_process() -> dict[str, Any]:
+    """Return what identifies this process, as JSON values.
+
+    A process id means something only within one PID namespace of one boot of one machine. The start time is in clock
+    ticks since that boot: in seconds since the epoch, it would change whenever the clock is set.
+    """
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "start_ticks": _start_ticks("self"),
+        **_surroundings(),
+    }
+
+
+def is_visible(process: Mapping[str, Any]) -> bool:
+    """Return whether :func:`is_alive` can find ``process``: it belongs to this boot and this PID namespace."""
+    here = _surroundings()
+    if None in here.values():
+        here["host"] = socket.gethostname()  # the best there is
+    return all(process.get(key) == value for key, value in here.items())
+
+
+def is_alive(process: Mapping[str, Any]) -> bool:
+    """Return whether a process, described by :func:`this_process`, is visible from here and lives."""
+    if not is_visible(process):
+        return False
+    try:
+        state, *fields = _stat(process["pid"])
+        return int(fields[_START_TICKS - 1]) == process["start_ticks"] and state not in "ZX"
+    except (OSError, KeyError, ValueError, IndexError):
+        return False
+
+
+def process_started_at() -> float:
+    """Return when this process was created, in seconds since the epoch, accurate to 10 ms.
+
+    psutil's ``create_time`` is up to a second off, because it adds to a boot time in whole seconds.
+    """
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - _start_ticks("self") / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def _surroundings() -> dict[str, Any]:
+    """What a process id refers to; None for what this system does not tell."""
+    try:
+        boot: str | None = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = None
+    try:
+        namespace: int | None = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        namespace = None
+    return {"boot_id": boot, "pid_namespace": namespace}
+
+
+def _start_ticks(pid: int | str) -> int:
+    return int(_stat(pid)[_START_TICKS])
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields of ``/proc/<pid>/stat`` after the name of the program, which may contain spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

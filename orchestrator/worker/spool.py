@@ -1,0 +1,90 @@
+"""The points that a worker has not handed over yet, on disk, where they outlive its process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from orchestrator.protocol.messages import EvalPoint, TrainPoint
+
+_PACKAGES = ("orchestrator.protocol.", "orchestrator.timeline.")
+"""The packages of the classes that points consist of. No other class is unpickled."""
+
+
+class Spool:
+    """Two files that are written in turn, so that no moment has neither the last points nor those before them.
+
+    Args:
+        path: the files are ``<path>.0`` and ``<path>.1``.
+
+    Raises:
+        OSError: they cannot be created. Later errors are not raised: the points are handed over all the same unless
+            the process dies.
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(exist_ok=True)
+        self._current, self._other = (file.open("ab", buffering=0) for file in _files(path))
+        for file in (self._current, self._other):
+            file.truncate(0)
+            file.seek(0)
+
+    def append(self, number: int, point: TrainPoint | EvalPoint) -> None:
+        """Add a point; ``number`` counts the points of this process."""
+        with contextlib.suppress(OSError):
+            self._current.write(pickle.dumps((number, point)))
+
+    def turn(self) -> None:
+        """Drop what was added before the last call of this method; to be called whenever the points are handed over.
+
+        The driver asks for more only after it has received what it was given before.
+        """
+        with contextlib.suppress(OSError):
+            if self._other.tell() > 0:
+                self._other.truncate(0)
+                self._other.seek(0)
+            self._current, self._other = self._other, self._current
+
+
+def read_spool(path: Path) -> Iterator[tuple[int, TrainPoint | EvalPoint]]:
+    """Yield the numbers and points that a process has left in its :class:`Spool`, in order.
+
+    There are none if the files cannot be read. A point that is cut off, and what follows it, is left out.
+    """
+    found = dict(itertools.chain.from_iterable(_read(file) for file in _files(path)))
+    yield from sorted(found.items())
+
+
+def remove_spool(path: Path) -> None:
+    """Delete the files of a process that has ended."""
+    with contextlib.suppress(OSError):
+        for file in _files(path):
+            file.unlink(missing_ok=True)
+
+
+def _files(path: Path) -> tuple[Path, Path]:
+    return path.with_name(f"{path.name}.0"), path.with_name(f"{path.name}.1")
+
+
+def _read(path: Path) -> Iterator[tuple[int, TrainPoint | EvalPoint]]:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        while True:
+            try:
+                number, point = _PointUnpickler(file).load()
+            except (EOFError, pickle.UnpicklingError, ValueError, TypeError, AttributeError):
+                return
+            yield number, point
+
+
+class _PointUnpickler(pickle.Unpickler):
+    """Others may write to the run directory: create nothing but points."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module.startswith(_PACKAGES) else None
+        if not isinstance(found, type):
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a point")
+        return found

@@ -1,0 +1,87 @@
+"""The points of a process that dies before it has handed them over."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestrator.protocol.core_metrics import LOSS
+from orchestrator.protocol.messages import EvalPoint, TrainPoint
+from orchestrator.timeline.spans import Span
+from orchestrator.worker.control import Outbox
+from orchestrator.worker.spool import Spool, read_spool, remove_spool
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from test_spool import Outbox, Spool, point
+outbox = Outbox()
+outbox.keep_in(Spool(Path(sys.argv[1])))
+for step in range(1, 6):
+    outbox.put_point(point(step))
+    if step in (2, 3):
+        outbox.collect({})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def point(step: int) -> TrainPoint:
+    return TrainPoint(
+        step=step,
+        time=1.5,
+        loss_sum=0.25,
+        weight=8.0,
+        step_ms=(1.0, 2.0),
+        data_wait_ms=0.0,
+        comm_share=None,
+        spans=(Span(kind="F", stage=0, microbatch=1, start=0.0, end=1.0),),
+        metrics={LOSS.name: LOSS.of(0.1)},
+    )
+
+
+def test_what_a_killed_process_had_not_handed_over_is_read(tmp_path: Path) -> None:
+    """The answer with point 3 may have been under way. Points 1 and 2 were received: it was asked for more."""
+    path = tmp_path / "spools" / "node-7"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    died = subprocess.run([sys.executable, "-c", DYING, str(path)], env=environment, timeout=60, check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert list(read_spool(path)) == [(number, point(number + 1)) for number in (2, 3, 4)]
+    remove_spool(path)
+    assert list(path.parent.iterdir()) == []
+    assert list(read_spool(path)) == []
+
+
+def test_heartbeats_number_the_points(tmp_path: Path) -> None:
+    outbox = Outbox()
+    outbox.keep_in(Spool(tmp_path / "node-7"))
+    points = [point(1), EvalPoint(step=1, time=1.0, loss_sum=1.0, weight=1.0, sums={}), point(2)]
+    outbox.put_point(points[0])
+    first = outbox.collect({})
+    outbox.put_point(points[1])
+    outbox.put_point(points[2])
+    second = outbox.collect({})
+    assert (first.first_point, second.first_point) == (0, 1)
+    both = second.after(first)
+    assert (both.first_point, both.points) == (0, tuple(points))
+
+
+def test_nothing_but_points_is_read(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    path = tmp_path / "node-7"
+    spool = Spool(path)
+    spool.append(0, point(1))
+    with path.with_name("node-7.0").open("ab") as file:
+        file.write(pickle.dumps((1, Harmful())))
+    spool.append(2, point(2))
+    assert list(read_spool(path)) == [(0, point(1))]
+    assert not (tmp_path / "harm").exists()
+    with path.with_name("node-7.1").open("ab") as file:
+        file.write(pickle.dumps((3, point(4)))[:-5])
+    assert list(read_spool(path)) == [(0, point(1))], "the last point is cut off"
