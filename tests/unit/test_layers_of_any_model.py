@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from helpers.stage_toys import Chain
+from orchestrator.model.precision import FLOAT32
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import sequence_of
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 
 CPU = torch.device("cpu")
 
@@ -48,6 +50,28 @@ class Wrapper(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         out: Tensor = self.model(batch["x"] + batch["y"])
         return out
+
+
+class Borrowing(nn.Module):
+    """Its last layer is called with what a part of the first one makes, as in the DiT of diffusers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(10, 10), nn.Tanh())
+        self.second, self.head = nn.Linear(10, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x))
+        out: Tensor = self.head(hidden + self.first[0](x))
+        return out
+
+
+def test_layers_that_share_a_module_are_measured() -> None:
+    inputs, target = torch.randn(4, 10), torch.arange(4)
+    builder = StageBuilder.outline(
+        Chain(build=Borrowing), inputs, target, split=(), num_stages=2, device=CPU, seed=3, precision=FLOAT32
+    )
+    assert len(builder.sequence.names) == len(builder.measure_costs(precision=FLOAT32)) == 3
 
 
 def depends_on_values(x: Tensor) -> Tensor:
