@@ -72,9 +72,9 @@ class Job(abc.ABC):
         """Build the model on the CPU, with its weights initialised.
 
         Every worker calls this with the same seed of torch's generators. For a pipeline, return an ``nn.Sequential`` of
-        named layers, which can be cut between any two; other models have to be traceable by
-        ``torch.distributed.pipelining``. A worker then builds only its own stages: it calls this method with fake
-        tensors, which have no values, and needs memory for the whole model only if the method reads values.
+        named layers, which can be cut between any two; any other model is cut at its submodules. A worker then builds
+        only its own stages: it calls this method with fake tensors, which have no values, and needs memory for the
+        whole model only if the method reads values.
 
         Each module trains in the mode, train or eval, that it has here; evaluation does not change it. So
         ``model.norm.eval()`` freezes a BatchNorm. A model that is wholly in eval mode, as ``from_pretrained`` returns

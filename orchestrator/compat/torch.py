@@ -10,6 +10,7 @@ concerns; ``tests/unit/test_compat_torch.py`` fails with the name of whatever a 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,6 +65,7 @@ __all__ = [
     "unset_fake_temporarily",
     "version_of",
     "waits_for_weight_gradients",
+    "without_fake_tensor_logs",
 ]
 
 _NEVER = 2**30
@@ -119,6 +121,17 @@ def setting_fake_data() -> Iterator[None]:
         yield
     finally:
         torch.utils.swap_tensors = swap
+
+
+@contextlib.contextmanager
+def without_fake_tensor_logs() -> Iterator[None]:
+    """Let operators that fail with fake tensors fail without a log: torch logs a traceback for each."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 # Modules. The dicts are the module's own: a change to them changes the module.

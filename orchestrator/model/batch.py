@@ -140,7 +140,8 @@ def join(outputs: Sequence[Any], device: torch.device) -> Any:
 
     Returns:
         A tree like the first output. Tensors are concatenated, and scalar tensors stacked. Other values that are equal
-        in all outputs are kept. Those that are not, such as caches, become a :class:`NotJoined`.
+        in all outputs are kept. Those that are not, such as caches, become a :class:`NotJoined`, and so do tensors
+        whose shapes differ in more than the number of samples, such as similarities of all samples to each other.
 
     Raises:
         ValueError: the outputs differ in structure.
@@ -149,6 +150,8 @@ def join(outputs: Sequence[Any], device: torch.device) -> Any:
     def at(*leaves: Any) -> Any:
         first = leaves[0]
         if isinstance(first, Tensor):
+            if len({(leaf.ndim, leaf.shape[1:]) for leaf in leaves}) > 1:
+                return NotJoined("tensor of shape " + " or ".join(str(list(leaf.shape)) for leaf in leaves))
             moved = [leaf.to(device) for leaf in leaves]
             return torch.stack(moved) if first.ndim == 0 else torch.cat(moved)
         if all(leaf is first for leaf in leaves):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,11 +15,23 @@ from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel
 
 
-def first_modules(whole: FakeModel, inputs: Any, split: Sequence[str]) -> tuple[list[str], pytree.TreeSpec]:
-    """Find the modules that begin a piece, in the order of their calls, and the structure of the model's output.
+def first_modules(
+    whole: FakeModel, inputs: Any, split: Sequence[str], *, largest_share: float | None = None
+) -> list[str]:
+    """Find the modules that begin a piece, in the order of their calls.
 
     These are the outermost modules and those that ``split`` names. Only a module that a forward pass calls exactly once
     can begin a piece.
+
+    Args:
+        whole: the model.
+        inputs: a batch for the model, of real tensors.
+        split: the names of further modules.
+        largest_share: the share of the model's parameters, 0 to 1, above which the modules inside of a module begin
+            pieces too; None for no limit.
+
+    Raises:
+        ValueError: a module in ``split`` cannot begin a piece.
     """
     calls: list[str] = []
     with whole.mode, fake_calls(whole) as real_calls:
@@ -31,9 +43,9 @@ def first_modules(whole: FakeModel, inputs: Any, split: Sequence[str]) -> tuple[
         hooks = [
             module.register_forward_pre_hook(lambda *_, name=name: note(name))
             for name, module in whole.model.named_modules()
-            if name and not isinstance(module, nn.Identity)  # which a traced graph does not show
+            if name
         ]
-        out = whole.model(pytree.tree_map_only(Tensor, whole.fake_like, inputs))
+        whole.model(pytree.tree_map_only(Tensor, whole.fake_like, inputs))
     for hook in hooks:
         hook.remove()
     num_calls = Counter(calls)
@@ -47,16 +59,33 @@ def first_modules(whole: FakeModel, inputs: Any, split: Sequence[str]) -> tuple[
             )
         if name not in num_calls:
             raise ValueError(f"{setting}: {name}: no such layer; {did_you_mean(name, once)}")
-    called = set(calls)
-
-    def is_outermost(name: str) -> bool:
-        parts = name.split(".")
-        return not any(".".join(parts[:depth]) in called for depth in range(1, len(parts)))
-
-    chosen = [name for name in once if is_outermost(name) or name in split]
+    if largest_share is not None:
+        split = [*split, *_inside_of_large(whole.model, num_calls, once, largest_share)]
+    chosen = [name for name in once if _caller(name, num_calls) == "" or name in split]
     # A module and its first child begin at the same point. If split names the child, leave out the module.
     next_call = dict(itertools.pairwise(calls))
-    first = [
+    return [
         name for name in chosen if not (next_call.get(name, "").startswith(f"{name}.") and next_call[name] in split)
     ]
-    return first, pytree.tree_structure(out)
+
+
+def _inside_of_large(model: nn.Module, calls: Collection[str], once: Sequence[str], largest_share: float) -> list[str]:
+    """Return the modules that are called by modules with more than ``largest_share`` of the parameters."""
+    total = sum(p.numel() for p in model.parameters())
+    large = {n for n in once if sum(p.numel() for p in model.get_submodule(n).parameters()) > largest_share * total}
+    inside = [
+        name for name in once if _caller(name, calls) and all(caller in large for caller in _callers(name, calls))
+    ]
+    return [name for name in inside if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def _caller(name: str, calls: Collection[str]) -> str:
+    """Return the innermost module that is called and holds the module ``name``; empty for the model itself."""
+    return next(_callers(name, calls), "")
+
+
+def _callers(name: str, calls: Collection[str]) -> Iterator[str]:
+    """Yield the modules that are called and hold the module ``name``, from the innermost one."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
+    yield from (prefix for prefix in prefixes if prefix in calls)

@@ -13,7 +13,7 @@ from orchestrator.compat.torch import FakeTensor, pytree, version_of
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.tensor_slots import random_like, tensor_slots
+from orchestrator.model.tensor_slots import filled, random_like
 
 MEASURED_RUNS = 3
 MEASURED_S = 1.0
@@ -56,7 +56,7 @@ def costs(
     """Measure the forward and backward time of each layer in milliseconds; the last one includes the loss.
 
     One layer at a time gets memory, filled with small random numbers. Layers that differ only in the values of their
-    parameters are measured once. Leaves the modules of ``sequence`` on the meta device.
+    parameters are measured once. A layer that replaces its buffers leaves real ones in ``sequence``.
 
     Args:
         sequence: the layers, of fake tensors.
@@ -73,12 +73,8 @@ def costs(
         kind = (repr(layer), is_last, *((t.shape, t.dtype) for t in tensors if isinstance(t, Tensor)))
         if kind not in known:
             value = inputs if index == 0 else pytree.tree_map_only(FakeTensor, random_like, values[index])
-            slots = list(tensor_slots(layer))
-            memory = {id(slot.tensor): random_like(slot.tensor) for slot in slots}
-            for slot in slots:
-                slot.fill(memory)
-            known[kind] = _cost(layer, value, precision, loss if is_last else _sum)
-            layer.to("meta")
+            with filled(layer, random_like):
+                known[kind] = _cost(layer, value, precision, loss if is_last else _sum)
         measured.append(known[kind])
     return measured
 

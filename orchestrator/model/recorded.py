@@ -15,8 +15,8 @@ from orchestrator.compat.torch import pytree
 from orchestrator.model.calls import first_modules
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.partial_init import FakeModel, build_fake, build_part
-from orchestrator.model.sequence import LayerSequence
+from orchestrator.model.partial_init import FakeModel, build_fake
+from orchestrator.model.sequence import LayerSequence, saved_tensors
 from orchestrator.model.tape import Held, Slot, Step, Tape, TapeError, play, record, restore
 from orchestrator.model.tensor_slots import tensor_slots
 
@@ -48,7 +48,13 @@ class RecordedLayers(LayerSequence):
     runs_modules_as_they_are = False
 
     def __init__(
-        self, build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str]
+        self,
+        build: Callable[[], nn.Module],
+        inputs: Any,
+        device: torch.device,
+        *,
+        split: Sequence[str],
+        largest_share: float | None = None,
     ) -> None:
         """
         Args:
@@ -56,6 +62,7 @@ class RecordedLayers(LayerSequence):
             inputs: a real micro-batch on ``device``.
             device: the device on which the model will run.
             split: the names of layers at which stages are to begin.
+            largest_share: see :func:`~orchestrator.model.calls.first_modules`.
 
         Raises:
             TapeError: the forward pass cannot be recorded.
@@ -66,7 +73,8 @@ class RecordedLayers(LayerSequence):
                 f"the model takes {' and '.join(sorted(other))}; only tensors can be cut into micro-batches"
             )
         whole = build_fake(build, device)
-        names, tapes = _record_both(whole, inputs, split)
+        names = first_modules(whole, inputs, split, largest_share=largest_share)
+        tapes = {training: _record(whole, inputs, names, training=training) for training in (True, False)}
         cut_tapes = {training: _cut(tape, names) for training, tape in tapes.items()}
         flows = {training: _flow(pieces, tapes[training]) for training, pieces in cut_tapes.items()}
         if flows[True].keys() != flows[False].keys():
@@ -96,24 +104,28 @@ class RecordedLayers(LayerSequence):
             )
             for index in range(len(names))
         ]
+        saved = saved_tensors(whole.model)
+        used = {id(tensor) for piece in pieces for tensor in piece.named_tensors().values()}
+        slots = {slot.name for slot in tensor_slots(whole.model)}
+        self.unused = frozenset(name for name, t in saved.items() if id(t) not in used and name in slots)
+        pieces[0] = pieces[0].of(whole.model, unused=sorted(self.unused))
         super().__init__(whole, names, pieces)
-        self._persistent = set(whole.model.state_dict())
+        self._pieces = pieces
+        self._persistent = saved.keys()
 
-    def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
+    def _tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
         assert isinstance(module, TapePiece)
         return {name: tensor for name, tensor in module.named_tensors().items() if name in self._persistent}
 
-    def build_layers(
-        self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
-    ) -> dict[int, nn.Module]:
-        pieces = {index: self.modules[index] for index in indices}
-        wanted = {name for piece in pieces.values() if isinstance(piece, TapePiece) for name in piece.slot_names()}
-        model = build_part(build, wanted.__contains__, seed=seed)
-        built: dict[int, nn.Module] = {}
-        for index, piece in pieces.items():
-            assert isinstance(piece, TapePiece)
-            built[index] = piece.of(model)
-        return built
+    @property
+    def leaves(self) -> frozenset[str]:
+        return frozenset(name for piece in self._pieces for name in piece.call_names)
+
+    def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
+        return {index: self._pieces[index].of(model) for index in indices}
+
+    def _uses(self, indices: Collection[int]) -> Callable[[str], bool]:
+        return {name for index in indices for name in self._pieces[index].slot_names()}.__contains__
 
 
 class TapePiece(nn.Module):
@@ -121,6 +133,9 @@ class TapePiece(nn.Module):
 
     It takes and returns one tensor or a tuple of tensors: those that it or a later piece needs. The first piece takes
     the model's input, and the last one returns the model's output.
+
+    Attributes:
+        call_names: the names of the modules that it calls as they are.
     """
 
     def __init__(
@@ -132,6 +147,7 @@ class TapePiece(nn.Module):
         first: bool,
         last: bool,
         model: nn.Module,
+        unused: Sequence[str] = (),
     ):
         """
         Args:
@@ -141,11 +157,12 @@ class TapePiece(nn.Module):
             first: whether it is called with the model's input.
             last: whether it returns the model's output.
             model: the model that holds the modules and tensors that the steps use.
+            unused: the names of further tensors to hold.
         """
         super().__init__()
         self._excerpts, self._takes, self._gives, self._first, self._last = dict(excerpts), takes, gives, first, last
         steps = [step for excerpt in self._excerpts.values() for step in excerpt.steps]
-        self._names = list(dict.fromkeys(step.target for step in steps if isinstance(step.target, str)))
+        self.call_names = list(dict.fromkeys(step.target for step in steps if isinstance(step.target, str)))
         self._held_names = list(dict.fromkeys(name for step in steps for name in step.held()))
         self._held_names += [
             leaf.name
@@ -153,8 +170,10 @@ class TapePiece(nn.Module):
             for leaf in pytree.tree_leaves(excerpt.output)
             if isinstance(leaf, Held) and leaf.name not in self._held_names
         ]
+        self._unused = unused
+        self._held_names += unused
         # Under plain names, because the model's own may be those of methods; in lists, because a dot is not allowed.
-        self.calls = nn.ModuleList([model.get_submodule(name) for name in self._names])
+        self.calls = nn.ModuleList([model.get_submodule(name) for name in self.call_names])
         held = {slot.name: slot.tensor for slot in tensor_slots(model) if slot.name in self._held_names}
         for number, name in enumerate(self._held_names):
             tensor = held[name]
@@ -169,7 +188,7 @@ class TapePiece(nn.Module):
         keys = [(-1, number) for number in range(len(tensors))] if self._first else self._takes
         values = {excerpt.slots[key]: tensor for key, tensor in zip(keys, tensors, strict=True) if key in excerpt.slots}
         held = {name: getattr(self, f"held_{number}") for number, name in enumerate(self._held_names)}
-        play(excerpt.steps, values, dict(zip(self._names, self.calls, strict=True)), held)
+        play(excerpt.steps, values, dict(zip(self.call_names, self.calls, strict=True)), held)
         if self._last:
             return restore(excerpt.output, values, held)
         # A stage must return tensors of its own, so values that pass through are cloned.
@@ -182,7 +201,7 @@ class TapePiece(nn.Module):
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of the modules that it calls, by the model's own names."""
         tensors: dict[str, Tensor] = {}
-        for name, module in zip(self._names, self.calls, strict=True):
+        for name, module in zip(self.call_names, self.calls, strict=True):
             tensors |= module.state_dict(prefix=f"{name}.", keep_vars=True)
         return tensors | {name: getattr(self, f"held_{number}") for number, name in enumerate(self._held_names)}
 
@@ -190,28 +209,28 @@ class TapePiece(nn.Module):
         """Return the names of all tensors that its modules hold or that it uses directly."""
         names = {
             f"{name}.{slot.name}"
-            for name, module in zip(self._names, self.calls, strict=True)
+            for name, module in zip(self.call_names, self.calls, strict=True)
             for slot in tensor_slots(module)
         }
         return names | set(self._held_names)
 
-    def of(self, model: nn.Module) -> TapePiece:
-        """Return the same piece of another instance of the model."""
+    def of(self, model: nn.Module, *, unused: Sequence[str] | None = None) -> TapePiece:
+        """Return the same piece of another instance of the model, or one with other ``unused`` tensors."""
         return TapePiece(
-            self._excerpts, takes=self._takes, gives=self._gives, first=self._first, last=self._last, model=model
+            self._excerpts,
+            takes=self._takes,
+            gives=self._gives,
+            first=self._first,
+            last=self._last,
+            model=model,
+            unused=self._unused if unused is None else unused,
         )
-
-
-def _record_both(whole: FakeModel, inputs: Any, split: Sequence[str]) -> tuple[list[str], dict[bool, Tape]]:
-    """Return the names of the modules at which pieces begin, and the tapes of training (True) and evaluation."""
-    names, _ = first_modules(whole, inputs, split)
-    return names, {training: _record(whole, inputs, names, training=training) for training in (True, False)}
 
 
 def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bool) -> Tape:
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     mode = contextlib.nullcontext() if training else evaluation_mode(whole.model)
-    with mode, whole.mode, fake_calls(whole):
+    with mode, whole.mode, fake_calls(whole, opened=[whole.model, *map(whole.model.get_submodule, parents)]):
         fakes = pytree.tree_map_only(Tensor, whole.fake_like, inputs)
         return record(whole.model, fakes, opened=parents)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -28,7 +29,11 @@ class LayerSequence(abc.ABC):
         whole: the model as the job builds it, of fake tensors.
         names: the name of each layer.
         modules: each layer.
+        unused: the names of the parameters and persistent buffers that no layer uses. The first layer holds them, so
+            that they are in every checkpoint.
     """
+
+    unused: frozenset[str] = frozenset()
 
     runs_modules_as_they_are = True
     """Whether the layers are the model's own modules in their order, so that they train as the whole model does."""
@@ -50,16 +55,50 @@ class LayerSequence(abc.ABC):
             for name, module in zip(self.names, self.modules, strict=True)
         ]
 
-    @abc.abstractmethod
     def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters and persistent buffers of a layer by the model's own names.
+
+        A layer that holds a shared tensor also has the names of it that no layer has, such as that of a table that is
+        only ever used under other names.
 
         Args:
             index: the index of the layer.
             module: the layer, either of fake tensors or as :meth:`build_layers` returns it.
         """
+        tensors = self._tensors_of(index, module)
+        return {**tensors, **{alias: tensors[name] for alias, name in self._aliases[index].items()}}
+
+    @cached_property
+    def saved_names(self) -> tuple[str, ...]:
+        """The names in the model's ``state_dict()``, in order."""
+        return tuple(self.whole.model.state_dict())
+
+    @cached_property
+    def _aliases(self) -> list[dict[str, str]]:
+        """For each layer, the names that no layer has of tensors that it holds, and its own names of these tensors."""
+        own = [self._tensors_of(index, module) for index, module in enumerate(self.modules)]
+        known = set().union(*own)
+        nameless = {name: id(t) for name, t in saved_tensors(self.whole.model).items() if name not in known}
+        names = [{id(tensor): name for name, tensor in tensors.items()} for tensors in own]
+        return [{alias: held[key] for alias, key in nameless.items() if key in held} for held in names]
 
     @abc.abstractmethod
+    def _tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
+        """Return the parameters and persistent buffers of a layer by the names under which it uses them."""
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """The names of the outermost modules of the model that the layers call as they are."""
+        return frozenset(self.names)
+
+    @abc.abstractmethod
+    def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
+        """Return some of the layers, by index, of an instance of the model."""
+
+    @abc.abstractmethod
+    def _uses(self, indices: Collection[int]) -> Callable[[str], bool]:
+        """Return whether any of these layers uses the tensor of a given name."""
+
     def build_layers(
         self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
     ) -> dict[int, nn.Module]:
@@ -73,6 +112,13 @@ class LayerSequence(abc.ABC):
         Returns:
             The layers by index.
         """
+        return self.of(build_part(build, self._uses(indices), seed=seed), indices)
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in the ``state_dict()`` of a model, themselves and not copies."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 class SequentialLayers(LayerSequence):
@@ -82,16 +128,16 @@ class SequentialLayers(LayerSequence):
         children = {name: child for name, child in own_children(whole.model).items() if child is not None}
         super().__init__(whole, list(children), list(children.values()))
 
-    def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
+    def _tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
         state: dict[str, Tensor] = module.state_dict(prefix=f"{self.names[index]}.", keep_vars=True)
         return state
 
-    def build_layers(
-        self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
-    ) -> dict[int, nn.Module]:
-        own = {self.names[index] for index in indices}
-        model = build_part(build, lambda name: name.partition(".")[0] in own, seed=seed)
+    def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
         return {index: model.get_submodule(self.names[index]) for index in indices}
+
+    def _uses(self, indices: Collection[int]) -> Callable[[str], bool]:
+        own = {self.names[index] for index in indices}
+        return lambda name: name.partition(".")[0] in own
 
 
 class HandCutLayers(LayerSequence):
@@ -106,7 +152,8 @@ class HandCutLayers(LayerSequence):
             job: returns the layers of the model.
 
         Raises:
-            ValueError: a layer holds a parameter or buffer that the model does not hold.
+            ValueError: a layer holds a parameter or buffer that the model does not hold, or no layer holds one that
+                the model does.
         """
         modules = _layers_of(whole.model, job)
         known = {id(module): name for name, module in whole.model.named_modules()}
@@ -120,17 +167,33 @@ class HandCutLayers(LayerSequence):
             if unknown := [slot.name for slot in slots if id(slot.tensor) not in own]:
                 raise ValueError(f"Job.stages: {name} holds {unknown[0]}, which is not a tensor of the model")
             self._model_names.append({slot.name: own[id(slot.tensor)] for slot in slots})
+        held = {name for names in self._model_names for name in names.values()}
+        if missing := [name for name, t in saved_tensors(whole.model).items() if own.get(id(t), name) not in held]:
+            raise ValueError(
+                f"Job.stages: none of its modules holds {missing[0]}; add the module that does to the list"
+            )
 
-    def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
+    def _tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
         names = self._model_names[index]
         return {names[name]: tensor for name, tensor in module.state_dict(keep_vars=True).items()}
 
-    def build_layers(
-        self, build: Callable[[], nn.Module], indices: Collection[int], *, seed: int
-    ) -> dict[int, nn.Module]:
-        wanted = {name for index in indices for name in self._model_names[index].values()}
-        modules = _layers_of(build_part(build, wanted.__contains__, seed=seed), self._job)
+    @property
+    def leaves(self) -> frozenset[str]:
+        names = {module: name for name, module in self.whole.model.named_modules()}
+
+        def outermost(module: nn.Module) -> set[str]:
+            if module in names:
+                return {names[module]}
+            return set().union(*map(outermost, module.children()))
+
+        return frozenset(set().union(*map(outermost, self.modules)))
+
+    def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
+        modules = _layers_of(model, self._job)
         return {index: modules[index] for index in indices}
+
+    def _uses(self, indices: Collection[int]) -> Callable[[str], bool]:
+        return {name for index in indices for name in self._model_names[index].values()}.__contains__
 
 
 def _layers_of(model: nn.Module, job: CutsByHand) -> list[nn.Module]:

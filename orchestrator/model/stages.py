@@ -60,18 +60,25 @@ class Shared:
 
 
 def sequence_of(
-    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str], job: CutsByHand
+    build: Callable[[], nn.Module],
+    inputs: Any,
+    device: torch.device,
+    *,
+    split: Sequence[str],
+    num_stages: int,
+    job: CutsByHand,
 ) -> LayerSequence:
     """Divide a model into layers, with fake tensors.
 
     ``Job.stages`` decides, if the job defines it. Otherwise an ``nn.Sequential`` is divided into its children. Of any
-    other model the forward pass is recorded, or traced by ``torch.export`` where it cannot be recorded.
+    other model the forward pass is recorded.
 
     Args:
         build: the model's constructor.
         inputs: a real micro-batch on ``device``.
         device: the device on which the model will run.
-        split: the names of layers at which stages are to begin.
+        split: the names of layers at which stages are to begin; empty to choose among the layers later.
+        num_stages: the number of stages.
         job: may cut the model by hand.
 
     Raises:
@@ -82,26 +89,36 @@ def sequence_of(
         return HandCutLayers(whole, job)
     splits_a_child = any("." in name for name in split)
     if isinstance(whole.model, nn.Sequential) and not splits_a_child:
-        return SequentialLayers(whole)
+        sequence = SequentialLayers(whole)
+        if split or _has_layers_for(sequence, num_stages):
+            return sequence
     try:
-        return RecordedLayers(build, inputs, device, split=split)
+        return _recorded(build, inputs, device, split=split, num_stages=num_stages)
     except TapeError as e:
-        return _traced(build, inputs, device, split=split, reason=e)
-
-
-def _traced(
-    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str], reason: TapeError
-) -> LayerSequence:
-    """Divide a model whose forward pass cannot be recorded, by ``torch.export``."""
-    from orchestrator.model.tracing import TracedLayers  # not at the top: importing the tracer takes seconds
-
-    try:
-        return TracedLayers(build, inputs, device, split=split)
-    except ValueError as e:
         raise ValueError(
-            f"the model cannot be cut: {reason}. Define Job.stages(model), which returns its parts in order, make "
-            f"job.model() an nn.Sequential, or use strategy=ddp. (torch.export fails too: {e})"
+            f"the model cannot be cut: {e}. Define Job.stages(model), which returns its parts in order, make "
+            "job.model() an nn.Sequential, or use strategy=ddp"
         ) from e
+
+
+def _recorded(
+    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str], num_stages: int
+) -> LayerSequence:
+    """Divide a model at ``split``, or else so finely that no layer is larger than a stage, if that is possible."""
+    if split:
+        return RecordedLayers(build, inputs, device, split=split)
+    try:
+        return RecordedLayers(build, inputs, device, split=(), largest_share=1 / num_stages)
+    except TapeError:
+        # The code inside of a large module cannot be recorded, so it stays in one piece.
+        outermost = RecordedLayers(build, inputs, device, split=())
+        if not _has_layers_for(outermost, num_stages):
+            raise
+        return outermost
+
+
+def _has_layers_for(sequence: LayerSequence, num_stages: int) -> bool:
+    return sum(layer.num_parameters > 0 for layer in sequence.layers) >= num_stages
 
 
 def build_stages(
@@ -168,7 +185,9 @@ def state_of(stages: Sequence[Stage]) -> nn.Module:
                     f"{name} in the model's state_dict() is a {type(tensor).__name__}; only tensors can be saved"
                 )
             tensors[name] = tensor
-    return module_of(tensors)
+    # In the whole model's order, so that the first name of a shared tensor is the same everywhere.
+    names = stages[0].sequence.saved_names if stages else ()
+    return module_of({name: tensors[name] for name in (*names, *tensors) if name in tensors})
 
 
 def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -165,6 +165,8 @@ class _Recorder(TorchFunctionMode):
         self._held = {id(slot.tensor): Held(slot.name) for slot in tensor_slots(model)}
         self._alive: list[Any] = []  # so that no two tensors have the same id
         self._inside_leaf = False
+        self._open: list[str] = []
+        """The modules whose own forward is running, from the outermost one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,7 +174,9 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name in _READ_VALUES and any(self._is_computed(tensor) for tensor in tensors_in(args)):
-            raise TapeError(f"its forward() reads the values of a tensor ({name}) outside of the layers")
+            raise TapeError(
+                f"{self._open[-1]}: its forward() reads the values of a tensor ({name}) outside of the layers"
+            )
         arguments = None
         out = None
         try:
@@ -191,11 +195,12 @@ class _Recorder(TorchFunctionMode):
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module of the model, and record the call if it is that of a leaf."""
         name = self._names.get(module)
-        if self._inside_leaf or not name:
+        if self._inside_leaf or name is None:
             return forward(module, *args, **kwargs)
-        self.begins.setdefault(name, len(self.steps))
-        if name in self._opened:
-            return forward(module, *args, **kwargs)
+        if name:
+            self.begins.setdefault(name, len(self.steps))
+        if not name or name in self._opened:
+            return self._call_opened(module, forward, args, kwargs)
         arguments = self.stand_ins((args, kwargs), f"the arguments of {name}")
         before = _fingerprint((args, kwargs))
         self._inside_leaf = True
@@ -211,6 +216,21 @@ class _Recorder(TorchFunctionMode):
             )
         self._add(name, arguments, out)
         return out
+
+    def _call_opened(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module's own forward, whose operations are recorded."""
+        self._open.append(" ".join(filter(None, (type(module).__name__, self._names[module]))))
+        try:
+            return forward(module, *args, **kwargs)
+        except ValueError:
+            raise
+        except Exception as e:
+            raise TapeError(
+                f"{self._open[-1]}: its forward() fails with tensors that have a shape and no values, outside of the "
+                f"layers ({type(e).__name__}: {' '.join(str(e).split())[:200]})"
+            ) from e
+        finally:
+            self._open.pop()
 
     def new_slot(self, tensor: Tensor) -> Slot:
         """Give a tensor the next slot."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import adopt_user_state, own_buffers, own_parameters, pytree
+from orchestrator.compat.torch import FakeTensor, adopt_user_state, own_buffers, own_parameters, pytree
 
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -61,6 +62,31 @@ def tensor_slots(model: nn.Module) -> Iterator[TensorSlot]:
             for path, leaf in pytree.tree_leaves_with_path(value):
                 if isinstance(leaf, Tensor):
                     yield TensorSlot(name + pytree.keystr(path), module, attribute, leaf)
+
+
+@contextlib.contextmanager
+def filled(module: nn.Module, value: Callable[[FakeTensor], Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Replace the fake tensors of a module by real ones, and put them back at the end of the block.
+
+    Args:
+        module: the module.
+        value: returns the real tensor for a fake one; called once for a shared tensor.
+
+    Yields:
+        The real tensors by the ``id`` of the fake ones.
+    """
+    slots = [slot for slot in tensor_slots(module) if isinstance(slot.tensor, FakeTensor)]
+    fakes = {id(slot.tensor): slot.tensor for slot in slots}
+    memory = {key: value(fake) for key, fake in fakes.items() if isinstance(fake, FakeTensor)}
+    for slot in slots:
+        slot.fill(memory)
+    back = {id(memory[key]): fake for key, fake in fakes.items()}
+    try:
+        yield memory
+    finally:
+        for slot in list(tensor_slots(module)):
+            if id(slot.tensor) in back:
+                slot.fill(back)
 
 
 def random_like(fake: Tensor) -> Tensor:

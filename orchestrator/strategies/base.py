@@ -165,6 +165,10 @@ class Strategy(LayoutRules, abc.ABC):
         """Return the content of each stage of the model; empty if the model is not cut."""
         return ()
 
+    def setup_warnings(self) -> tuple[str, ...]:
+        """Return what the user should know of the set-up on this rank, such as a check that could not be made."""
+        return ()
+
     def sync_initial_state(self) -> None:
         """Give all ranks the same initial values, in case the model's constructor ignores the seed."""
 

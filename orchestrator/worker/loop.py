@@ -151,6 +151,8 @@ class Loop:
         self.strategy.attach()
         if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
+        for text in self.strategy.setup_warnings():
+            self._warn_once(text, topic=text)
         self._restore_state()
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began

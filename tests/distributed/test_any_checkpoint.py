@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD
 from helpers.stage_toys import ScheduledChain, plain
-from helpers.toys import Case, Steps, digits, having, losses, piece
+from helpers.toys import Case, Steps, digits, having, losses, piece, train
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.train_state import TrainState
 
@@ -76,3 +78,50 @@ def test_the_files_are_the_same_whatever_wrote_them(gang: Gang, tmp_path: Path, 
     model = case.job.model()
     model.load_state_dict(load_file(path / "model.safetensors"))
     torch.testing.assert_close(dict(model.state_dict()), of_single.model, rtol=100 * ADAMW, atol=10 * ADAMW)
+
+
+class Named(nn.Module):
+    """Holds a table under a name that nobody uses, as T5 does, and a layer and a buffer that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(10, 10)
+        self.spare = nn.Linear(3, 3)
+        self.register_buffer("unread", torch.arange(3.0))
+        self.first, self.second, self.head = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first.weight = self.second.weight = self.shared.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.second(self.first(x).tanh()).tanh())
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandCut(ScheduledChain):
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Named)
+        return [nn.Sequential(model.first, nn.Tanh()), nn.Sequential(model.second, nn.Tanh(), model.head)]
+
+
+@pytest.mark.parametrize("saved_by", ["GPipe-2", "1F1B-2x2"])
+def test_tensors_that_no_stage_uses_are_saved_too(gang: Gang, saved_by: str) -> None:
+    case = Case(job=ScheduledChain(build=Named), train=having(steps=STEPS, global_batch_size=32))
+    alone, end = uninterrupted(gang, case)
+    _, of_single = begun(gang, case, "single")
+    before, state = begun(gang, case, saved_by)
+    assert state.model.keys() == of_single.model.keys()
+    assert state.meta == of_single.meta
+    assert torch.equal(state.model["spare.weight"], of_single.model["spare.weight"])
+    ((after, continued),) = gang.run(piece, case, state, STEPS, world_size=1)
+    curve = torch.cat([losses(before), losses([after])])
+    torch.testing.assert_close(curve, losses([alone]), rtol=ADAMW, atol=0)
+    torch.testing.assert_close(continued.model, end.model, rtol=100 * ADAMW, atol=10 * ADAMW)
+    layout = LAYOUTS[saved_by]
+    ranks = gang.run(piece, layout.of(case), of_single, STEPS, world_size=layout.world_size)
+    torch.testing.assert_close(ranks[0][1].model, end.model, rtol=100 * ADAMW, atol=10 * ADAMW)
+
+
+def test_a_cut_by_hand_without_a_tensor_of_the_model_is_refused(gang: Gang) -> None:
+    case = Case(job=HandCut(build=Named), train=having(steps=STEPS, global_batch_size=32))
+    answers = gang.ask(train, LAYOUTS["GPipe-2"].of(case), world_size=2)
+    assert "Job.stages: none of its modules holds unread; add the module that does to the list" in str(answers[0].error)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from helpers.gang import SOON_S
 from helpers.loops import evaluation, run_loop
 from helpers.toys import (
+    CPU,
     Case,
     Cliff,
     Dropped,
@@ -20,11 +21,16 @@ from helpers.toys import (
     Tokens,
     Toy,
     TwoHeads,
+    assignment,
     digits,
     having,
 )
+from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.state.checkpoint import load
+from orchestrator.strategies.replicated.single import Single
+from orchestrator.worker.control import Outbox, StepGate
+from orchestrator.worker.loop import Loop, context_of
 
 
 @pytest.mark.parametrize("val_size", [2, 7, 33])
@@ -110,3 +116,24 @@ def test_a_rank_that_fails_alone_ends_the_others_soon(gang, tmp_path):
         answers = gang.ask(run_loop, case, 3, str(tmp_path / str(attempt)), None, 0, world_size=3, timeout_s=SOON_S)
         assert "take no part in the loss: spare.weight, spare.bias" in answers[1].error
         assert all(a.error is not None for a in answers)
+
+
+class Noted(Single):
+    """Has something to say about its set-up."""
+
+    def setup_warnings(self):
+        return ("something was not checked",)
+
+
+def test_what_a_strategy_says_of_its_setup_reaches_the_user(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    case = Case(job=Toy(samples=20), train=having(steps=1, global_batch_size=10))
+    orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=case)
+    strategy, outbox = Noted(context_of(orders, CPU), case.job), Outbox()
+    loop = Loop(
+        assignment=orders, job=case.job, strategy=strategy, device=CPU, gate=StepGate(timeout_s=5), outbox=outbox
+    )
+    loop.run({})
+    loop.finish(timeout_s=5)
+    warnings = [event.message for event in outbox.collect({}).events if isinstance(event, Warned)]
+    assert warnings == ["something was not checked"]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from helpers.gang import Gang
 from helpers.layouts import LAYOUTS, PARAMETER_SERVER, SGD
-from helpers.toys import DDP, Case, Steps, Tokens, Toy, having, losses, make, steps, watched
+from helpers.toys import DDP, Case, Steps, Tokens, Toy, having, losses, make, steps, train, watched
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint
@@ -181,6 +181,40 @@ def test_a_model_that_takes_the_dict_as_it_is(gang: Gang, layout: str) -> None:
     ranks = gang.run(trained, LAYOUTS[layout].of(case), world_size=2)
     torch.testing.assert_close(losses([seen for seen, _ in ranks]), losses([alone[0]]), rtol=SGD, atol=0)
     assert evaluated([point for _, point in ranks]) == pytest.approx(evaluated([alone[1]]), rel=SGD)
+
+
+class ReturnsLoss(TakesBatch):
+    """Computes a loss over the whole batch, as :class:`KeywordModel` does."""
+
+    def forward(self, batch: Any) -> Any:
+        logits = super().forward(batch)
+        loss = F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOfTheModel(Whole):
+    def model(self) -> nn.Module:
+        return ReturnsLoss()
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        loss: Tensor = output["loss"]
+        return loss
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        return super().metrics(output["logits"], target)
+
+
+def test_stages_train_on_a_loss_of_the_model_and_refuse_to_evaluate_padding_with_it(gang: Gang) -> None:
+    case = replace(case_of(LossOfTheModel()), train=having(steps=2))
+    (alone,) = gang.run(train, case, world_size=1)
+    in_stages = LAYOUTS["GPipe-2"].of(case)
+    assert case.train.global_batch_size != SAMPLES, "the last batch of the evaluation is padded"
+    torch.testing.assert_close(losses(gang.run(train, in_stages, world_size=2)), losses([alone]), rtol=SGD, atol=0)
+    errors = [answer.error for answer in gang.ask(trained, in_stages, world_size=2)]
+    (refused,) = [error for error in errors if error]
+    assert "the loss is one that the model has computed, so it counts the padding" in refused
+    assert "compute it in Job.loss, or use strategy=ddp" in refused
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Models that are no Sequential are cut by the tracer, skip connections and all."""
+"""Models that are no Sequential are cut at their submodules, skip connections and all."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def exists(module, name):
 
 root = Path(sys.argv[1])
 folders = [root / "benchmarks", root / "benchmarks" / "peers"]
-sys.path[:0] = map(str, [root, *folders])
+sys.path[:0] = map(str, [root, root / "tests", *folders])  # model_zoo.py uses tests/helpers
 for script in (script for folder in folders for script in sorted(folder.glob("*.py"))):
     imports = []
     for node in ast.walk(ast.parse(script.read_text())):

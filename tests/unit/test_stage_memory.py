@@ -42,9 +42,9 @@ def stage(number: int, layers: int, width: int) -> object:
         return model(layers, width)
 
     inputs = torch.ones(2, width)
-    sequence = sequence_of(build, inputs, CPU, split=(), job=NotByHand())
+    sequence = sequence_of(build, inputs, CPU, split=(), num_stages=2, job=NotByHand())
     values = flow(sequence, inputs, precision=FLOAT32)
-    fresh = sequence_of(build, inputs, CPU, split=(), job=NotByHand())
+    fresh = sequence_of(build, inputs, CPU, split=(), num_stages=2, job=NotByHand())
     costs(fresh, values, inputs, precision=FLOAT32, loss=lambda out: out.square().mean())
     return build_stages(build, sequence, values, CUT, [number], device=CPU, seed=1)
 

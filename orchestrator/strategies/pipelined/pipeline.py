@@ -93,6 +93,7 @@ class Pipeline(OptimizerStep):
         self.stages: Sequence[Stage] = ()
         self._shared: Sequence[Shared] = ()
         self._costs: Sequence[float] | None = None
+        self._warnings: tuple[str, ...] = ()
         self._connections: _Connected | None = None
         self._copies = PeerCopies() if context.peer_copy_every else None
 
@@ -116,12 +117,14 @@ class Pipeline(OptimizerStep):
             inputs,
             target,
             split=self._split() or (),
+            num_stages=self.layout.num_stages,
             device=context.device,
             seed=context.seed,
             precision=self.precision,
         )
         self._layers = self._builder.sequence.layers
-        self._names = list(self._builder.sequence.whole.model.state_dict())
+        self._names = self._builder.sequence.saved_names
+        self._unused = self._builder.sequence.unused
 
     def attach(self) -> None:
         context = self.context
@@ -130,7 +133,8 @@ class Pipeline(OptimizerStep):
         cut = self._agree_on_cut()
         if self._builder is not None:
             if self.context.global_rank == 0:
-                self._builder.check_parity(precision=self.precision)
+                note = self._builder.check_parity(precision=self.precision)
+                self._warnings = () if note is None else (note,)
             self._build(self._builder, cut)
             self._builder = None
         super().attach()
@@ -311,6 +315,9 @@ class Pipeline(OptimizerStep):
             )
         return tuple(summaries)
 
+    def setup_warnings(self) -> tuple[str, ...]:
+        return self._warnings
+
     def comm_ms(self) -> float | None:
         return self._comm_ms
 
@@ -377,11 +384,12 @@ class Pipeline(OptimizerStep):
         if self.context.mesh.data_parallel_size > 1:
             if any(p.requires_grad and p.grad is None for p in self.parameters):
                 named = self.state_module().named_parameters()
-                unused = [n for n, p in named if p.requires_grad and p.grad is None]
-                raise ValueError(
-                    f"parameters that take no part in the loss: {', '.join(unused)}; the other replicas would wait "
-                    "for their gradients. Use these parameters or freeze them (requires_grad=False)"
-                )
+                missing = [n for n, p in named if p.requires_grad and p.grad is None and n not in self._unused]
+                if missing:
+                    raise ValueError(
+                        f"parameters that take no part in the loss: {', '.join(missing)}; the other replicas would "
+                        "wait for their gradients. Use these parameters or freeze them (requires_grad=False)"
+                    )
             sum_over(replicas, [p.grad for p in self.parameters if p.grad is not None])
             for buffer in self._buffers():
                 dist.broadcast(buffer, group=replicas, group_src=0)

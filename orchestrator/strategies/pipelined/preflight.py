@@ -51,7 +51,14 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     collate = job.collate or default_collate
     try:
         inputs, _ = split_batch(collate([first_item(job.dataset("train"))] * rows))
-        sequence = sequence_of(in_train_mode(job.model), inputs, torch.device("cpu"), split=split, job=job)
+        sequence = sequence_of(
+            in_train_mode(job.model),
+            inputs,
+            torch.device("cpu"),
+            split=split,
+            num_stages=layout.num_stages,
+            job=job,
+        )
         layer_errors = _layer_errors(sequence, plan, size_key)
         if strategy.split != "auto" and not layer_errors:
             cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)

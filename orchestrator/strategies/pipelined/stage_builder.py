@@ -13,7 +13,7 @@ from orchestrator.job import Job
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import changing_buffers, costs, flow
 from orchestrator.model.modes import in_train_mode
-from orchestrator.model.parity import free_memory, parity_error
+from orchestrator.model.parity import compare, free_memory
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import (
@@ -51,6 +51,7 @@ class StageBuilder:
         target: The targets of the same micro-batch.
         device: Where the stages are placed.
         seed: The seed with which the whole model would be initialized.
+        num_stages: The number of stages.
     """
 
     job: Job
@@ -60,6 +61,7 @@ class StageBuilder:
     target: Any
     device: torch.device
     seed: int
+    num_stages: int
 
     @classmethod
     def outline(
@@ -69,6 +71,7 @@ class StageBuilder:
         target: Any,
         *,
         split: Sequence[str],
+        num_stages: int,
         device: torch.device,
         seed: int,
         precision: Precision,
@@ -80,6 +83,7 @@ class StageBuilder:
             inputs: The inputs of a micro-batch.
             target: The targets of the same micro-batch.
             split: The module names to cut at; empty to cut by measured time.
+            num_stages: The number of stages.
             device: Where the stages are placed.
             seed: The seed of the model's initialization.
             precision: What the forward pass is computed in.
@@ -87,41 +91,55 @@ class StageBuilder:
         Raises:
             ValueError: The model cannot be cut.
         """
-        sequence = sequence_of(in_train_mode(job.model), inputs, device, split=split, job=job)
-        values = flow(sequence, inputs, precision=precision)
-        return cls(job=job, sequence=sequence, values=values, inputs=inputs, target=target, device=device, seed=seed)
+        sequence = sequence_of(in_train_mode(job.model), inputs, device, split=split, num_stages=num_stages, job=job)
+        return cls(
+            job=job,
+            sequence=sequence,
+            values=flow(sequence, inputs, precision=precision),
+            inputs=inputs,
+            target=target,
+            device=device,
+            seed=seed,
+            num_stages=num_stages,
+        )
 
     def measure_costs(self, *, precision: Precision) -> list[float]:
         """Return the milliseconds that forward and backward of each layer take; the last one includes the loss."""
-        fresh = sequence_of(in_train_mode(self.job.model), self.inputs, self.device, split=(), job=self.job)
+        fresh = sequence_of(
+            in_train_mode(self.job.model),
+            self.inputs,
+            self.device,
+            split=(),
+            num_stages=self.num_stages,
+            job=self.job,
+        )
 
         def loss(output: Any) -> Tensor:
             return self.job.loss(output, self.target)
 
         return costs(fresh, self.values, self.inputs, precision=precision, loss=loss)
 
-    def check_parity(self, *, precision: Precision) -> None:
+    def check_parity(self, *, precision: Precision, free_bytes: int | None = None) -> str | None:
         """Check on one micro-batch that the pieces of the model train as the whole model does.
 
-        Layers that are the model's own modules in their order do so by construction. Without memory for two copies of
-        the model and their gradients, the check is left out, and the log says so.
+        Layers that are the model's own modules in their order do so by construction. For all others see
+        :func:`~orchestrator.model.parity.compare`, which needs the less memory, the less there is.
+
+        Args:
+            precision: What the forward passes are computed in.
+            free_bytes: The memory that may be used; None for half of what the device has free.
+
+        Returns:
+            A note for the user on what was not compared; None if all was.
 
         Raises:
             ValueError: they do not; the text names the module.
         """
-        if self.sequence.runs_modules_as_they_are:
-            return
-        needed = 4 * sum(p.numel() * p.element_size() for p in self.sequence.whole.model.parameters())
-        if needed > (free := free_memory(self.device)) / 2:
-            print(
-                f"parity with the whole model is not checked: {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB", flush=True
-            )
-            return
 
         def loss(output: Any) -> Tensor:
             return self.job.loss(output, self.target)
 
-        error = parity_error(
+        verdict = compare(
             in_train_mode(self.job.model),
             self.sequence,
             self.inputs,
@@ -129,12 +147,14 @@ class StageBuilder:
             device=self.device,
             seed=self.seed,
             precision=precision,
+            free_bytes=free_memory(self.device) // 2 if free_bytes is None else free_bytes,
         )
-        if error is not None:
+        if verdict.error is not None:
             raise ValueError(
-                f"the model's stages would not train as the whole model does: {error}; cut elsewhere with "
+                f"the model's stages would not train as the whole model does: {verdict.error}; cut elsewhere with "
                 "strategy.split, define Job.stages, make job.model() an nn.Sequential, or use strategy=ddp"
             )
+        return verdict.note
 
     def build(self, cut: Cut, *, own: Collection[int], stage_ranks: Sequence[int], precision: Precision) -> BuiltStages:
         """Build the stages ``own``, initialized as in the whole model.
