@@ -43,7 +43,8 @@ class LoRA(Job):
                     resid_pdrop=0,
                 )
             )
-        adapters = LoraConfig(r=self.rank, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+        is_gpt2 = model.config.model_type == "gpt2"  # whose linear layers hold their weights transposed
+        adapters = LoraConfig(r=self.rank, target_modules="all-linear", fan_in_fan_out=is_gpt2)
         return Logits(get_peft_model(model, adapters))
 
     def dataset(self, split):

@@ -1,13 +1,13 @@
 """Predict the next byte in lines of text that are streamed from files. They may be larger than memory.
 
-python -m orchestrator.launch strategy=ddp job._target_=streamed_lines.Lines "job.files='/data/*.txt'"
+python -m orchestrator.launch strategy=ddp job._target_=streamed_lines.Lines job.folder=/data/texts
 """
 
-import glob
 import itertools
 import random
 import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,12 +21,12 @@ PADDING = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Job):
-    """``files`` is a pattern of names; None: the sources of Python's library. One file in forty is held out.
+    """``folder`` has text files, ``*.txt``; None: the sources of Python's library. One file in forty is held out.
 
     ``hugging_face`` reads them with the package ``datasets``.
     """
 
-    files: str | None = None
+    folder: str | None = None
     hugging_face: bool = False
     length: int = 80  # bytes of a line that count
     width: int = 64
@@ -67,11 +67,13 @@ class Lines(Job):
         return torch.optim.AdamW(parameters, lr=self.lr)
 
     def paths(self):
-        return sorted(glob.glob(self.files or sysconfig.get_path("stdlib") + "/*.py"))
+        if self.folder is None:
+            return sorted(map(str, Path(sysconfig.get_path("stdlib")).glob("*.py")))
+        return sorted(map(str, Path(self.folder).glob("*.txt")))
 
     def check(self):
         if len(self.paths()) < 2:
-            raise ValueError(f"job.files={self.files}: at least 2 files are needed, one of them to be held out")
+            raise ValueError(f"job.folder={self.folder}: needs at least 2 files *.txt, one of which is held out")
 
 
 class LineStream(IterableDataset):
@@ -88,7 +90,7 @@ class LineStream(IterableDataset):
         order = random.Random(self.epoch).sample(self.paths, len(self.paths))
         (first, skipped), self.begin_at = self.begin_at, (0, 0)
         for number in range(first, len(order)):
-            with open(order[number], errors="replace") as file:
+            with Path(order[number]).open(errors="replace") as file:
                 for count, line in enumerate(itertools.islice(file, skipped, None), skipped + 1):
                     if line.strip():
                         self.at = number, count
@@ -103,7 +105,7 @@ class LineStream(IterableDataset):
 
 
 def hugging_face_stream(paths):
-    """The same with ``datasets``. ``buffer_size=1`` shuffles files, not lines, so that a run resumes without a search."""
+    """The same with ``datasets``. ``buffer_size=1`` mixes the files and keeps no samples that a checkpoint would lack."""
     from datasets import load_dataset
 
     stream = load_dataset("text", data_files={"train": paths}, streaming=True, split="train")
