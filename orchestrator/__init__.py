@@ -1,13 +1,13 @@
 """A Ray-based cluster job orchestrator for PyTorch training.
 
 :func:`run` starts a run from Python; ``python -m orchestrator.launch`` does so from the command line. A job is a
-subclass of :class:`Job`.
+subclass of :class:`Job`. :func:`gather_batch` is for losses over the global batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
 from orchestrator.job import Job
@@ -15,8 +15,9 @@ from orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from orchestrator.driver.run import RunResult
+    from orchestrator.strategies.replicated.gather import gather_batch
 
-__all__ = ["ConfigError", "Job", "__version__", "run"]
+__all__ = ["ConfigError", "Job", "__version__", "gather_batch", "run"]
 
 
 def run(overrides: Sequence[str] = ()) -> RunResult | None:
@@ -36,3 +37,11 @@ def run(overrides: Sequence[str] = ()) -> RunResult | None:
     from orchestrator.driver.session import check_all, run_all
 
     return next(iter(run_all(check_all([overrides]))), None)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "gather_batch":  # not at the top: it imports torch
+        from orchestrator.strategies.replicated.gather import gather_batch
+
+        return gather_batch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

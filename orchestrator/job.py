@@ -27,12 +27,23 @@ class Job(abc.ABC):
     """A training job: a model, its data, its loss and its optimizer.
 
     Subclasses implement :meth:`model`, :meth:`dataset`, :meth:`loss` and :meth:`optimizer`; the other methods have
-    defaults. A job says nothing about devices or processes: each strategy calls the same methods.
+    defaults. A job says nothing about devices or processes: each strategy calls the same methods. A job that overrides
+    :meth:`training_step` may leave out :meth:`loss` if it has no validation set, and :meth:`optimizer` if it overrides
+    :meth:`optimizers`.
 
     A dataset item is a pair ``(input, target)`` unless :meth:`collate` says otherwise. A batch is a pair
     ``(input, target)``, each a tensor or nested tuples, lists and dicts of tensors whose first dimension is the sample.
     It may also be a single dict of such tensors, which then is both the input and the target.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.training_step is Job.training_step:
+            return
+        if getattr(cls.loss, "__isabstractmethod__", False):
+            cls.loss = _no_loss  # type: ignore[method-assign]
+        if cls.optimizers is not Job.optimizers and getattr(cls.optimizer, "__isabstractmethod__", False):
+            cls.optimizer = _no_optimizer  # type: ignore[method-assign]
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
@@ -42,6 +53,10 @@ class Job(abc.ABC):
         named layers, which can be cut between any two; other models have to be traceable by
         ``torch.distributed.pipelining``. A worker then builds only its own stages: it calls this method with fake
         tensors, which have no values, and needs memory for the whole model only if the method reads values.
+
+        Each module trains in the mode, train or eval, that it has here; evaluation does not change it. So
+        ``model.norm.eval()`` freezes a BatchNorm. A model that is wholly in eval mode, as ``from_pretrained`` returns
+        it, is set to train mode.
         """
 
     @abc.abstractmethod
@@ -100,6 +115,34 @@ class Job(abc.ABC):
             A scalar tensor.
         """
 
+    def training_step(
+        self, models: Mapping[str, nn.Module], batch: Any, optimizers: Mapping[str, Optimizer]
+    ) -> Tensor | Mapping[str, Tensor]:
+        """Make the updates of one training step, for what is more than one loss and one optimizer.
+
+        Overriding this replaces :meth:`forward` and :meth:`loss` in training: they are then used in evaluation only.
+        ``strategy=single`` and ``strategy=ddp`` call it, once a step on every worker; other strategies refuse the job.
+        It is plain PyTorch: call ``backward()`` on the losses and ``step()`` on the optimizers. Gradients are None at
+        its start. In ``step()``, the gradients of that optimizer's parameters become the mean over the global batch,
+        if each loss is a mean over the samples of ``batch``, and they are clipped to ``train.clip_norm`` for each
+        optimizer alone. A loss over all samples of the global batch has to gather them: ``orchestrator.gather_batch``.
+
+        Every worker has to call the same optimizers in the same order, or it waits for the others until
+        ``cluster.collective_timeout_s``. Do not pass a closure to ``step()``. If the step changes other tensors than
+        parameters and buffers, such as a teacher that follows the student, do so after the last ``step()``.
+
+        Args:
+            models: the children of the ``nn.ModuleDict`` that :meth:`model` returned, by name; otherwise
+                ``{"model": model}``.
+            batch: this worker's share of the global batch, as :meth:`collate` made it, on the device.
+            optimizers: the result of :meth:`optimizers`.
+
+        Returns:
+            The loss to log as ``train/loss``, or a mapping with it under ``"loss"`` and with further scalars to log as
+            ``train/<name>``. All are means over the samples of ``batch``.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return an optimizer of ``parameters``.
@@ -107,6 +150,21 @@ class Job(abc.ABC):
         Args:
             parameters: the parameters to train. In a pipeline, these are the parameters of the worker's own stages.
         """
+
+    def optimizers(self, models: Mapping[str, nn.Module]) -> Mapping[str, Optimizer]:
+        """Return the optimizers for :meth:`training_step`; no parameter may be in two of them.
+
+        The default makes one for each model that has trainable parameters, by :meth:`optimizer`, so that a teacher
+        whose parameters are frozen gets none. :meth:`scheduler` is called for each of them.
+
+        Args:
+            models: as in :meth:`training_step`.
+
+        Returns:
+            The optimizers by name.
+        """
+        trained = {name: [p for p in model.parameters() if p.requires_grad] for name, model in models.items()}
+        return {name: self.optimizer(parameters) for name, parameters in trained.items() if parameters}
 
     def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """Cut the model by hand, for the strategies that divide it into stages.
@@ -126,7 +184,8 @@ class Job(abc.ABC):
 
         Args:
             optimizer: the result of :meth:`optimizer`.
-            steps: the number of updates in the run. The scheduler is stepped after each update.
+            steps: the number of updates in the run. The scheduler is stepped after each update, or after each
+                :meth:`training_step` if the job has one.
         """
         return None
 
@@ -180,6 +239,25 @@ class Job(abc.ABC):
         """
         return {}
 
+    def train_metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
+        """Return metrics of a training batch in a step that is logged, as SUMS over the units of :meth:`weight`.
+
+        ``{"accuracy": number_correct}`` is logged as ``train/accuracy``, the sum over the whole batch of that step,
+        divided by its total weight. The steps are those of ``train.log_every``; in others this method is not called.
+        To log the same metrics as in an evaluation, ``return self.metrics(output, target)``.
+
+        A batch may come in parts: one for each worker, slice (``train.grad_accumulation``), micro-batch of a pipeline
+        and, with ``strategy.loss_on=replicas``, device. This method is called for each part and the sums are added.
+
+        Args:
+            output: what :meth:`forward` returned for the loss, without its graph; the model is in training mode.
+            target: the batch's target, of shape ``(batch, ...)``.
+
+        Returns:
+            Scalar tensors by name; empty by default.
+        """
+        return {}
+
     @property
     def tokens_per_sample(self) -> int | None:
         """The number of tokens in a sample, to report tokens per second; None to report only samples."""
@@ -201,3 +279,21 @@ class Job(abc.ABC):
             ValueError: the job cannot run with these values. The text names the field, as in ``job.lr=-1: must be
                 greater than 0``, and is shown to the user.
         """
+
+
+def has_training_step(job: Job) -> bool:
+    """Return whether the job makes its own updates."""
+    return type(job).training_step is not Job.training_step
+
+
+def has_loss(job: Job) -> bool:
+    """Return whether the job defines :meth:`Job.loss`, so that it can be evaluated."""
+    return type(job).loss is not _no_loss
+
+
+def _no_loss(self: Job, output: Any, target: Any) -> Tensor:
+    raise NotImplementedError("this job has no loss for an evaluation: define Job.loss")
+
+
+def _no_optimizer(self: Job, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    raise NotImplementedError("this job overrides Job.optimizers and does not define Job.optimizer")

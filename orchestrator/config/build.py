@@ -231,13 +231,15 @@ def _within(value: Any, key: str, limits: Mapping[str, Any]) -> Any:
         return value
     if not math.isfinite(value):
         raise _InvalidValue
-    minimum, above, maximum = (limits.get(name) for name in ("minimum", "above", "maximum"))
+    minimum, above, maximum, below = (limits.get(name) for name in ("minimum", "above", "maximum", "below"))
     if minimum is not None and value < minimum:
         raise _InvalidValue(f"{format_override(key, value)}: must be at least {minimum}")
     if above is not None and value <= above:
         raise _InvalidValue(f"{format_override(key, value)}: must be greater than {above}")
     if maximum is not None and value > maximum:
         raise _InvalidValue(f"{format_override(key, value)}: must be at most {maximum}")
+    if below is not None and value >= below:
+        raise _InvalidValue(f"{format_override(key, value)}: must be less than {below}")
     return value
 
 

@@ -14,7 +14,12 @@ LARGEST_SEED = 2**63 - 1
 
 
 def option(
-    meaning: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """Declare a required configuration key.
 
@@ -23,8 +28,10 @@ def option(
         minimum: the smallest valid value.
         above: the exclusive lower limit.
         maximum: the largest valid value.
+        below: the exclusive upper limit.
     """
-    return field(metadata={"meaning": meaning, "minimum": minimum, "above": above, "maximum": maximum})
+    limits = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    return field(metadata={"meaning": meaning, **limits})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,9 @@ class TrainConfig:
     clip_norm: float | None = option("maximum gradient norm over all parameters; null: no clipping", above=0)
     precision: Literal["fp32", "bf16"] = option("precision of forward pass and loss; bf16 uses autocast")
     on_nonfinite: Literal["stop", "skip"] = option("on a NaN or infinite gradient, stop the run or skip the update")
+    ema_decay: float | None = option(
+        "decay of an exponential moving average of the weights, which is evaluated too; null: none", above=0, below=1
+    )
     deterministic: bool = option("fail on operations without a deterministic implementation")
 
 

@@ -158,7 +158,7 @@ def _plan(
         plan = make_plan(config, strategy, nodes, oversubscribe_cpus=oversubscribe_cpus)
         if job is None:
             return plan
-        return replace(plan, notes=(*plan.notes, *strategy.check_job(config, job, plan, errors)))
+        return replace(plan, notes=(*plan.notes, *strategy.check(config, job, plan, errors)))
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from orchestrator.compat.torch import pytree
 from orchestrator.model.calls import first_modules
 from orchestrator.model.fake_calls import fake_calls
+from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import FakeModel, build_fake, build_part
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.tape import Held, Slot, Step, Tape, TapeError, play, record, restore
@@ -208,13 +210,10 @@ def _record_both(whole: FakeModel, inputs: Any, split: Sequence[str]) -> tuple[l
 
 def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bool) -> Tape:
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
-    whole.model.train(training)
-    try:
-        with whole.mode, fake_calls(whole):
-            fakes = pytree.tree_map_only(Tensor, whole.fake_like, inputs)
-            return record(whole.model, fakes, opened=parents)
-    finally:
-        whole.model.train()
+    mode = contextlib.nullcontext() if training else evaluation_mode(whole.model)
+    with mode, whole.mode, fake_calls(whole):
+        fakes = pytree.tree_map_only(Tensor, whole.fake_like, inputs)
+        return record(whole.model, fakes, opened=parents)
 
 
 def _cut(tape: Tape, names: Sequence[str]) -> list[tuple[Step, ...]]:

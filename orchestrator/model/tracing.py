@@ -170,7 +170,8 @@ def _trace(
     build: Callable[[], nn.Module], inputs: Any, device: torch.device, split: Sequence[str], training: bool
 ) -> _Graph:
     fresh = build_fake(build, device)  # a new one each time, because tracing modifies the model
-    fresh.model.train(training)
+    if not training:
+        fresh.model.eval()
     try:
         with fresh.mode, warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -48,6 +48,9 @@ class LayoutRules:
     cpu_only: ClassVar[str | None] = None
     """The reason why the strategy runs on CPUs only, for the error message; None if it runs on GPUs too."""
 
+    averages_weights: ClassVar[bool] = True
+    """Whether the strategy supports ``train.ema_decay``."""
+
     @classmethod
     def is_synchronous(cls, options: StrategyConfig) -> bool:
         """Return whether every step has the same loss as ``single``, for equal seed, data and global batch size."""

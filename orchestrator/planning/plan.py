@@ -101,7 +101,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     Raises:
         ConfigError: with every error, each of which names the key to change.
     """
-    errors: list[str] = []
+    errors = _unsupported(config, rules)
     device = _device(config, nodes)
     num_workers = _num_workers(config, rules, nodes, device)
     layout = rules.plan_layout(config, num_workers, errors)
@@ -143,6 +143,16 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         faults=faults,
         notes=tuple(notes),
     )
+
+
+def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
+    decay = config.train.ema_decay
+    if decay is None or rules.averages_weights:
+        return []
+    return [
+        f"train.ema_decay={decay:g}: strategy={config.strategy.name} keeps no average of the weights; set it to null, "
+        "or use strategy=ddp"
+    ]
 
 
 def _device(config: Config, nodes: tuple[Node, ...]) -> Literal["cpu", "cuda"]:

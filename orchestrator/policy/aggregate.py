@@ -15,7 +15,6 @@ from orchestrator.protocol.core_metrics import (
     LOSS,
     SAMPLES_PER_S,
     STEP_MS,
-    VAL_LOSS,
 )
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
@@ -104,6 +103,7 @@ class Aggregator:
         peaks = [p.peak_memory_mb for p in parts.values() if p.peak_memory_mb is not None]
         if peaks:
             metrics[PEAK_MEMORY_MB.name] = max(peaks)
+        metrics |= _job_metrics("train/", [(p.sums, p.step_weight) for p in parts.values()])
         metrics |= self._measured_metrics(parts)
         if all(p.spans for p in parts.values()):
             metrics |= self._pipeline_metrics(parts)
@@ -165,13 +165,23 @@ class Aggregator:
         return metrics
 
 
-def _eval_metrics(parts: list[EvalPoint]) -> dict[str, float]:
+def _eval_metrics(parts: Sequence[EvalPoint], prefix: str = "val/") -> dict[str, float]:
     weight = math.fsum(p.weight for p in parts)
     if weight == 0:
         return {}
-    names = {name for p in parts for name in p.sums}
-    metrics = {f"val/{name}": math.fsum(p.sums.get(name, 0.0) for p in parts) / weight for name in names}
-    return {VAL_LOSS.name: math.fsum(p.loss_sum for p in parts) / weight, **metrics}
+    metrics = _job_metrics(prefix, [(p.sums, p.weight) for p in parts])
+    metrics = {f"{prefix}loss": math.fsum(p.loss_sum for p in parts) / weight, **metrics}
+    averaged = [p.ema for p in parts if p.ema is not None]
+    return {**metrics, **_eval_metrics(averaged, f"{prefix}ema_")} if averaged else metrics
+
+
+def _job_metrics(prefix: str, parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Return the job's metrics, from the sums and the weight of each rank; empty if there is no weight."""
+    weight = math.fsum(weight for _, weight in parts)
+    if weight == 0:
+        return {}
+    names = sorted({name for sums, _ in parts for name in sums})
+    return {f"{prefix}{name}": math.fsum(sums.get(name, 0.0) for sums, _ in parts) / weight for name in names}
 
 
 def derive(values: Sequence[float], how: Derive) -> float:

@@ -22,6 +22,9 @@ VAL_ACCURACY = MetricSpec(
     summaries=(Summary(key="val_accuracy", column=Column(heading="val acc", position=60, always=True, priority=7)),),
 )
 
+VAL_EMA_LOSS = MetricSpec(name="val/ema_loss", summaries=(Summary(key="val_ema_loss"),))
+"""The loss of the moving average of the weights."""
+
 SAMPLES_PER_S = MetricSpec(
     name="perf/samples_per_s",
     format="rate",
@@ -70,4 +73,14 @@ BUBBLE_PCT = MetricSpec(
 
 SAMPLES_SEEN = MetricSpec(name="train/samples_seen")
 
-CORE_METRICS = (LOSS, VAL_LOSS, VAL_ACCURACY, SAMPLES_PER_S, STEP_MS, BUBBLE_THEORY_PCT, BUBBLE_PCT, SAMPLES_SEEN)
+CORE_METRICS = (
+    LOSS,
+    VAL_LOSS,
+    VAL_ACCURACY,
+    VAL_EMA_LOSS,
+    SAMPLES_PER_S,
+    STEP_MS,
+    BUBBLE_THEORY_PCT,
+    BUBBLE_PCT,
+    SAMPLES_SEEN,
+)

@@ -88,6 +88,9 @@ class TrainPoint:
         comm_share: the share of the last step, 0 to 1, that this rank waited for other ranks; None if unknown.
         peak_memory_mb: the peak memory of this rank so far; None if unknown.
         spans: what the stages of this rank did in the last step; empty during warm-up.
+        step_weight: this rank's weight in the last step.
+        sums: this rank's part of the job's metrics in the last step; the run's value is the sum of it over the sum of
+            ``step_weight``.
         metrics: the other metrics by name.
     """
 
@@ -100,18 +103,24 @@ class TrainPoint:
     comm_share: float | None
     peak_memory_mb: float | None = None
     spans: tuple[Span, ...] = ()
+    step_weight: float = 0.0
+    sums: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPoint:
-    """One rank's part of an evaluation: sums over its samples, ``sums`` by the name of the job's metric."""
+    """One rank's part of an evaluation: sums over its samples, ``sums`` by the name of the job's metric.
+
+    ``ema`` is the same with the moving average of the weights; None without ``train.ema_decay``.
+    """
 
     step: int
     time: float
     loss_sum: float
     weight: float
     sums: Mapping[str, float]
+    ema: EvalPoint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

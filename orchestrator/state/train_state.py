@@ -14,9 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from orchestrator.state.joint import AnyOptimizer, AnyScheduler, label_of
 from orchestrator.state.json_values import from_json, to_json
 from orchestrator.state.mismatch import first_few, mismatches
 
@@ -55,8 +54,8 @@ class TrainState:
 @torch.no_grad()
 def capture(
     model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
+    optimizer: AnyOptimizer,
+    scheduler: AnyScheduler | None,
     *,
     step: int,
     samples_consumed: int,
@@ -67,7 +66,7 @@ def capture(
 
     Args:
         model: the model, possibly wrapped in ``DistributedDataParallel`` or ``DataParallel``.
-        optimizer: its optimizer.
+        optimizer: its optimizer, or several as one.
         scheduler: the learning-rate scheduler, or None.
         step: the number of completed steps.
         samples_consumed: the number of global samples consumed.
@@ -95,7 +94,7 @@ def capture(
     old = into.optimizer if into else {}
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    label = type(optimizer).__name__
+    label = label_of(optimizer)
     for parameter, values in optimizer.state.items():
         name = _name_of(parameter, names)
         for key, value in values.items():
@@ -127,8 +126,8 @@ def capture(
 def restore(
     state: TrainState,
     model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
+    optimizer: AnyOptimizer,
+    scheduler: AnyScheduler | None,
     *,
     partial: bool = False,
 ) -> None:
@@ -139,7 +138,7 @@ def restore(
     Args:
         state: the snapshot to load.
         model: the model, possibly wrapped in ``DistributedDataParallel`` or ``DataParallel``.
-        optimizer: its optimizer.
+        optimizer: its optimizer, or several as one.
         scheduler: the learning-rate scheduler, or None.
         partial: whether ``model`` is a part of the saved model, such as a pipeline stage. Names that it does not have
             are ignored.
@@ -154,7 +153,7 @@ def restore(
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
         there = state.meta[kind]
         saved = there["class"] if isinstance(there, Mapping) else there
-        wanted = None if here is None else type(here).__name__
+        wanted = None if here is None else label_of(here)
         if saved != wanted:
             errors.append(f"{kind}: the checkpoint has {saved}, the job has {wanted}")
     names: list[list[str]] = []
@@ -230,8 +229,8 @@ def _pack_group(group: Mapping[str, Any], names: Mapping[nn.Parameter, str], lab
     }
 
 
-def _pack_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
-    label = type(scheduler).__name__
+def _pack_scheduler(scheduler: AnyScheduler) -> dict[str, Any]:
+    label = label_of(scheduler)
     remedy = "give it a state_dict() of numbers, text, lists and dicts, or use another scheduler"
     values = scheduler.state_dict().items()
     return {
@@ -241,7 +240,7 @@ def _pack_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def _match_groups(
-    state: TrainState, model: nn.Module, optimizer: Optimizer, *, partial: bool
+    state: TrainState, model: nn.Module, optimizer: AnyOptimizer, *, partial: bool
 ) -> tuple[list[list[str]], list[str]]:
     """Find the saved name of each parameter in each group of ``optimizer``; also return the mismatches.
 
@@ -270,7 +269,7 @@ def _match_groups(
     return names, errors
 
 
-def _optimizer_state_dict(state: TrainState, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _optimizer_state_dict(state: TrainState, optimizer: AnyOptimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return what ``optimizer.load_state_dict`` takes, which casts to the dtypes and devices of the parameters.
 
     ``names`` holds the saved name of each parameter, by parameter group.

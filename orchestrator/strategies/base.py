@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
-from orchestrator.job import Job
+from orchestrator.job import Job, has_training_step
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
@@ -21,6 +21,7 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.timeline.spans import Span
 
 
@@ -70,12 +71,15 @@ class StepResult:
         weight: the sum of this rank's weights.
         grad_norm: the 2-norm of the gradient of the whole model; None if neither the caller nor the step needed it.
         skipped: whether the update was left out because the gradient was not finite.
+        metrics: further metrics by name, as sums over this rank's samples; the run's value is the sum over the ranks,
+            divided by that of ``weight``. Empty unless the caller wanted them.
     """
 
     loss_sum: Tensor
     weight: Tensor
     grad_norm: Tensor | None
     skipped: bool = False
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +98,22 @@ class Strategy(LayoutRules, abc.ABC):
     :meth:`attach` is the first and :meth:`close` the last.
     """
 
+    runs_training_step = False
+    """Whether the strategy supports jobs that override ``Job.training_step``."""
+
     reads_data = True
     """Whether this rank reads batches; other ranks are given None instead."""
 
     # On the driver, after the layout rules and before anything starts
+
+    @classmethod
+    def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        """Check that the job can be trained by ``plan``, as :meth:`check_job` does, and by this strategy at all."""
+        if has_training_step(job):
+            errors += training_step_errors(config, job, supported=cls.runs_training_step)
+            if not cls.runs_training_step:
+                return ()
+        return cls.check_job(config, job, plan, errors)
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -155,13 +171,14 @@ class Strategy(LayoutRules, abc.ABC):
     # The step
 
     @abc.abstractmethod
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         """Make one optimizer update from this rank's share of the global batch.
 
         Args:
             microbatches: ``train.grad_accumulation`` collated batches on the host, as ``model.batch.split_batch`` takes
                 them; None in place of each if not ``reads_data``.
             want_grad_norm: whether the result must have ``grad_norm``.
+            want_metrics: whether the result must have the ``metrics`` of the job.
 
         Raises:
             ValueError: the model cannot be trained by this strategy; the text says what to change.
@@ -212,6 +229,10 @@ class Strategy(LayoutRules, abc.ABC):
         Synchronous strategies are always in that state; asynchronous ones wait for each other.
         """
         return contextlib.nullcontext()
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights are their moving average, as ``train.ema_decay`` asks for."""
+        raise NotImplementedError
 
     @property
     def eval_batch_size(self) -> int:

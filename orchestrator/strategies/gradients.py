@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -28,6 +28,36 @@ def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         work.wait()
         for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(total.view_as(tensor))
+
+
+def weighted_sum_over(
+    group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], weight: float, device: torch.device
+) -> None:
+    """Replace the gradients by their sum over the ranks of ``group``, each weighted by the ``weight`` of its rank.
+
+    A gradient that only some ranks have counts as zero on the others; one that no rank has stays None. One that is
+    sparse on some ranks and dense on others becomes dense.
+    """
+    own = [(p.grad is not None, p.grad is not None and not p.grad.is_sparse) for p in parameters]
+    found = torch.tensor(own, dtype=torch.uint8, device=device).reshape(-1, 2)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    gradients = []
+    for parameter, (exists, dense) in zip(parameters, found.tolist(), strict=True):
+        if not exists:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter) if dense else _no_rows(parameter)
+        elif dense and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        gradients.append(parameter.grad.mul_(weight))
+    sum_over(group, gradients)
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    """Return a sparse gradient without entries, as that of an embedding."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 def norm_over(group: dist.ProcessGroup, tensors: Sequence[Tensor], device: torch.device) -> Tensor:

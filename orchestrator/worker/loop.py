@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from orchestrator.config.schema import Config
-from orchestrator.job import Job
+from orchestrator.job import Job, has_loss
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, Outcome, Phase
+from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.datasets import check_dataset, is_stream, known_length
+from orchestrator.strategies.weight_average import forget_average
 from orchestrator.worker import fault_injection as faults
 from orchestrator.worker.checkpoints import STREAM, Checkpoints
 from orchestrator.worker.control import Outbox, StepGate
@@ -69,6 +70,8 @@ def datasets_of(job: Job) -> Datasets:
     check_dataset(train, split="train")
     if val is not None:
         check_dataset(val, split="val")
+        if not has_loss(job):
+            raise ValueError("job.dataset('val') returns a validation set; define Job.loss, or return None there")
     return Datasets(train=train, val=val, weights=checked_weights(job.sample_weights("train"), train))
 
 
@@ -205,7 +208,9 @@ class Loop:
         window.data_wait_s += time.perf_counter() - waiting_since
         self._inject_fault("train", step)
         result = self.strategy.train_step(
-            batch, want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1)
+            batch,
+            want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
+            want_metrics=self._is_logged(step),
         )
         window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
         self.position.step = step
@@ -249,6 +254,8 @@ class Loop:
             )
         elif assignment.checkpoint is not None:
             state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
+            if state is not None and self.config.train.ema_decay is None:
+                forget_average(state)
             meta = self.strategy.restore(state, source=0)
             if (mark := meta.get(STREAM)) is not None:
                 self._stream_mark = Mark.from_json(mark)
@@ -276,6 +283,7 @@ class Loop:
                 epoch=epoch_of(consumed, dataset_size),
                 lr=self.strategy.lr,
                 grad_norm=result.grad_norm,
+                sums=result.metrics,
                 comm_ms=self.strategy.comm_ms(),
                 spans=self.strategy.spans(),
                 metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},
@@ -289,10 +297,15 @@ class Loop:
             return
         self._enter("eval")
         with self.strategy.quiesced():
-            batches = self._eval_batches(val)
-            point = evaluate(self.strategy, batches, step=self.position.step, device=self.device)
+            point = self._evaluated(val)
+            if self.config.train.ema_decay is not None:
+                with self.strategy.averaged_weights():
+                    point = replace(point, ema=self._evaluated(val))
             self.outbox.put_point(point)
         self._enter("train")
+
+    def _evaluated(self, val: Any) -> EvalPoint:
+        return evaluate(self.strategy, self._eval_batches(val), step=self.position.step, device=self.device)
 
     def _checkpoint(self) -> TrainState | None:
         """Save a checkpoint. Return its state on a rank that saves."""

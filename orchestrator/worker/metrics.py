@@ -98,12 +98,14 @@ class Window:
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._steps: list[int] = []
+        self._step_weight: Tensor | float = 0.0
         self._updated: list[int] = []  # those of _steps that were not skipped
 
     def add(self, step: int, loss_sum: Tensor, weight: Tensor, *, skipped: bool) -> None:
         """Add a completed step with this rank's summed loss and weight (scalars); ``skipped`` if it made no update."""
         self.timer.mark()
         self._steps.append(step)
+        self._step_weight = weight
         if not skipped:
             self._updated.append(step)
             self._losses.append(loss_sum)
@@ -127,6 +129,7 @@ class Window:
         epoch: float | None,
         lr: float,
         grad_norm: Tensor | None,
+        sums: Mapping[str, Tensor],
         comm_ms: float | None,
         spans: Sequence[Span],
         metrics: Mapping[str, Metric],
@@ -138,6 +141,7 @@ class Window:
             epoch: passes over the training set, a fraction within one; None if its length is unknown.
             lr: the learning rate of the next step.
             grad_norm: the norm of the whole gradient of the last step (a scalar); None if it was not computed.
+            sums: the job's metrics of the last step, summed over this rank's samples (scalars).
             comm_ms: how long the last step waited for other ranks; None if unknown.
             spans: what the stages of this rank did in the last step.
             metrics: the strategy's own metrics.
@@ -164,6 +168,8 @@ class Window:
             comm_share=comm_share,
             peak_memory_mb=peak_memory_mb(self._device),
             spans=tuple(spans) if self._warm(step) else (),
+            step_weight=float(self._step_weight),
+            sums={name: float(value) for name, value in sums.items()},
             metrics={**measured(own), **metrics},
         )
         self._losses, self._weights, self._steps, self._updated = [], [], [], []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.layouts import SGD
-from helpers.toys import Case, Normed, Tokens, Toy, digits, having, losses, make, steps
+from helpers.toys import Case, Normed, Tokens, Toy, digits, having, losses, make, metrics_of, steps
 from helpers.toys import train as train_case
 from orchestrator.job import Job
 from orchestrator.strategies.replicated.dp import DPConfig
@@ -29,6 +29,7 @@ def test_equal_loss(job: Job, num_workers: int, loss_on: str, grad_accumulation:
     got, expected = train_case(0, case), train_case(0, replace(case, alone=None))
     torch.testing.assert_close(losses([got]), losses([expected]), rtol=SGD, atol=0)
     torch.testing.assert_close(got.model, expected.model, rtol=100 * SGD, atol=10 * SGD)
+    torch.testing.assert_close(metrics_of([got]), metrics_of([expected]), rtol=SGD, atol=0)
 
 
 @pytest.mark.parametrize(("loss_on", "gathered"), [("device0", 30 * 4 * 4), ("replicas", 2 * 4)])

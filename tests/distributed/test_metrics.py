@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.toys import CPU
 from orchestrator.protocol.messages import TrainPoint
@@ -29,10 +30,17 @@ def add(into: Window, step: int, loss: float = 1.0, *, weight: float = 1.0, skip
 
 
 def close(
-    window: Window, *, grad_norm: float | None = None, comm_ms: float | None = 0.0, spans: Sequence[Span] = ()
+    window: Window,
+    *,
+    grad_norm: float | None = None,
+    comm_ms: float | None = 0.0,
+    spans: Sequence[Span] = (),
+    sums: Mapping[str, Tensor] | None = None,
 ) -> TrainPoint:
     norm = None if grad_norm is None else torch.tensor(grad_norm)
-    return window.close(samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, comm_ms=comm_ms, spans=spans, metrics={})
+    return window.close(
+        samples_seen=8, epoch=0.5, lr=0.1, grad_norm=norm, sums=sums or {}, comm_ms=comm_ms, spans=spans, metrics={}
+    )
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
-"""The rule of equal loss for whatever is registered: every synchronous strategy, with its default keys."""
+"""Equal losses and equal metrics, for every registered synchronous strategy with its default keys."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from helpers.gang import Gang
-from helpers.toys import Case, digits, having, losses, plan_of, train
+from helpers.toys import Case, MeasuredDigits, having, losses, metrics_of, plan_of, train
 from helpers.toys import config_of as config_for
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import choices
@@ -30,13 +32,22 @@ def test_the_registry_knows_the_synchronous_strategies() -> None:
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_a_synchronous_strategy_has_the_losses_of_single(gang: Gang, name: str) -> None:
+def test_a_synchronous_strategy_has_the_losses_and_the_metrics_of_single(gang: Gang, name: str) -> None:
     options = default_options(name)
-    case = Case(job=digits(depth=3), train=having(global_batch_size=24, steps=10), options=options, alone=options)
+    case = Case(
+        job=MeasuredDigits(hidden=24, depth=3),
+        train=having(global_batch_size=48, steps=20),
+        options=options,
+        alone=options,
+    )
     # "auto" is what a machine without GPUs gets.
     workers = registry.load(name).default_num_workers(options, num_gpus=0)
     plan = plan_of(config_for(case, workers + getattr(options, "num_shards", 0)))
-    seen = losses(gang.run(train, case, world_size=plan.world_size))
+    in_slices = replace(case, train=having(case.train, grad_accumulation=2))
+    ranks = gang.run(train, in_slices, world_size=plan.world_size)
     (alone,) = gang.run(train, Case(job=case.job, train=case.train), world_size=1)
     assert losses([alone])[-1] < losses([alone])[0], "nothing was learned, so nothing is compared"
-    torch.testing.assert_close(seen, losses([alone]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses(ranks), losses([alone]), rtol=1e-5, atol=0)
+    expected = metrics_of([alone])
+    assert len({metrics["large/logit"] for metrics in expected}) == len(expected), "they are not those of each step"
+    torch.testing.assert_close(metrics_of(ranks), expected, rtol=1e-5, atol=1e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -44,6 +44,7 @@ TRAIN = schema.TrainConfig(
     clip_norm=None,
     precision="fp32",
     on_nonfinite="stop",
+    ema_decay=None,
     deterministic=False,
 )
 SINGLE = SingleConfig(name="single", num_workers=1)
@@ -107,6 +108,7 @@ class Steps:
     weights: list[float]
     norms: list[float | None]
     skipped: list[bool]
+    metrics: list[dict[str, float]]
     model: dict[str, Tensor]
 
 
@@ -114,6 +116,17 @@ def losses(ranks: list[Steps]) -> Tensor:
     """The loss of the run at every step: summed over the ranks, divided by the summed weight."""
     sums = torch.tensor([r.loss_sums for r in ranks], dtype=torch.float64).sum(0)
     return sums / torch.tensor([r.weights for r in ranks], dtype=torch.float64).sum(0)
+
+
+def metrics_of(ranks: list[Steps]) -> list[dict[str, float]]:
+    """The job's metrics of the run at every step: summed over the ranks, divided by the summed weight."""
+    return [
+        {
+            name: sum(r.metrics[step].get(name, 0.0) for r in ranks) / sum(r.weights[step] for r in ranks)
+            for name in {name for r in ranks for name in r.metrics[step]}
+        }
+        for step in range(len(ranks[0].weights))
+    ]
 
 
 def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
@@ -203,7 +216,7 @@ def steps(
     )
     for step, batch in zip(range(first, last + 1), batches, strict=True):
         seed_step(context.seed, step, context.global_rank)
-        yield strategy.train_step(batch, want_grad_norm=want_grad_norm)
+        yield strategy.train_step(batch, want_grad_norm=want_grad_norm, want_metrics=True)
 
 
 def train(rank: int, case: Case, want_grad_norm: bool = False) -> Steps:
@@ -219,6 +232,7 @@ def watched(strategy: Strategy, results: Iterable[StepResult]) -> Steps:
         weights=[float(r.weight) for r in kept],
         norms=[None if r.grad_norm is None else float(r.grad_norm) for r in kept],
         skipped=[r.skipped for r in kept],
+        metrics=[{name: float(value) for name, value in r.metrics.items()} for r in kept],
         model=snapshot(model_of(strategy)),
     )
 
@@ -327,6 +341,17 @@ class QuickDigits(Digits):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredDigits(QuickDigits):
+    """Measures its training batches, once for each loss and without gradients."""
+
+    def train_metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        assert not output.requires_grad
+        assert not torch.is_grad_enabled()
+        large = target > 4
+        return {**self.metrics(output, target), "large/share": large.sum(), "large/logit": output[large].sum()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdamDigits(QuickDigits):
     lr: float = 2e-3
 
@@ -424,6 +449,9 @@ class Tokens(Toy):
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         return {"accuracy": (output.argmax(dim=-1) == target).sum()}
+
+    def train_metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return self.metrics(output, target)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,15 @@ def test_evaluation_counts_each_sample_once() -> None:
     assert logged.metrics == {"val/loss": pytest.approx(32 / 11), "val/accuracy": pytest.approx(10 / 11)}
 
 
+def test_the_evaluation_of_the_averaged_weights_has_names_of_its_own() -> None:
+    parts = aggregator(1)
+    averaged = EvalPoint(step=5, time=1.0, loss_sum=4.0, weight=8.0, sums={"accuracy": 6.0})
+    logged = parts.add(0, EvalPoint(step=5, time=1.0, loss_sum=16.0, weight=8.0, sums={"accuracy": 4.0}, ema=averaged))
+    assert logged is not None
+    assert logged.metrics == {"val/loss": 2.0, "val/accuracy": 0.5, "val/ema_loss": 0.5, "val/ema_accuracy": 0.75}
+    assert (parts.summary()["val_loss"], parts.summary()["val_ema_loss"]) == (2.0, 0.5)
+
+
 def test_summary_is_over_warm_steps() -> None:
     parts = aggregator(1)
     parts.add(0, point(step=10, step_ms=(10.0,) * 9))

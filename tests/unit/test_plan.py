@@ -168,3 +168,10 @@ def test_an_embedded_ray_shares_the_cores_out_and_never_runs_short(workers: int,
 @pytest.mark.parametrize(("share", "threads"), [("1", 1), ("4", 4), ("2.5", 2), ("0.5", 1)])
 def test_on_a_cluster_a_worker_uses_the_cpus_it_asked_for(share: str, threads: int) -> None:
     assert plan_of(UNEVEN, f"cluster.cpus_per_worker={share}", "strategy.num_workers=2").threads_per_worker == threads
+
+
+@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
+def test_an_average_of_the_weights_needs_a_strategy_that_keeps_one(strategy: str) -> None:
+    errors = errors_of(LAPTOP, f"strategy={strategy}", "train.ema_decay=0.99", embedded=True)
+    kept = f"train.ema_decay=0.99: strategy={strategy} keeps no average of the weights"
+    assert errors == (f"{kept}; set it to null, or use strategy=ddp",)

@@ -24,13 +24,15 @@ from orchestrator.config.build import ConfigError, did_you_mean
 from orchestrator.config.compose import to_dict, to_yaml
 from orchestrator.config.redact import redact, redact_text
 from orchestrator.config.schema import Config
-from orchestrator.job import Job
+from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Plan
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import CheckpointError, find_newest, read_manifest
+from orchestrator.state.joint import label_of
 from orchestrator.state.mismatch import mismatches
+from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.tracking.uri import absolute_uri, validate_uri
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
@@ -217,7 +219,8 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     errors = [f"of another model: {line}" for line in mismatches(shapes, saved)]
-    optimizer = type(job.optimizer(model.parameters())).__name__
+    made = joined(optimizers_of(job, model)) if has_training_step(job) else job.optimizer(model.parameters())
+    optimizer = label_of(made)
     if optimizer != meta["optimizer"]:
         errors.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
     return errors

@@ -55,6 +55,7 @@ class Hogwild(WholeModel):
     """One worker. Subclasses decide which parts of a step take the lock."""
 
     config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
+    averages_weights = False
     cpu_only = "its workers share the memory of a machine, which GPUs cannot"
 
     @classmethod
@@ -102,10 +103,10 @@ class Hogwild(WholeModel):
     def sync_initial_state(self) -> None:
         self._has_state = True
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         with self._exclusive():
             before = int(self._updates.sum())
-            result = super().train_step(microbatches, want_grad_norm=want_grad_norm)
+            result = super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
             self._staleness.append(int(self._updates.sum()) - before - 1)
             self._steps[self.context.global_rank] += 1
         return result

@@ -6,7 +6,7 @@ targets, which therefore may have any nested structure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from orchestrator.compat.torch import pytree
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, tensors_in
+from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.job_metrics import add_metrics, checked_metrics
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.replicated.whole_model import weighted
@@ -46,6 +48,7 @@ class Chain:
         device: torch.device,
         group: dist.ProcessGroup,
         precision: Precision,
+        measure: Callable[[Any, Any], None],
     ):
         """Connect the stages.
 
@@ -57,6 +60,7 @@ class Chain:
             device: The device of the stages.
             group: The ranks of this pipeline.
             precision: What the forward passes are computed in.
+            measure: Called in training with the output and the target of every micro-batch.
         """
         self.feeds = stages[0].inputs is None
         self.has_loss = stages[-1].outputs is None
@@ -67,6 +71,7 @@ class Chain:
         self._device = device
         self._group: dist.ProcessGroup | None = group
         self._precision = precision
+        self._measure = measure
         self._clock = Clock(device)
         self._inputs = InputBuffer()
         self._targets: list[Any] = []
@@ -123,9 +128,8 @@ class Chain:
         assert self._group is not None
         device = self._device
         inputs, target = batch if self.feeds or self.has_loss else (None, None)
-        for stage in self._stages:
-            stage.module.eval()
-        with torch.no_grad(), self._precision.autocast():
+        modules = [stage.module for stage in self._stages]
+        with evaluation_mode(*modules), torch.no_grad(), self._precision.autocast():
             outputs = forward_only(
                 self._stages,
                 self.microbatches(inputs) if self.feeds else [],
@@ -150,10 +154,7 @@ class Chain:
                     )
                 loss_sum += weighted(loss, weight)
                 total += weight
-                for name, value in self._job.metrics(output, wanted).items():
-                    sums[name] = sums[name] + value if name in sums else value
-        for stage in self._stages:
-            stage.module.train()
+                add_metrics(sums, checked_metrics(self._job.metrics(output, wanted), "metrics"))
         return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
 
     def microbatches(self, value: Any) -> list[Any]:
@@ -186,6 +187,7 @@ class Chain:
         target, weight = self._targets[int(number)], self._weights[int(number)]
         with self._clock.span("F", last.stage_index, int(number)), self._precision.autocast():
             loss = self._job.loss(last.output, target)
+            self._measure(last.output, target)
         last.output = None
         self._loss_sum += weighted(loss.detach(), weight)
         return loss * (weight / self._total_weight)

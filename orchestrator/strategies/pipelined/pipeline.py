@@ -152,6 +152,7 @@ class Pipeline(OptimizerStep):
             device=context.device,
             group=pipeline,
             precision=self.precision,
+            measure=self._measure,
         )
         self._connections = _Connected(pipeline=pipeline, replicas=replicas, sharing=sharing, chain=chain)
 
@@ -159,8 +160,7 @@ class Pipeline(OptimizerStep):
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, precision=self.precision)
         self.stages, self._shared = built.stages, built.shared
         self.parameters = [p for p in self.state_module().parameters() if p.requires_grad]
-        self.optimizer = _optimizer_of(self.job, self.parameters)
-        self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
+        self.use(_optimizer_of(self.job, self.parameters))
         self._cut = cut
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor
 from orchestrator.job import Job
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import changing_buffers, costs, flow
+from orchestrator.model.modes import in_train_mode
 from orchestrator.model.parity import free_memory, parity_error
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
@@ -86,13 +87,13 @@ class StageBuilder:
         Raises:
             ValueError: The model cannot be cut.
         """
-        sequence = sequence_of(job.model, inputs, device, split=split, job=job)
+        sequence = sequence_of(in_train_mode(job.model), inputs, device, split=split, job=job)
         values = flow(sequence, inputs, precision=precision)
         return cls(job=job, sequence=sequence, values=values, inputs=inputs, target=target, device=device, seed=seed)
 
     def measure_costs(self, *, precision: Precision) -> list[float]:
         """Return the milliseconds that forward and backward of each layer take; the last one includes the loss."""
-        fresh = sequence_of(self.job.model, self.inputs, self.device, split=(), job=self.job)
+        fresh = sequence_of(in_train_mode(self.job.model), self.inputs, self.device, split=(), job=self.job)
 
         def loss(output: Any) -> Tensor:
             return self.job.loss(output, self.target)
@@ -121,7 +122,13 @@ class StageBuilder:
             return self.job.loss(output, self.target)
 
         error = parity_error(
-            self.job.model, self.sequence, self.inputs, loss, device=self.device, seed=self.seed, precision=precision
+            in_train_mode(self.job.model),
+            self.sequence,
+            self.inputs,
+            loss,
+            device=self.device,
+            seed=self.seed,
+            precision=precision,
         )
         if error is not None:
             raise ValueError(
@@ -146,7 +153,8 @@ class StageBuilder:
         if buffers:
             changing = changing_buffers(self.sequence, self.inputs, precision=precision)
             _check_shared_buffers(buffers, changing, stage_ranks)
-        stages = build_stages(self.job.model, self.sequence, self.values, cut, own, device=self.device, seed=self.seed)
+        build = in_train_mode(self.job.model)
+        stages = build_stages(build, self.sequence, self.values, cut, own, device=self.device, seed=self.seed)
         return BuiltStages(stages=stages, shared=[*shared_parameters(self.sequence, cut), *buffers])
 
 

@@ -20,13 +20,14 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.torch import broadcast_ddp_buffers, ddp_comm_ms, release_ddp, set_ddp_timing
 from orchestrator.config.schema import Config, StrategyConfig, option
-from orchestrator.job import Job
+from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state
-from orchestrator.strategies.base import StepResult
+from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average_in
+from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
 from orchestrator.strategies.replicated.whole_model import WholeModel, forward_module
 
@@ -50,13 +51,26 @@ class DDP(WholeModel):
     """A replica of the model whose gradients are averaged over all ranks."""
 
     config_class: ClassVar[type[StrategyConfig]] = DDPConfig
+    runs_training_step = True
     replica: DistributedDataParallel | None = None
     """The wrapped model, while there is a process group."""
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        assert isinstance(config.strategy, DDPConfig)
-        return check_batchnorm(job, plan, synchronized=config.strategy.sync_batchnorm, errors=errors)
+        options = config.strategy
+        assert isinstance(options, DDPConfig)
+        if has_training_step(job):
+            errors += _unsupported(options, plan)
+        return check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
+
+    @classmethod
+    def create(cls, context: Context, job: Job) -> Strategy:
+        """Return the strategy of a rank; a job that makes its own updates needs another than ``DDP``."""
+        options = context.options
+        assert isinstance(options, DDPConfig)
+        if has_training_step(job):
+            return JobStep(context, job, sync_batchnorm=options.sync_batchnorm)
+        return cls(context, job)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
@@ -99,7 +113,7 @@ class DDP(WholeModel):
         for tensor in self.model.state_dict().values():
             dist.broadcast(tensor, src=0)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         train = self.context.train
         self._step += 1
         self._timed = self._step % train.log_every == 0 or self._step in (1, train.steps)
@@ -108,7 +122,7 @@ class DDP(WholeModel):
         set_ddp_timing(self.replica, enabled=self._timed)
         for norm in self._norms:
             norm.waited_s = 0.0
-        return super().train_step(microbatches, want_grad_norm=want_grad_norm)
+        return super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         powersgd = self._powersgd.state() if self._powersgd is not None else {}
@@ -197,3 +211,20 @@ class DDP(WholeModel):
         super().forget_step()
         if self._powersgd is not None:
             self._powersgd.forget()
+
+
+def _unsupported(options: DDPConfig, plan: Plan) -> list[str]:
+    """Return which options cannot be combined with ``Job.training_step``."""
+    errors = []
+    if options.comm_hook != "none":
+        errors.append(
+            f"strategy.comm_hook={options.comm_hook}: the job overrides Job.training_step, whose gradients are not "
+            "compressed; set it to none"
+        )
+    shares = {worker.samples_per_step for worker in plan.workers}
+    if options.sync_batchnorm and len(shares) > 1:
+        errors.append(
+            f"train.global_batch_size={plan.global_batch_size}: with Job.training_step, strategy.sync_batchnorm=true "
+            f"needs equal shares of the batch; set it to a multiple of {len(plan.workers)}"
+        )
+    return errors

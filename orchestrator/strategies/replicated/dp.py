@@ -23,6 +23,7 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums, StepResult
+from orchestrator.strategies.job_metrics import add_metrics, train_metrics
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas
 from orchestrator.strategies.replicated.whole_model import WholeModel, weighted
@@ -66,9 +67,9 @@ class DP(WholeModel):
         devices = [torch.device("cuda", i) if device.type == "cuda" else device for i in numbers]
         self._replicas = Replicas(self.model, devices)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         self._steps += 1
-        return super().train_step(microbatches, want_grad_norm=want_grad_norm)
+        return super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
 
     def close(self) -> None:
         if self._replicas is not None:
@@ -90,10 +91,18 @@ class DP(WholeModel):
         pieces, targets = self._replicas.scatter(inputs), self._replicas.scatter(target)
         weights = [self._weight_of(piece) for piece in targets]
 
-        def summed_loss(replica: nn.Module, piece: Any, target: Any, weight: float | Tensor) -> Tensor:
-            return weighted(self.job.loss(self._apply(replica, piece), target), weight)
+        def sums(
+            replica: nn.Module, piece: Any, target: Any, weight: float | Tensor
+        ) -> tuple[Tensor, Mapping[str, Tensor]]:
+            output = self._apply(replica, piece)
+            loss = weighted(self.job.loss(output, target), weight)
+            return loss, {} if self._metrics is None else train_metrics(self.job, output, target)
 
-        losses = self._gather(self._replicas.apply(summed_loss, pieces, targets, weights))
+        results = self._replicas.apply(sums, pieces, targets, weights)
+        if self._metrics is not None:
+            for _, metrics in results:
+                add_metrics(self._metrics, metrics)
+        losses = self._gather([loss for loss, _ in results])
         total: Tensor = losses.sum() / sum(weights)
         return total
 

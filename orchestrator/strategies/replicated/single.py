@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from orchestrator.config.schema import StrategyConfig
+from orchestrator.job import Job, has_training_step
+from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.whole_model import WholeModel
 
 
@@ -29,6 +32,11 @@ class Single(WholeModel):
     """The whole model on one worker."""
 
     config_class: ClassVar[type[StrategyConfig]] = SingleConfig
+    runs_training_step = True
+
+    @classmethod
+    def create(cls, context: Context, job: Job) -> Strategy:
+        return JobStep(context, job) if has_training_step(job) else cls(context, job)
 
     @classmethod
     def default_num_workers(cls, options: StrategyConfig, *, num_gpus: int) -> int:

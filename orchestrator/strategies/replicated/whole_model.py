@@ -16,10 +16,12 @@ from torch.utils.data import Dataset
 
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows, split_batch, to_device
+from orchestrator.model.modes import evaluation_mode, in_train_mode
 from orchestrator.planning.mesh import even_shares
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.job_metrics import checked_metrics
 from orchestrator.strategies.optimizer_step import OptimizerStep
 
 
@@ -28,17 +30,15 @@ class WholeModel(OptimizerStep):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
-        self.model = self.job.model().to(self.context.device)
+        self.model = in_train_mode(self.job.model)().to(self.context.device)
         self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = self.job.optimizer(self.parameters)
-        self.scheduler = self.job.scheduler(self.optimizer, self.context.train.steps)
+        self._set_up_optimizer()
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         inputs, target = split_batch(to_device(batch, self.context.device))
         rows = num_rows((inputs, target))
-        self.model.eval()
-        with torch.no_grad(), self.precision.autocast():
+        with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
             output = self._evaluated(inputs)
             if rows is not None and valid < rows:
                 if has_row_per_sample(output, rows):
@@ -49,8 +49,7 @@ class WholeModel(OptimizerStep):
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
             loss = weighted(self._loss(output, target), weight)
-            metrics = dict(self.job.metrics(output, target))
-        self.model.train()
+            metrics = checked_metrics(self.job.metrics(output, target), "metrics")
         return EvalSums(loss_sum=loss, weight=torch.as_tensor(float(weight)), metrics=metrics)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
@@ -67,6 +66,9 @@ class WholeModel(OptimizerStep):
     @property
     def full_model(self) -> nn.Module | None:
         return self.model if self.context.global_rank == 0 else None
+
+    def _set_up_optimizer(self) -> None:
+        self.use(self.job.optimizer(self.parameters))
 
     def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
         return self._weights([target for _, target in slices])
@@ -106,7 +108,10 @@ class WholeModel(OptimizerStep):
         return self.job.forward(self.model, inputs)
 
     def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
-        return self._loss(self._forward(inputs), target)
+        output = self._forward(inputs)
+        loss = self._loss(output, target)
+        self._measure(output, target)
+        return loss
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         return self.job.loss(output, target)

@@ -104,7 +104,7 @@ class Shard(Strategy):
     def sync_initial_state(self) -> None:
         self._continue_from(0)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         assert self._step is not None
         self._waited_s = 0.0
         norm: Tensor | None = None

@@ -39,6 +39,7 @@ class ParameterServer(Strategy):
     """The layout and the checks; :meth:`create` makes a worker or a shard."""
 
     config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
+    averages_weights = False
     cpu_only = "its workers run on CPUs only"
 
     @classmethod

@@ -126,12 +126,12 @@ class Worker(WholeModel):
         self.pull()
         return super().evaluate(batch, valid)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         began, self._waited_s = time.perf_counter(), 0.0
         self.pull()
         for connection in self._connections:
             connection.begin_step()
-        result = super().train_step(microbatches, want_grad_norm=want_grad_norm)
+        result = super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
         if result.skipped and self._changes_gradient:
             self._exchange()
         assert self._step is not None

@@ -1,0 +1,86 @@
+"""The metrics that a job computes itself: called, checked, and summed over the parts of a batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from orchestrator.job import Job
+from orchestrator.model.batch import map_leaves
+
+_NAME = re.compile(r"[a-zA-Z0-9_\-.: ]+(/[a-zA-Z0-9_\-.: ]+)*")
+_MAX_NAME_LENGTH = 200
+_OURS = {
+    "metrics": re.compile(r"loss|ema_.*"),
+    "train_metrics": re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|samples_seen"),
+    "training_step": re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|samples_seen"),
+}
+
+
+def has_train_metrics(job: Job) -> bool:
+    """Return whether the job has metrics of training batches."""
+    return type(job).train_metrics is not Job.train_metrics
+
+
+@torch.no_grad()
+def train_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
+    """Return the job's metrics of a training batch, or of a part of it, as sums.
+
+    Args:
+        job: the job.
+        output: the output from which the loss was computed. The job receives it without its graph.
+        target: the target of the same samples.
+
+    Raises:
+        ValueError: see :func:`checked_metrics`.
+    """
+    detached = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+    return checked_metrics(job.train_metrics(detached, target), "train_metrics")
+
+
+def checked_metrics(values: Any, method: Literal["metrics", "train_metrics", "training_step"]) -> dict[str, Tensor]:
+    """Return what the job's ``method`` returned, as scalar tensors by name.
+
+    Raises:
+        ValueError: a name cannot be used or a value is not a scalar; the text says which.
+    """
+    where = f"job.{method}"
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} returned a {type(values).__name__}; return a dict of scalar tensors by name")
+    kind = "a mean over the batch" if method == "training_step" else "a sum over the batch"
+    return {_checked_name(n, where, _OURS[method]): _scalar(v, n, where, kind) for n, v in values.items()}
+
+
+def add_metrics(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Add ``values`` to ``sums`` by name, on the devices of the sums."""
+    for name, value in values.items():
+        sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
+
+
+def _checked_name(name: Any, where: str, ours: re.Pattern[str]) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{where}: the name {name!r} is a {type(name).__name__}; name metrics by strings")
+    if ours.fullmatch(name):
+        raise ValueError(f"{where}: the run itself logs a metric named {name!r}; choose another name")
+    parts = name.split("/")
+    if not _NAME.fullmatch(name) or {".", ".."} & {*parts} or len(name) > _MAX_NAME_LENGTH:
+        raise ValueError(
+            f"{where}: {name!r} cannot be the name of a metric in MLflow; use letters, digits, '_', '-', '.', ':', "
+            f"spaces and single slashes between them, at most {_MAX_NAME_LENGTH} characters"
+        )
+    return name
+
+
+def _scalar(value: Any, name: str, where: str, wanted: str) -> Tensor:
+    if isinstance(value, (bool, int, float)):
+        value = torch.as_tensor(float(value))
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{where}: {name!r} is a {type(value).__name__}; return a scalar tensor, {wanted}")
+    if value.numel() != 1 or value.is_complex():
+        kind = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a complex number"
+        raise ValueError(f"{where}: {name!r} is {kind}; return a scalar tensor, {wanted}")
+    return value.reshape(())

@@ -1,0 +1,196 @@
+"""The training of a job that overrides ``Job.training_step``, under ``single`` and ``ddp``.
+
+The job makes its updates itself, from the losses of its own share of the batch. A hook in the ``step()`` of each
+optimizer first replaces the gradients of that optimizer's parameters by their mean over the global batch: each rank's
+gradients, weighted by its number of samples, are summed. ``DistributedDataParallel`` does not serve: it expects one
+forward pass and one backward pass, after which all parameters have their gradients.
+
+After the step, all ranks take the buffers of rank 0. A step that fails between two updates cannot be undone, so no rank
+offers its state then, and the run continues from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from orchestrator.compat.torch import version_of
+from orchestrator.job import Job
+from orchestrator.model.batch import to_device
+from orchestrator.planning.mesh import even_shares
+from orchestrator.state.joint import JointScheduler
+from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import broadcast_state
+from orchestrator.strategies.base import Context, StepResult
+from orchestrator.strategies.gradients import weighted_sum_over
+from orchestrator.strategies.replicated import gather
+from orchestrator.strategies.replicated.sync_batchnorm import synchronize
+from orchestrator.strategies.replicated.whole_model import WholeModel, entries
+from orchestrator.strategies.training_step import checked_result, joined, models_of, optimizers_of
+from orchestrator.strategies.weight_average import keep_average
+
+
+class JobStep(WholeModel):
+    """The whole model, with equal state on every rank, trained by ``Job.training_step``."""
+
+    def __init__(self, context: Context, job: Job, *, sync_batchnorm: bool = False):
+        super().__init__(context, job)
+        self._sync_batchnorm = sync_batchnorm
+        self._updating = False  # from the first update of a step to its end
+        self._untrained_before: Sequence[tuple[int, int]] = ()
+        self._wants_norm = False
+        self._norms: dict[str, Tensor] = {}
+        self._waited_s = 0.0
+
+    def setup(self, train_set: Dataset[Any]) -> None:
+        super().setup(train_set)
+        if self._sync_batchnorm:
+            synchronize(self.model, self.context.device)
+
+    def _set_up_optimizer(self) -> None:
+        train = self.context.train
+        self.models = models_of(self.model)
+        self.optimizers = optimizers_of(self.job, self.model)
+        trained = {p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]}
+        self._untrained = [p for p in self.model.parameters() if p not in trained]
+        for name, optimizer in self.optimizers.items():
+            optimizer.register_step_pre_hook(functools.partial(self._before_update, name))
+            optimizer.register_step_post_hook(_forget_casts)
+            if train.ema_decay is not None:
+                keep_average(optimizer, train.ema_decay)
+        # The base class only reads its parameter groups and its state, which are those of all optimizers.
+        self.optimizer = cast(Optimizer, joined(self.optimizers))
+        made = [self.job.scheduler(optimizer, train.steps) for optimizer in self.optimizers.values()]
+        schedulers = [scheduler for scheduler in made if scheduler is not None]
+        self.scheduler = JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
+
+    def attach(self) -> None:
+        if not self._torn:
+            super().attach()
+
+    def sync_initial_state(self) -> None:
+        if self._has_peers:
+            for tensor in self.model.state_dict().values():
+                dist.broadcast(tensor, src=0)
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
+        (batch,) = microbatches
+        batch = to_device(batch, self.context.device)
+        self._buffers_before = [b.clone() for b in self._buffers()] if self._has_peers else []
+        self._untrained_before = self._untrained_now()
+        self._wants_norm, self._norms, self._waited_s = want_grad_norm, {}, 0.0
+        self._in_step = True
+        self.model.zero_grad()
+        with self.precision.autocast(), gather.training_step():
+            result = self.job.training_step(self.models, batch, self.optimizers)
+        loss, metrics = checked_result(result)
+        if self._has_peers:
+            self._share_buffers()
+        self._schedule()
+        self._in_step = self._updating = False
+        norms = list(self._norms.values())
+        return StepResult(
+            loss_sum=loss * self._rows,
+            weight=torch.tensor(float(self._rows)),
+            grad_norm=torch.stack(norms).square().sum().sqrt() if norms else None,
+            metrics={name: value * self._rows for name, value in metrics.items()} if want_metrics else {},
+        )
+
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        context = self.context
+        if self._has_peers:
+            state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
+        meta = super().restore(state, source=context.global_rank)
+        self._in_step = self._updating = False
+        return meta
+
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+        """Return the last step for every rank, as all are equal; nothing if a step has been left half-way."""
+        if not update_complete or self._torn or not self._has_peers:
+            return {}
+        return {rank: (step,) for rank in range(self.context.mesh.world_size)}
+
+    def recover_state(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        source, state = sources[0], None  # all survivors at this step have the same state
+        if self.context.global_rank == source:
+            assert step == source_step
+            assert not self._torn
+            state = self.snapshot(step=step, samples_consumed=samples_consumed)
+        return self.restore(state, source=source)
+
+    def comm_ms(self) -> float | None:
+        if self.context.device.type != "cpu" or not self._has_peers:
+            return None  # on a GPU, the host does not wait
+        return 1e3 * self._waited_s
+
+    @property
+    def _has_peers(self) -> bool:
+        return self.context.mesh.world_size > 1
+
+    @property
+    def _rows(self) -> int:
+        """The number of samples in this rank's share of the batch."""
+        context = self.context
+        return even_shares(context.train.global_batch_size, context.mesh.data_parallel_size)[context.dp_rank]
+
+    @property
+    def _torn(self) -> bool:
+        """Whether a step was left after it had changed parameters, which cannot be undone."""
+        return self._in_step and (self._updating or self._untrained_now() != self._untrained_before)
+
+    def _untrained_now(self) -> Sequence[tuple[int, int]]:
+        """Return what changes with the values of the parameters that no optimizer has, such as those of a teacher."""
+        return [(p.data_ptr(), version_of(p)) for p in self._untrained]
+
+    @torch.no_grad()
+    def _before_update(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Average the gradients of one optimizer over the ranks, measure and clip them. A hook of its ``step()``."""
+        if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
+            raise ValueError(
+                f"job.training_step: optimizers[{name!r}].step() was given a closure; call backward() before step()"
+            )
+        train = self.context.train
+        parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._has_peers:
+            began = time.perf_counter()
+            weighted_sum_over(_world(), parameters, self._rows / train.global_batch_size, self.context.device)
+            self._waited_s += time.perf_counter() - began
+        if train.clip_norm is not None or self._wants_norm:
+            norm = nn.utils.get_total_norm([entries(p.grad) for p in parameters if p.grad is not None])
+            self._norms[name] = norm.to(self.context.device)
+            if train.clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(parameters, train.clip_norm, norm)
+        self._updating = True
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Replace the buffers by those of rank 0."""
+        buffers = self._buffers()
+        if not buffers:
+            return
+        began = time.perf_counter()
+        flat = torch.cat([b.reshape(-1).view(torch.uint8) for b in buffers])
+        dist.broadcast(flat, src=0)
+        for buffer, values in zip(buffers, flat.split([b.nbytes for b in buffers]), strict=True):
+            buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))
+        self._waited_s += time.perf_counter() - began
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _forget_casts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Let autocast, which keeps casts of the weights until its end, cast the updated weights again."""
+    torch.clear_autocast_cache()

@@ -1,0 +1,119 @@
+"""What a job that overrides ``Job.training_step`` trains, and what it is checked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from orchestrator.config.schema import Config
+from orchestrator.job import Job, has_loss
+from orchestrator.state.joint import AnyOptimizer, JointOptimizer
+from orchestrator.strategies.job_metrics import checked_metrics
+
+
+def models_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the models by name: those of an ``nn.ModuleDict``, or else the one model as ``"model"``."""
+    return dict(model.items()) if isinstance(model, nn.ModuleDict) else {"model": model}
+
+
+def optimizers_of(job: Job, model: nn.Module) -> dict[str, Optimizer]:
+    """Return the optimizers of the job by name.
+
+    Raises:
+        ValueError: there are none, or they do not share out parameters of ``model``; the text says what to change.
+    """
+    made = job.optimizers(models_of(model))
+    if not isinstance(made, Mapping) or not all(isinstance(o, Optimizer) for o in made.values()):
+        raise ValueError(f"Job.optimizers returned a {type(made).__name__}; return a dict of optimizers by name")
+    if not made:
+        raise ValueError("Job.optimizers returned no optimizer: no model has trainable parameters; unfreeze some")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    owners: dict[Tensor, str] = {}
+    for label, optimizer in made.items():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter not in names:
+                raise ValueError(
+                    f"Job.optimizers: {label!r} holds a tensor of shape {list(parameter.shape)} that is not a "
+                    "parameter of the model; add it to a module of Job.model"
+                )
+            if parameter in owners:
+                raise ValueError(
+                    f"Job.optimizers: {names[parameter]} is in the optimizers {owners[parameter]!r} and {label!r}; "
+                    "put it into one of them"
+                )
+            owners[parameter] = label
+    return dict(made)
+
+
+def joined(optimizers: Mapping[str, Optimizer]) -> AnyOptimizer:
+    """Return what a checkpoint regards as the optimizer."""
+    each = list(optimizers.values())
+    return each[0] if len(each) == 1 else JointOptimizer(each)
+
+
+def checked_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the further metrics that ``Job.training_step`` returned, without their graph.
+
+    Raises:
+        ValueError: it returned something else; the text says what to return.
+    """
+    values = {"loss": result} if isinstance(result, Tensor) else result
+    if not isinstance(values, Mapping) or "loss" not in values:
+        kind = f"a {type(values).__name__}" + (" without 'loss'" if isinstance(values, Mapping) else "")
+        raise ValueError(
+            f"job.training_step returned {kind}; return the loss, a scalar tensor, or a dict of scalar tensors "
+            "with the loss under 'loss'"
+        )
+    further = {name: value for name, value in values.items() if name != "loss"}
+    metrics = checked_metrics(further, "training_step")
+    loss = values["loss"]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"job.training_step: the loss is {kind}; return a scalar tensor, a mean over the batch")
+    return loss.detach().reshape(()), {name: value.detach() for name, value in metrics.items()}
+
+
+def training_step_errors(config: Config, job: Job, *, supported: bool) -> list[str]:
+    """Return why the job, which overrides ``Job.training_step``, cannot be trained.
+
+    Args:
+        config: the whole configuration.
+        job: the job.
+        supported: whether the strategy calls ``Job.training_step``.
+    """
+    name, train = config.strategy.name, config.train
+    overrides = "the job overrides Job.training_step"
+    if not supported:
+        return [
+            f"strategy={name}: {overrides}, which needs the whole model and makes its own updates; use strategy=single "
+            "or strategy=ddp"
+        ]
+    errors = []
+    if train.grad_accumulation > 1:
+        errors.append(
+            f"train.grad_accumulation={train.grad_accumulation}: {overrides}, which gets the whole batch of a worker; "
+            "set it to 1, and cut the batch there"
+        )
+    if train.on_nonfinite == "skip":
+        errors.append(
+            f"train.on_nonfinite=skip: {overrides}, and updates that it has made cannot be undone; set it to stop, and "
+            "check the loss there"
+        )
+    if has_loss(job) and type(job).forward is Job.forward and _has_several_models(job):
+        errors.append(
+            "job: Job.model returns several models, so an evaluation needs Job.forward(models, inputs): override it, "
+            "or leave out Job.loss and return None from Job.dataset('val')"
+        )
+    return errors
+
+
+def _has_several_models(job: Job) -> bool:
+    try:
+        with torch.device("meta"):
+            return isinstance(job.model(), nn.ModuleDict)
+    except Exception:  # building it on this machine could take all of its memory
+        return False
