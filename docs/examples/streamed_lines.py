@@ -105,7 +105,7 @@ class LineStream(IterableDataset):
 
 
 def hugging_face_stream(paths):
-    """The same with ``datasets``. ``buffer_size=1`` mixes the files and keeps no samples that a checkpoint would lack."""
+    """The same with ``datasets``. A buffer of 1 mixes the files; a larger one holds samples that a checkpoint lacks."""
     from datasets import load_dataset
 
     stream = load_dataset("text", data_files={"train": paths}, streaming=True, split="train")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import digits_gan
 import digits_job
 import digits_script
 import pytest
@@ -59,6 +60,10 @@ def hugging_face_lines(**fields: Any) -> tuple[Job, Any]:
     return lines(hugging_face=True, **fields)
 
 
+def gan(**fields: Any) -> tuple[Job, Any]:
+    return digits_gan.GAN(**fields), None
+
+
 def trained(gang: Gang, job: Job, options: StrategyConfig = DDP, world_size: int = 1) -> list[Steps]:
     return gang.run(train, Case(job=job, train=SHORT, options=options), world_size=world_size)
 
@@ -67,7 +72,8 @@ def assert_equal_losses(gang: Gang, job: Job, split: Any) -> None:
     (alone,) = trained(gang, job)
     expected = losses([alone])
     assert len(set(expected.tolist())) == SHORT.steps, "nothing was learned, so nothing is compared"
-    for name, options in {"ddp": DDP, "pipeline": pipeline("1F1B", 4, split)}.items():
+    strategies = {"ddp": DDP} if split is None else {"ddp": DDP, "pipeline": pipeline("1F1B", 4, split)}
+    for name, options in strategies.items():
         found = losses(trained(gang, job, options, world_size=2))
         torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -82,7 +88,7 @@ def text_files(tmp_path: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("port", [digits, vit, lora])
+@pytest.mark.parametrize("port", [digits, vit, lora, gan])
 def test_a_port_has_the_losses_of_one_worker(gang: Gang, port: Callable[..., tuple[Job, Any]]) -> None:
     assert_equal_losses(gang, *port())
 
@@ -132,6 +138,20 @@ def test_a_streamed_run_resumes_at_the_next_line(
     assert evaluation(resumed) == pytest.approx(evaluation(whole), rel=ROUNDING)
     assert not any(ran.warnings for ran in resumed), "lines were read again"
     assert "train/epoch" not in whole[0].points[0].metrics
+
+
+def test_the_gan_draws_images_and_learns_from_new_noise_in_each_epoch() -> None:
+    job = digits_gan.GAN()
+    images = job.sample(job.model(), torch.Generator().manual_seed(0))["digits"]
+    assert images.shape == (16, 1, 8, 8)
+    assert 0 <= images.min() < images.max() <= 1
+    stream = job.dataset("train")
+    epochs = []
+    for epoch in (0, 1, 0):
+        stream.set_epoch(epoch)
+        epochs.append(torch.stack([noise for _, noise in stream]))
+    assert torch.equal(epochs[0], epochs[2])
+    assert not torch.equal(epochs[0], epochs[1])
 
 
 @pytest.fixture(scope="module")
