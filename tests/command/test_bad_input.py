@@ -164,6 +164,11 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
         ("strategy.num_workers=many", "strategy.num_workers=many: expected a whole number of at least 1, auto or "),
         ("strategy=single strategy.num_workers=2", "strategy.num_workers=2: strategy=single has one worker; "),
         ("train.global_batch_size=1", "train.global_batch_size=1: fewer than one sample for each of 2 workers; "),
+        (
+            "strategy=pipeline job._target_=helpers.step_toys.GAN",
+            "strategy=pipeline: the job overrides Job.training_step, which needs the whole model and makes its own ",
+        ),
+        ("strategy=hogwild train.ema_decay=0.9", "train.ema_decay=0.9: strategy=hogwild keeps no average of the "),
         ("train.steps=1 train.steps=2", "train.steps: given twice, as train.steps=1 and train.steps=2; keep one"),
         ("job=gpt job._target_=jobs.digits.Digits", "job and job._target_: both name the job; keep one"),
         ("job._target_=nowhere.Job", "job._target_=nowhere.Job: no module nowhere; install it or run from "),

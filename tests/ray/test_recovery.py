@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.runs import events, in_campaign, losses, pid_of_rank
+from helpers.runs import events, in_campaign, losses, pid_of_rank, series
 
 STEPS = 24
 WORDS = (
@@ -102,6 +102,28 @@ def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> Non
     final = weights(run_dir)
     assert final.keys() == expected.keys()
     assert [n for n in final if not torch.equal(final[n], expected[n])] == []
+
+
+def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
+    words = (
+        *(word for word in WORDS if not word.startswith("job.")),
+        "job._target_=helpers.step_toys.Distillation",
+        "train.global_batch_size=25",
+        "train.ema_decay=0.9",
+    )
+    alone = run("strategy=single", *words)
+    assert alone.exit_code == 0, alone.reason
+    result = run("strategy=ddp", *words, "recovery.chaos=[kill@13:1]")
+    assert result.exit_code == 0, result.reason
+    assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
+    curve, expected = losses(result.run_dir), losses(alone.run_dir)
+    assert len(curve) >= STEPS // 2
+    assert curve == {step: pytest.approx(expected[step], rel=1e-5) for step in curve}
+    for name in ("val/loss", "val/ema_loss"):
+        evaluated = series(alone.run_dir, name)
+        assert evaluated.keys() == {8, 16, 24}
+        assert series(result.run_dir, name) == pytest.approx(evaluated, rel=1e-4)
+    assert result.summary["val_ema_loss"] > result.summary["val_loss"], "the average lags behind"
 
 
 @pytest.mark.parametrize(

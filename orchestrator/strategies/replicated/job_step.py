@@ -134,6 +134,10 @@ class JobStep(WholeModel):
         return 1e3 * self._waited_s
 
     @property
+    def nonfinite_advice(self) -> str | None:
+        return "lower the learning rates, or clip with train.clip_norm=1.0"  # without on_nonfinite=skip
+
+    @property
     def _has_peers(self) -> bool:
         return self.context.mesh.world_size > 1
 
@@ -150,7 +154,7 @@ class JobStep(WholeModel):
 
     def _untrained_now(self) -> Sequence[tuple[int, int]]:
         """Return what changes with the values of the parameters that no optimizer has, such as those of a teacher."""
-        return [(p.data_ptr(), version_of(p)) for p in self._untrained]
+        return [(p.data_ptr() if p.layout == torch.strided else 0, version_of(p)) for p in self._untrained]
 
     @torch.no_grad()
     def _before_update(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
