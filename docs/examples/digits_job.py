@@ -1,7 +1,7 @@
 """Classify handwritten digits: ``digits_script.py`` as a job.
 
     python -m orchestrator.launch strategy=ddp job._target_=digits_job.Digits \
-        train.steps=300 train.global_batch_size=50 train.clip_norm=1 train.eval_every=30
+        train.steps=250 train.global_batch_size=60 train.clip_norm=1 train.eval_every=25
 """
 
 from dataclasses import dataclass

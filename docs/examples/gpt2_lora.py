@@ -45,7 +45,7 @@ class LoRA(Job):
             )
         is_gpt2 = model.config.model_type == "gpt2"  # whose linear layers hold their weights transposed
         adapters = LoraConfig(r=self.rank, target_modules="all-linear", fan_in_fan_out=is_gpt2)
-        return Logits(get_peft_model(model, adapters))
+        return Logits(get_peft_model(model, adapters)).train()  # from_pretrained returns a model in eval mode
 
     def dataset(self, split):
         numbers = torch.randint(100, (1000 if split == "train" else 200, 2), generator=seeded(split)).tolist()

@@ -106,8 +106,8 @@ def test_the_script_and_its_port_have_one_curve(gang: Gang, tmp_path: Path, monk
         digits_script.main(["--epochs", "2", "--width", "4"])
     table = list(csv.reader(Path("losses.csv").read_text().splitlines()))
     script = {kind: {int(step): float(loss) for k, step, loss in table if k == kind} for kind in ("train", "val")}
-    assert list(script["train"]) == list(range(1, 61))
-    settings = having(steps=60, global_batch_size=50, clip_norm=1.0, eval_every=30)
+    assert list(script["train"]) == list(range(1, 51))
+    settings = having(steps=50, global_batch_size=60, clip_norm=1.0, eval_every=25)
     case = Case(job=digits_job.InScriptOrder(width=4), train=settings, seed=0)
     (ran,) = gang.run(run_loop, case, 1, str(tmp_path), None, 0, world_size=1)
     assert losses_by_step([ran]) == pytest.approx(script["train"], rel=ROUNDING)
@@ -196,6 +196,8 @@ def test_pretrained_weights_are_those_of_the_folder(
     job, split = port(pretrained=str(hub / name))
     pretrained = {"gpt2": "GPT2LMHeadModel", "vit": "ViTForImageClassification"}[name]
     expected = getattr(transformers, pretrained).from_pretrained(hub / name).state_dict()
+    modes = {module.training for module in job.model().modules()}
+    assert len(modes) == 1, "a part of the model would be trained in eval mode"
     built = {
         key.replace(".base_layer", "").removeprefix("model.base_model.model."): value
         for key, value in job.model().state_dict().items()
