@@ -152,6 +152,7 @@ def trained(rank: int, case: Case) -> tuple[Steps, list[EvalPoint]]:
         weights=first.weights + rest.weights,
         norms=first.norms + rest.norms,
         skipped=first.skipped + rest.skipped,
+        metrics=first.metrics + rest.metrics,
         model=rest.model,
     ), points
 

@@ -122,7 +122,9 @@ def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
     for name in ("val/loss", "val/ema_loss"):
         evaluated = series(alone.run_dir, name)
         assert evaluated.keys() == {8, 16, 24}
-        assert series(result.run_dir, name) == pytest.approx(evaluated, rel=1e-4)
+        found = series(result.run_dir, name)  # without those that the lost rank had not reported
+        assert found.keys() >= {16, 24}
+        assert found == {step: pytest.approx(evaluated[step], rel=1e-4) for step in found}
     assert result.summary["val_ema_loss"] > result.summary["val_loss"], "the average lags behind"
 
 

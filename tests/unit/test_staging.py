@@ -46,6 +46,17 @@ class Normed(Rows):
         return nn.Sequential(*layers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrozenNorms(Normed):
+    """Its BatchNorms are in eval mode, in which they use their running statistics."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for layer in model.children():
+            layer.get_submodule("1").eval()
+        return model
+
+
 class Branches(nn.Module):
     """No Sequential."""
 
@@ -135,6 +146,7 @@ def test_statistics_of_micro_batches_are_noted(words: str, rows: int, together: 
         (Normed(), "strategy=model_parallel train.grad_accumulation=2"),
         (Rows(), "strategy=pipeline strategy.num_microbatches=8"),
         (Normed(norm=nn.LayerNorm), "strategy=pipeline strategy.num_microbatches=8"),
+        (FrozenNorms(), "strategy=pipeline strategy.num_microbatches=8"),
     ],
 )
 def test_nothing_is_noted_where_all_is_as_on_one_worker(job: Job, words: str) -> None:

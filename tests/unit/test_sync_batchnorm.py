@@ -41,6 +41,26 @@ class NeedsValues(Norms):
         return super().model()
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrozenNorms(Norms):
+    """``frozen``: which BatchNorms are in eval mode, in which they use their running statistics."""
+
+    frozen: tuple[int, ...] = (1, 3)
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for index in self.frozen:
+            model.get_submodule(str(index)).eval()
+        return model
+
+
+class Pretrained(Norms):
+    """Its model is in eval mode, as ``from_pretrained`` returns it, and is therefore set to train mode."""
+
+    def model(self) -> nn.Module:
+        return super().model().eval()
+
+
 def notes(job: Toy, *words: str) -> tuple[tuple[str, ...], list[str]]:
     words = ("strategy=ddp", *words)
     config, plan, errors = config_of(*words), plan_of(LAPTOP, *words, embedded=True), list[str]()
@@ -102,11 +122,19 @@ def test_the_plan_says_that_workers_use_their_own_statistics() -> None:
         (Norms(norm=nn.LayerNorm), ()),
         (Norms(norm=nn.SyncBatchNorm), ()),
         (Toy(), ()),
+        (FrozenNorms(), ()),
     ],
-    ids=["synchronized", "one worker", "LayerNorm", "SyncBatchNorm", "no norm"],
+    ids=["synchronized", "one worker", "LayerNorm", "SyncBatchNorm", "no norm", "frozen"],
 )
 def test_nothing_is_said_where_losses_are_equal(job: Toy, words: tuple[str, ...]) -> None:
     assert notes(job, *words) == ((), [])
+
+
+def test_a_frozen_batchnorm_is_left_out() -> None:
+    ((note,), _) = notes(FrozenNorms(frozen=(1,)))
+    assert note.startswith("BatchNorm (3) uses")
+    ((note,), _) = notes(Pretrained())
+    assert note.startswith("BatchNorm (1, 3) uses")
 
 
 def test_accumulation_changes_the_statistics_even_with_the_key() -> None:

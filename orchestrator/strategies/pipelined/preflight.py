@@ -12,6 +12,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
+from orchestrator.model.modes import in_train_mode
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import FLOAT32
 from orchestrator.model.sequence import LayerSequence
@@ -50,7 +51,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     collate = job.collate or default_collate
     try:
         inputs, _ = split_batch(collate([first_item(job.dataset("train"))] * rows))
-        sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=split, job=job)
+        sequence = sequence_of(in_train_mode(job.model), inputs, torch.device("cpu"), split=split, job=job)
         layer_errors = _layer_errors(sequence, plan, size_key)
         if strategy.split != "auto" and not layer_errors:
             cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)
@@ -72,7 +73,8 @@ def notes_of(whole: FakeModel, plan: Plan, rows: int) -> list[str]:
             "start, which needs memory for the whole model, and then keeps its stages"
         )
     slice_size = plan.global_batch_size // plan.grad_accumulation
-    if (norms := _names_of(whole.model, BatchNorm)) and rows < slice_size:
+    norms = [name for name in _names_of(whole.model, BatchNorm) if whole.model.get_submodule(name).training]
+    if norms and rows < slice_size:
         notes.append(
             f"BatchNorm ({_few(norms)}) uses the statistics of micro-batches of {rows} samples, with strategy=single "
             f"those of {slice_size}: expect another loss curve; GroupNorm and LayerNorm are unaffected"

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.job import Job
+from orchestrator.model.modes import in_train_mode
 from orchestrator.planning.plan import Plan
 
 
@@ -147,7 +148,7 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
         return ()
     try:
         with torch.device("meta"):
-            model = job.model()
+            model = in_train_mode(job.model)()
     except Exception as e:  # building it on this machine could take all of its memory
         if synchronized:
             return ()  # the workers check their model
@@ -159,7 +160,8 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
     if synchronized and (error := conversion_error(model)):
         errors.append(error)
         return ()
-    names = [n for n, m in model.named_modules() if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, BatchNorm) and m.training}
+    names = [name for name, norm in norms.items() if not isinstance(norm, nn.SyncBatchNorm)]
     if not names:
         return ()
     what = f"BatchNorm ({', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''})"
