@@ -23,7 +23,7 @@ class LoRA(Job):
     pretrained: str | None = None
     rank: int = 8
     length: int = 12  # tokens in a sample, with padding
-    lr: float = 1e-2
+    lr: float = 3e-3
 
     def model(self):
         if self.pretrained is not None:
@@ -36,6 +36,7 @@ class LoRA(Job):
                     n_embd=64,
                     n_layer=4,
                     n_head=4,
+                    initializer_range=0.2,  # embeddings stay as they are, so they have to differ
                     bos_token_id=0,
                     eos_token_id=0,
                     embd_pdrop=0,

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import digits_gan
-import digits_job
-import digits_script
 import pytest
-import streamed_lines
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import digits_gan
+import digits_job
+import digits_script
+import streamed_lines
 from helpers.gang import Gang
 from helpers.job_trials import one_thread
 from helpers.layouts import pipeline
