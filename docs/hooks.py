@@ -1,11 +1,13 @@
-"""MkDocs hooks. They publish the plots of ``benchmarks/results`` without a second copy of them in ``docs/``.
+"""MkDocs hooks. They publish files of the repository without a second copy of them in a page.
 
 A page refers to a plot by its place in the repository, ``../benchmarks/results/<name>.png``, so that the link
-also works where the page is read as a file.
+also works where the page is read as a file. For the same reason it refers to an example by a link; a line that
+consists of a link to ``examples/<name>.py`` is followed by the code in the site.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from mkdocs.structure.files import File, Files
 
 IN_REPOSITORY = "../benchmarks/results/"
 IN_SITE = "results/"
+EXAMPLE = re.compile(r"^\[`\w+\.py`\]\((examples/\w+\.py)\)$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -22,6 +25,11 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links to the plots at their place in the site."""
-    return markdown.replace(f"]({IN_REPOSITORY}", f"]({IN_SITE}")
+def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
+    """Point links to the plots at their place in the site, and add the code of the examples."""
+
+    def with_code(link: re.Match[str]) -> str:
+        code = (Path(config.docs_dir) / link[1]).read_text()
+        return f"{link[0]}\n\n```python\n{code}```"
+
+    return EXAMPLE.sub(with_code, markdown).replace(f"]({IN_REPOSITORY}", f"]({IN_SITE}")

@@ -16,10 +16,13 @@ Every test has the name of its folder as a marker: ``pytest -m "distributed or t
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
 
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "tracking", "command", "distributed", "cluster", "ray")

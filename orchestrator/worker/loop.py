@@ -409,9 +409,8 @@ class Loop:
         if not self.strategy.reads_data:
             return stream
         if count := stream.go_to_mark(wanted):
-            remedy = "" if stream.has_state else "; with state_dict() and load_state_dict(), it could begin there"
-            text = f"train data: reading past {count:,} samples of the stream to the next one{remedy}"
-            self._warn_once(text, topic="stream")
+            text = f"train data: reading past {count:,} samples of the stream to the next one"
+            self._warn_once("; ".join(filter(None, (text, stream.resume_advice))), topic="stream")
             batch_size = self.config.train.global_batch_size
             for skipped in range(0, count, batch_size):
                 self.gate.check(self.assignment.generation)

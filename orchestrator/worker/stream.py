@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from orchestrator.compat.hugging_face import loses_samples
 from orchestrator.job import Split
 from orchestrator.worker.loader import DataError
 
@@ -65,11 +66,12 @@ class StreamReader:
     Attributes:
         position: the number of samples read or skipped.
         has_state: whether the stream provides its state.
+        resume_advice: what a user can change so that it does; empty if it does.
     """
 
     def __init__(self, stream: Any, *, split: Split = "train", recent: int = 4):
         self.position = 0
-        self.has_state = all(hasattr(stream, name) for name in ("state_dict", "load_state_dict"))
+        self.has_state, self.resume_advice = _resuming(stream)
         self._stream = stream
         self._split = split
         self._has_epochs = hasattr(stream, "set_epoch")
@@ -177,3 +179,12 @@ class StreamReader:
 
     def _usable(self, mark: Mark) -> bool:
         return self._has_epochs if mark.state is None else self.has_state
+
+
+def _resuming(stream: Any) -> tuple[bool, str]:
+    """Return whether reading can begin at the state of ``stream``, and otherwise what a user can change."""
+    if not all(hasattr(stream, name) for name in ("state_dict", "load_state_dict")):
+        return False, "with state_dict() and load_state_dict(), it could begin there"
+    if loses_samples(stream):
+        return False, "its state_dict() leaves out the samples in a shuffle buffer; shuffle(buffer_size=1) has none"
+    return True, ""
