@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from orchestrator.config.redact import redact_text
 from orchestrator.protocol.events import RunEnded
+from orchestrator.records.file_lock import locked
 from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines
 from orchestrator.records.run_dir import RunDir, read_json, write_json
 from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.uri import redact_uri, uri_secrets
-
-_LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,26 +134,12 @@ def _start_time(run_dir: RunDir) -> float:
     return float(first[0]["time"]) if first else time.time()
 
 
-@contextlib.contextmanager
-def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> Iterator[bool]:
-    """Hold the upload lock of a run during the block; yields False if another process still has it at the timeout."""
-    deadline = time.monotonic() + timeout_s
-    with _lock_file(run_dir).open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    yield False
-                    return
-                time.sleep(_LOCK_POLL_S)
-            else:
-                yield True
-                return
+def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> contextlib.AbstractContextManager[bool]:
+    """Hold the upload lock of a run during the block; enters False if another process still has it at the timeout.
 
-
-def _lock_file(run_dir: RunDir) -> Path:
-    return run_dir.path / "tracking.lock"
+    Without locks on the file system, two uploads may run at once. They store each point once, too.
+    """
+    return locked(run_dir.path / "tracking.lock", timeout_s=timeout_s)
 
 
 def mark_killed(run_dir: RunDir, *, reason: str) -> None:
