@@ -57,8 +57,9 @@ def main() -> None:
 
 
 def tracked(address: str, uri: str) -> Arm:
-    """Return the arm that logs to the server at ``uri``."""
-    return ours(WORKLOAD, address=address, tracking=(f"tracking.uri={uri}", "tracking.flush_timeout_s=2"))
+    """Return the arm that logs to the server at ``uri`` once a second, so that the training feels its state."""
+    tracking = (f"tracking.uri={uri}", "tracking.upload_every_s=1", "tracking.flush_timeout_s=2")
+    return ours(WORKLOAD, address=address, tracking=tracking)
 
 
 def with_server(address: str, *, dies_at: int | None) -> Arm:

@@ -76,6 +76,10 @@ class TrackingConfig:
     uri: str | None = option("MLflow tracking URI; null: log to the run directory only")
     experiment: str = option("name of the MLflow experiment")
     request_timeout_s: float = option("timeout of a request to the tracking server, in seconds", above=0)
+    upload_every_s: float = option(
+        "seconds from the first logged point to the first upload, and between uploads; the rest follows at the end",
+        minimum=0,
+    )
     flush_timeout_s: float = option("maximum wait for uploads to finish after the last step, in seconds", minimum=0)
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)
 

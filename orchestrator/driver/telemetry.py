@@ -187,9 +187,9 @@ class Telemetry:
         self._next_tracking_check = now + TRACKING_CHECK_EVERY_S
         problem = self._uploader.problem()
         if problem and not self._upload_failing:
-            self._events.warn(f"MLflow cannot be reached ({problem}); training continues, and no point is lost")
+            self._events.warn(f"no upload to MLflow ({problem}); training continues, and no point is lost")
         elif self._upload_failing and not problem:
-            self._events.warn("MLflow can be reached again")
+            self._events.warn("uploads to MLflow work again")
         self._upload_failing = bool(problem)
 
 

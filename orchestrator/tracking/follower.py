@@ -1,11 +1,14 @@
 """The process that uploads a run while it trains: ``python -m orchestrator.tracking.follower <run directory>``.
 
 It is not a child of the driver, has its own session, and runs only on CPUs that would idle. So Ctrl-C and
-``ray job stop`` do not end the upload, and a slow server does not slow the training. It reads the journal about once a
-second, and imports MLflow (seconds of CPU time) only when there is something to upload, so as not to slow the start of
-the run.
+``ray job stop`` do not end the upload, and a slow server does not slow the training. The import of MLflow takes seconds
+of CPU time. The first upload therefore comes ``tracking.upload_every_s`` after the first point, and that of a shorter
+run after its end.
 
-stdin: one JSON line (:class:`FollowerOptions`), then nothing; its end means that the driver finished or died.
+Given several run directories, of runs whose drivers have died, it uploads one after another.
+
+stdin: a JSON line (:class:`FollowerOptions`) for each run directory, then nothing; its end means that the driver
+finished or died.
 stdout: the process id on one line; the stream ends with the process.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import sys
@@ -47,6 +51,7 @@ class FollowerOptions:
 
     uri: str
     request_timeout_s: float
+    upload_every_s: float
     flush_timeout_s: float
     events_offset: int
     driver: Mapping[str, Any]
@@ -55,25 +60,26 @@ class FollowerOptions:
 
 def main() -> int:
     """Detach from the driver, upload until the run has ended, and return the exit code."""
-    run_dir = RunDir(Path(sys.argv[1]).resolve())
-    options = _read_options()
-    if options is None:
+    run_dirs = [RunDir(Path(path).resolve()) for path in sys.argv[1:]]
+    all_options = _read_options(len(run_dirs))
+    if len(all_options) < len(run_dirs):
         return 1
     if os.fork():
         os._exit(0)  # the driver's child ends here; the follower is the orphaned grandchild
     _detach()
-    # The follower of an interrupted launch may still be uploading what precedes the resume.
-    with exclusive(run_dir, timeout_s=options.flush_timeout_s + MAX_PAUSE_S) as acquired:
-        if acquired:
-            _follow(run_dir, options)
+    for run_dir, options in zip(run_dirs, all_options, strict=True):
+        # The follower of an interrupted launch may still be uploading what precedes the resume.
+        with exclusive(run_dir, timeout_s=options.flush_timeout_s + MAX_PAUSE_S) as acquired:
+            if acquired:
+                _follow(run_dir, options)
     return 0
 
 
-def _read_options() -> FollowerOptions | None:
-    """None if the driver died before it sent them."""
+def _read_options(count: int) -> list[FollowerOptions]:
+    """Read ``count`` lines of options; fewer if the driver died before it sent them."""
     ready, _, _ = select.select([sys.stdin], [], [], _OPTIONS_TIMEOUT_S)
-    line = sys.stdin.readline() if ready else ""
-    return FollowerOptions(**json.loads(line)) if line.endswith("\n") else None
+    lines = [sys.stdin.readline() for _ in range(count)] if ready else []
+    return [FollowerOptions(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def _detach() -> None:
@@ -102,29 +108,35 @@ def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
     transfer = Transfer(run_dir, backend, secrets=options.secrets)
     driver = _Driver(options.driver)
     ending: Ending | None = None
-    offset, bounded = options.events_offset, False
-    pause = POLL_S
+    offset = options.events_offset
+    pause, due = POLL_S, math.inf
+    deadline: threading.Timer | None = None
     while run_dir.path.is_dir():
         driver_died = not driver.alive()
         ending, offset = read_ending(run_dir, offset=offset, before=ending)
         if driver_died and ending is None:
             mark_killed(run_dir, reason="the driver process died without reporting an end (kill -9?)")
             ending = final_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
-        if ending and not bounded:
-            bounded, pause = True, POLL_S
-            _yield_cpu(False)
-            _exit_after(options.flush_timeout_s)
-        try:
-            if ending or _has_points(run_dir):
-                transfer.push(ending)
-        except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
-            longest = _MAX_PAUSE_AT_END_S if ending else MAX_PAUSE_S
-            pause = min(2 * pause, longest)
-        else:
+        if ending and deadline is None:
             pause = POLL_S
-            if ending:
-                break
-        driver.wait(pause)
+            if not driver_died:  # it waits for this process
+                _yield_cpu(False)
+            deadline = _exit_after(options.flush_timeout_s)
+        if due == math.inf and _has_points(run_dir):
+            due = time.monotonic() + options.upload_every_s
+        if ending or time.monotonic() >= due:
+            try:
+                transfer.push(ending)
+            except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
+                pause = min(2 * pause, _MAX_PAUSE_AT_END_S if ending else MAX_PAUSE_S)
+                due = time.monotonic() + pause
+            else:
+                if ending:
+                    break
+                pause, due = POLL_S, time.monotonic() + options.upload_every_s
+        driver.wait(pause if ending else POLL_S)
+    if deadline is not None:
+        deadline.cancel()
     if not driver.alive():
         with contextlib.suppress(OSError):
             run_dir.update_record(mlflow_run_id=transfer.cursor.run_id)
@@ -152,11 +164,12 @@ class _Driver:
             self._open = bool(os.read(sys.stdin.fileno(), 4096))
 
 
-def _exit_after(seconds: float) -> None:
+def _exit_after(seconds: float) -> threading.Timer:
     """End this process after ``seconds`` even if a library hangs in a call. The cursor on disk stays correct."""
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
+    return timer
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.records.journal import Ending, Sample, clean_name
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.backend import Point
+from orchestrator.tracking.database import create_database
 from orchestrator.tracking.uri import sqlite_path
 
 if TYPE_CHECKING:
@@ -128,8 +129,14 @@ class MlflowBackend:
 
     def _connected(self) -> MlflowClient:
         if self._client is None:
+            if (database := sqlite_path(self._uri)) is not None:
+                create_database(database, self._create_tables, timeout_s=self._request_timeout_s)
             self._client = connect(self._uri, request_timeout_s=self._request_timeout_s)
         return self._client
+
+    def _create_tables(self, database: Path) -> None:
+        client = connect(f"sqlite:///{database}", request_timeout_s=self._request_timeout_s)
+        client.search_experiments(max_results=1)  # the first call creates them
 
 
 def _active_run(client: MlflowClient, run_id: str) -> Run | None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +16,11 @@ from typing import Any
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import RunEnded
 from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines, read_samples
+from orchestrator.records.lock import locked
 from orchestrator.records.run_dir import RunDir, read_json, write_json
 from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.uri import redact_uri
 
-_LOCK_POLL_S = 0.1
 _NOT_UPLOADED = ("checkpoints", "metrics.jsonl", "events.jsonl")
 _BYTES_TO_TELL_TEXT = 8192
 
@@ -190,24 +189,17 @@ def _start_time(run_dir: RunDir) -> float:
 
 @contextlib.contextmanager
 def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> Iterator[bool]:
-    """Hold the upload lock of a run during the block; yields False if another process still has it at the timeout."""
-    deadline = time.monotonic() + timeout_s
-    with _lock_file(run_dir).open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    yield False
-                    return
-                time.sleep(_LOCK_POLL_S)
-            else:
-                yield True
-                return
+    """Hold the upload lock of a run during the block; yields False if another process still has it at the timeout.
 
-
-def _lock_file(run_dir: RunDir) -> Path:
-    return run_dir.path / "tracking.lock"
+    Two uploads at once, as on a file system without locks, also store each point once.
+    """
+    with contextlib.ExitStack() as stack:
+        acquired = True
+        try:
+            stack.enter_context(locked(run_dir.path / "tracking.lock", timeout_s=timeout_s))
+        except TimeoutError:
+            acquired = False
+        yield acquired
 
 
 def mark_killed(run_dir: RunDir, *, reason: str) -> None:

@@ -34,8 +34,8 @@ from orchestrator.tracking.uri import is_redacted
 
 _KILL_TIMEOUT_S = 2.0
 _REAP_TIMEOUT_S = 10.0
-_MAX_FOLLOWERS_FOR_ORPHANS = 4
-"""Orphans whose upload starts automatically; `python -m orchestrator.sync` uploads the others."""
+_MAX_RESTARTS = 3
+"""How often a follower that died is started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,12 @@ _NOTHING_TO_UPLOAD = Upload(run_id=None, uploaded=0, missing=0, complete=True, e
 class Uploader:
     """A handle on the follower of one run. With ``tracking.uri=null`` there is no follower, and calls do nothing."""
 
-    def __init__(self, run_dir: RunDir, process: subprocess.Popen[bytes] | None):
+    def __init__(self, run_dir: RunDir, options: FollowerOptions | None):
         self._run_dir = run_dir
-        self._process = process
-        self._pid: int | None = None
+        self._options = options
+        self._process = None if options is None else _spawn({run_dir: options})
+        self._announced = b""  # the process id of the follower, once it has detached
+        self._restarts = 0
 
     @classmethod
     def start(cls, run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = ()) -> Uploader:
@@ -75,25 +77,38 @@ class Uploader:
         options = FollowerOptions(
             uri=tracking.uri,
             request_timeout_s=tracking.request_timeout_s,
+            upload_every_s=tracking.upload_every_s,
             flush_timeout_s=tracking.flush_timeout_s,
             events_offset=_size(run_dir.events_file),
             driver=this_process(),
             secrets=tuple(secrets),
         )
-        return cls(run_dir, _spawn(run_dir, options))
+        return cls(run_dir, options)
 
     def problem(self) -> str | None:
-        """Return why the last upload failed, None if it succeeded. Reads one small file."""
-        return read_cursor(self._run_dir).error if self._process else None
+        """Return why the last upload failed, None if it succeeded. Reads one small file.
+
+        A follower that has died, for example because the machine ran out of memory, is started again.
+        """
+        if self._process is None:
+            return None
+        if self._has_ended(timeout_s=0.0):
+            return self._restart()
+        return read_cursor(self._run_dir).error
 
     def finish(self, timeout_s: float) -> Upload:
         """Wait up to ``timeout_s`` until everything is uploaded, then end the follower.
 
         The journal must contain the run's ``RunEnded``.
         """
-        if self._process is not None and not self._ended(timeout_s):
+        if self._process is None:
+            return _NOTHING_TO_UPLOAD
+        if self._has_ended(timeout_s=0.0):
+            self._restart()
+        self._close_stdin()
+        if not self._has_ended(timeout_s):
             self._kill()
-        return self._result() if self._process is not None else _NOTHING_TO_UPLOAD
+        return self._result()
 
     def leave(self) -> Upload:
         """Let the follower finish on its own, within ``tracking.flush_timeout_s``; return the present state."""
@@ -103,28 +118,37 @@ class Uploader:
         self._process.poll()
         return self._result()
 
-    def _ended(self, timeout_s: float) -> bool:
-        """Return whether the follower ended within ``timeout_s``; its stdout closes when it ends."""
+    def _restart(self) -> str:
+        """Start another follower for the one that has died, and return what happened."""
+        assert self._options is not None
+        if self._restarts == _MAX_RESTARTS:
+            remedy = f"upload with `orchestrator sync {self._run_dir.path}`"
+            return f"the upload process died {_MAX_RESTARTS + 1} times; {remedy}"
+        self._restarts += 1
+        self._close_stdin()
+        self._process, self._announced = _spawn({self._run_dir: self._options}), b""
+        return "the upload process died; another one continues"
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Return whether the follower ends within ``timeout_s``; its stdout closes when it does."""
         assert self._process is not None
         assert self._process.stdout is not None
-        self._close_stdin()
         deadline = time.monotonic() + timeout_s
         stdout = self._process.stdout.fileno()
         while select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            if text := os.read(stdout, 4096):
-                self._pid = int(text)
-            else:
+            if not (text := os.read(stdout, 4096)):
                 self._process.wait(timeout=_REAP_TIMEOUT_S)
                 return True
+            self._announced += text
         return False
 
     def _kill(self) -> None:
         assert self._process is not None
         self._process.kill()  # the follower itself, if it has not detached yet
-        if self._pid is not None:
+        if self._announced.endswith(b"\n"):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-        self._ended(_KILL_TIMEOUT_S)
+                os.kill(int(self._announced), signal.SIGKILL)
+        self._has_ended(_KILL_TIMEOUT_S)
 
     def _close_stdin(self) -> None:
         assert self._process is not None
@@ -150,10 +174,10 @@ def recover_orphans(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> li
 
     Runs that are to be ``resumed`` are left alone: their own upload begins at once, and must not wait for another one.
 
-    Followers in the background correct the status on the tracking server. Runs whose stored URI has a masked password,
-    or whose server does not answer, need ``python -m orchestrator.sync``. Does not wait for anything.
+    A follower in the background corrects the status of one after another on the tracking server. Runs whose stored URI
+    has a masked password, or whose server does not answer, need ``orchestrator sync``. Does not wait for anything.
     """
-    orphans = []
+    orphans: dict[RunDir, Mapping[str, Any]] = {}
     for run_dir in all_runs(output_dir):
         if run_dir in resumed:
             continue
@@ -165,31 +189,35 @@ def recover_orphans(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> li
                 if not acquired:
                     continue
                 mark_killed(run_dir, reason="the driver process died with its machine")
-            orphans.append(run_dir)
-            if len(orphans) <= _MAX_FOLLOWERS_FOR_ORPHANS:
-                _upload_in_background(run_dir, record)
-    return orphans
+            orphans[run_dir] = record
+    uploads = {run_dir: options for run_dir, record in orphans.items() if (options := _options_for_orphan(record))}
+    if uploads:
+        process = _spawn(uploads)
+        assert process.stdin is not None
+        process.stdin.close()
+    return list(orphans)
 
 
-def _upload_in_background(run_dir: RunDir, record: Mapping[str, Any]) -> None:
+def _options_for_orphan(record: Mapping[str, Any]) -> FollowerOptions | None:
+    """None if the run cannot be uploaded without the user."""
     tracking = record["tracking"]
     if tracking["uri"] is None or is_redacted(tracking["uri"]):
-        return
-    options = FollowerOptions(
+        return None
+    return FollowerOptions(
         uri=tracking["uri"],
         request_timeout_s=tracking["request_timeout_s"],
+        upload_every_s=0.0,
         flush_timeout_s=tracking["flush_timeout_s"],
         events_offset=0,
         driver=record["driver"],
     )
-    Uploader(run_dir, _spawn(run_dir, options)).leave()
 
 
-def _spawn(run_dir: RunDir, options: FollowerOptions) -> subprocess.Popen[bytes]:
+def _spawn(uploads: Mapping[RunDir, FollowerOptions]) -> subprocess.Popen[bytes]:
     package = str(Path(orchestrator.__file__).parents[1])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     process = subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.tracking.follower", str(run_dir.path)],
+        [sys.executable, "-m", "orchestrator.tracking.follower", *(str(run_dir.path) for run_dir in uploads)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -198,7 +226,8 @@ def _spawn(run_dir: RunDir, options: FollowerOptions) -> subprocess.Popen[bytes]
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(asdict(options)).encode() + b"\n")
+        for options in uploads.values():
+            process.stdin.write(json.dumps(asdict(options)).encode() + b"\n")
         process.stdin.flush()
     return process
 

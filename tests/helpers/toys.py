@@ -147,7 +147,12 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         checkpoint=schema.CheckpointConfig(every=0, keep=3),
         recovery=RECOVERY,
         tracking=schema.TrackingConfig(
-            uri=None, experiment="test", request_timeout_s=1, flush_timeout_s=1, system_metrics_every_s=0
+            uri=None,
+            experiment="test",
+            request_timeout_s=1,
+            upload_every_s=0,
+            flush_timeout_s=1,
+            system_metrics_every_s=0,
         ),
         cluster=CLUSTER,
         strategy=options,

@@ -23,6 +23,7 @@ from PIL import Image
 
 from helpers.disks import mounted
 from orchestrator import sync
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.run import RunResult
@@ -140,11 +141,12 @@ def wait_until(condition, *, timeout_s=30.0):
     return result
 
 
-def tracking(uri, *, flush_timeout_s=30.0, request_timeout_s=5.0):
+def tracking(uri, *, flush_timeout_s=30.0, request_timeout_s=5.0, upload_every_s=0.0):
     return TrackingConfig(
         uri=uri,
         experiment="tests",
         request_timeout_s=request_timeout_s,
+        upload_every_s=upload_every_s,
         flush_timeout_s=flush_timeout_s,
         system_metrics_every_s=0,
     )
@@ -373,6 +375,42 @@ def test_a_follower_yields_the_cpu_waits_for_points_and_ends_in_time_when_left_a
         assert free, "it has ended"
 
 
+def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 4))
+    follower = wait_until(lambda: follower_of(run_dir))
+    time.sleep(2.5)
+    assert sum(follower.cpu_times()[:2]) < 0.7, "MLflow's import must not compete with the training"
+    assert uploader.problem() is None
+    end(journal, run_dir)
+    journal.close()
+    upload = uploader.finish(30)
+    assert (upload.uploaded, upload.missing, upload.complete) == (6, 0, True)
+
+
+def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    uploader = Uploader.start(run_dir, tracking(uri))
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 4))
+    wait_until(lambda: read_cursor(run_dir).points == 6)
+    wait_until(lambda: follower_of(run_dir)).kill()
+    assert "died; another one continues" in wait_until(uploader.problem)
+    log(journal, range(4, 7))
+    wait_until(lambda: read_cursor(run_dir).points == 12)
+    assert uploader.problem() is None
+    wait_until(lambda: follower_of(run_dir)).kill()
+    end(journal, run_dir)
+    journal.close()
+    time.sleep(0.2)
+    upload = uploader.finish(30)
+    assert (upload.uploaded, upload.missing, upload.complete) == (12, 0, True)
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -388,7 +426,12 @@ run_dir = RunDir(Path(sys.argv[1]))
 run_dir.update_record(driver=this_process())
 journal = Journal(run_dir)
 tracking = TrackingConfig(
-    uri=sys.argv[2], experiment="tests", request_timeout_s=5, flush_timeout_s=30, system_metrics_every_s=0
+    uri=sys.argv[2],
+    experiment="tests",
+    request_timeout_s=5,
+    upload_every_s=0,
+    flush_timeout_s=30,
+    system_metrics_every_s=0,
 )
 uploader = Uploader.start(run_dir, tracking)
 journal.emit(RunStarted(name="n", run_dir="", strategy="ddp", job="digits", world_size=2, steps=9))
@@ -467,6 +510,7 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
             journal=journal,
             console=Journal(rundir.create(tmp_path, "console")),
             resume_command="",
+            redactor=Redactor(),
         )
         result = ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, summary={"steps": 100}))
         journal.close()
@@ -476,6 +520,16 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
         run = client_of(uri).get_run(record["mlflow_run_id"])
         assert (run.info.status, history(uri, run.info.run_id)) == ("FINISHED", expected(run_dir))
         assert len(expected(run_dir)) == 100
+
+
+def test_any_number_of_orphans_is_uploaded_by_one_process(tmp_path, uri):
+    dead = {**this_process(), "pid": 2**22 - 1}
+    orphans = [new_run(tmp_path, uri, driver=dead) for _ in range(6)]
+    assert len(recover_orphans(tmp_path / "outputs")) == 6
+    wait_until(lambda: all(read_cursor(orphan).closed_at for orphan in orphans))
+    assert {run_of(uri, orphan).info.status for orphan in orphans} == {"KILLED"}
+    with exclusive(orphans[0], timeout_s=20) as ended:
+        assert ended
 
 
 def test_the_drivers_side_never_imports_mlflow():
