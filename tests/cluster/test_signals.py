@@ -163,7 +163,8 @@ def test_of_two_commands_that_resume_at_once_one_trains(launch: Callable[..., An
     outputs = [process.communicate(timeout=150)[0] for process in both]
     codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 2], outputs
-    assert f"resume=auto: {run.path} is still running (pid " in outputs[codes.index(2)]
+    refused = outputs[codes.index(2)]  # the other one may have ended by then
+    assert f"{run.path} is still running (pid " in refused or "another process has continued" in refused
     assert [r.path for r in rundir.all_runs(tmp_path / "outputs")] == [run.path]
     assert list((tmp_path / "outputs").glob("*/*")) == [run.path]
     assert sorted(losses(run.path)) == list(range(4, 61))
