@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from orchestrator.config.build import ConfigError, did_you_mean, format_override
@@ -108,6 +108,17 @@ def group_error(override: Override) -> str | None:
         return None
     hint, valid = did_you_mean(str(name), choices(group)), f"valid: {', '.join(choices(group))}"
     return f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
+
+
+def quote_text(text: str) -> str:
+    """Return ``text`` as it has to be typed for Hydra to read the same text back; in quotes only if necessary."""
+    if re.fullmatch(r"[\w./:@%+-]+", text):
+        parsed = OverridesParser.create().parse_override(f"key={text}")
+        if parsed.value() == text:
+            return text
+    # A backslash keeps OmegaConf from reading ${...} as an interpolation; those before it have to be doubled.
+    literal = re.sub(r"(\\*)\$\{", lambda m: f"{m[1] * 2}\\${{", text)
+    return QuotedString(text=literal, quote=Quote.single).with_quotes()
 
 
 def _typed(override: Override) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
-from orchestrator.config.job_loader import load_job
+from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.redact import redact_text, secret_values
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
@@ -22,6 +22,7 @@ from orchestrator.display.report import plan_table
 from orchestrator.driver import cluster
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream
+from orchestrator.driver.given_job import PickledJob, job_override, pickle_job
 from orchestrator.driver.preflight import prepare
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.signals import StopSignals
@@ -50,10 +51,15 @@ class Candidate:
     resume: prepare.Resume | None
     sizes: Sizes | None
     warnings: tuple[str, ...]
+    given: PickledJob | None
 
 
-def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
+def check_all(runs: Sequence[Sequence[str]], job: Job | type[Job] | None = None) -> list[Candidate]:
     """Check all runs, each given by its overrides, before the first one starts.
+
+    Args:
+        runs: the overrides of each run.
+        job: the job of all runs, if it is given as an object.
 
     Raises:
         ConfigError: with the errors of all of them.
@@ -62,7 +68,7 @@ def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
     candidates, errors = [], []
     for overrides in runs:
         of_this_run: list[str] = []
-        candidate = _check(overrides, address_error, of_this_run)
+        candidate = _check(overrides, address_error, of_this_run, job)
         errors += of_this_run
         if candidate is not None:
             candidates.append(candidate)
@@ -71,10 +77,23 @@ def check_all(runs: Sequence[Sequence[str]]) -> list[Candidate]:
     return candidates
 
 
-def _check(overrides: Sequence[str], address_error: Callable[[str], str | None], errors: list[str]) -> Candidate | None:
+def _check(
+    overrides: Sequence[str],
+    address_error: Callable[[str], str | None],
+    errors: list[str],
+    given: Job | type[Job] | None,
+) -> Candidate | None:
     """Check everything that can be checked before Ray starts or is joined; each part even if another has errors."""
+    typed = tuple(overrides)
+    if given is not None:
+        overrides = (*typed, job_override(given))
+        if isinstance(given, type) and is_importable(given):
+            typed, given = tuple(overrides), None
     config, job_spec = compose(overrides, errors, registry.config_class)
-    job = load_job(job_spec, errors) if job_spec is not None else None
+    job = load_job(job_spec, errors, given) if job_spec is not None else None
+    pickled = None if given is None or job is None else pickle_job(given, job, errors)
+    if config is not None and job is not None and isinstance(given, Job):
+        config = replace(config, job=replace(config.job, fields=prepare.plain_fields(job)))
     paths = config or _paths_config(overrides)
     if paths is not None:
         errors += prepare.environment_errors(prepare.absolute_paths(paths))
@@ -93,7 +112,13 @@ def _check(overrides: Sequence[str], address_error: Callable[[str], str | None],
     if job is None:
         return None
     return Candidate(
-        overrides=tuple(overrides), config=config, job=job, resume=resume, sizes=sizes, warnings=tuple(warnings)
+        overrides=typed,
+        config=config,
+        job=job,
+        resume=resume,
+        sizes=sizes,
+        warnings=tuple(warnings),
+        given=pickled,
     )
 
 
@@ -171,15 +196,18 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
 
     Args:
         candidates: what :func:`check_all` returned.
-        owns_process: SIGINT and SIGTERM may end the process while Ray starts.
+        owns_process: SIGINT and SIGTERM may end the process, as on the command line.
 
     Raises:
         ConfigError: the cluster cannot be joined, or a plan does not fit it; nothing was started.
-        KeyboardInterrupt: SIGINT or SIGTERM came while Ray was starting; nothing was started.
+        KeyboardInterrupt: SIGINT or SIGTERM came while Ray was starting, and nothing was started; or a second SIGINT
+            came during a run.
+        SystemExit: a second SIGTERM came during a run.
     """
     sweep = {"id": uuid.uuid4().hex, "name": _sweep_name(candidates)} if len(candidates) > 1 else None
     results: list[RunResult] = []
-    with StopSignals(exit_at_once=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
+    started_at = process_started_at() if owns_process else time.time()
+    with StopSignals(owns_process=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
         if candidates[0].config.plan:
             for sizes in all_sizes:
                 print(plan_table(sizes.first, nodes))
@@ -188,7 +216,6 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
         if stop.received is not None:
             raise KeyboardInterrupt
         recover_orphans(Path(candidates[0].config.output_dir))
-        started_at = process_started_at()
         for candidate, sizes in zip(candidates, all_sizes, strict=True):
             results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
             started_at = time.time()
@@ -248,7 +275,8 @@ def _run(
 ) -> RunResult:
     config, resume, plan = candidate.config, candidate.resume, sizes.first
     secrets = secret_values(to_dict(config))
-    command = prepare.command(candidate.overrides, secrets)
+    as_job = candidate.given.display if candidate.given is not None else ""
+    command = prepare.command(candidate.overrides, secrets, job=as_job)
     run_dir, uid = prepare.open_run(config, candidate.job, plan, resume, command=command, sweep=sweep)
     console = make_console(steps=plan.steps, world_size=plan.world_size)
     stop.console = console
@@ -263,6 +291,7 @@ def _run(
         started_at=started_at,
         tokens_per_sample=candidate.job.tokens_per_sample,
         secrets=secrets,
+        pickled_job=None if candidate.given is None else candidate.given.data,
     )
     uploader = Uploader.start(run_dir, config.tracking)
     ending = RunEnding(
@@ -272,7 +301,7 @@ def _run(
         uploader=uploader,
         journal=journal,
         console=console,
-        resume_command=prepare.command((*candidate.overrides, f"resume={run_dir.path}"), secrets),
+        resume_command=prepare.command((*candidate.overrides, f"resume={run_dir.path}"), secrets, job=as_job),
     )
     try:
         for warning in candidate.warnings:
@@ -283,12 +312,18 @@ def _run(
             # The directory belongs to the other driver now: write nothing more to it.
             console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))
             return RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=str(e))
+        except (KeyboardInterrupt, SystemExit):
+            assert stop.received is not None
+            reason, exit_code = f"stopped by a second {stop.received.name}", 128 + int(stop.received)
+            ending.finish(RunResult(status="KILLED", exit_code=exit_code, run_dir=run_dir.path, reason=reason))
+            raise
         except Exception as e:
             # A bug in the orchestrator; the records still say that the run failed.
             reason = redact_text(f"{type(e).__name__}: {e}", secrets)
             ending.finish(RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason))
             raise
-        return ending.finish(result)
+        with stop.raising():
+            return ending.finish(result)
     finally:
         journal.close()
         console.close()
