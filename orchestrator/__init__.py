@@ -50,11 +50,11 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
             run saves a checkpoint and returns a result with the status KILLED.
         SystemExit: the same for a second SIGTERM.
     """
-    from orchestrator.driver.host_process import only_run, unchanged
+    from orchestrator.config.arguments import read_arguments
+    from orchestrator.driver.host_process import only_run, quiet_imports, unchanged
 
+    read = read_arguments(arguments, settings)
     with only_run(), unchanged():
-        from orchestrator.config.arguments import read_arguments
-        from orchestrator.driver.session import check_all, run_all
-
-        read = read_arguments(arguments, settings)
+        with quiet_imports():
+            from orchestrator.driver.session import check_all, run_all
         return next(iter(run_all(check_all([read.overrides], read.job))), None)

@@ -62,7 +62,7 @@ _SIGNALS_OF_RAY = (
     signal.SIGBUS,
     signal.SIGTRAP,
 )
-"""Signals for which Ray sets a handler of its own, below Python."""
+"""Signals for which Ray sets handlers below Python, which print the stack and abort."""
 
 _SIGACTION_SIZE = 512
 """Bytes; more than a ``struct sigaction`` of any platform has."""
@@ -96,20 +96,12 @@ def signals_kept_from_ray() -> Iterator[None]:
     signal to the caller's group (Ctrl-C, ``timeout``) reaches only the caller.
     """
     popen = functools.partial(find_internal(_POPEN), process_group=0)
-    with _replaced(_SET_SIGTERM_HANDLER, lambda handler: None), _replaced(_POPEN, popen):
-        # Below Python, Ray sets a handler that prints the stack and aborts three seconds later. Unlike
-        # `signal.signal`, this works in every thread.
-        libc = ctypes.CDLL(None)
-        actions = {number: ctypes.create_string_buffer(_SIGACTION_SIZE) for number in _SIGNALS_OF_RAY}
-        for number, action in actions.items():
-            libc.sigaction(number, None, action)
-        has_alarm = signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)
+    has_alarm = signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)
+    with _replaced(_SET_SIGTERM_HANDLER, lambda handler: None), _replaced(_POPEN, popen), _signal_actions_kept():
         try:
             yield
         finally:
-            for number, action in actions.items():
-                libc.sigaction(number, action, None)
-            if not has_alarm:
+            if not has_alarm:  # Ray's handler aborts the process three seconds after a SIGTERM
                 signal.alarm(0)
 
 
@@ -118,12 +110,27 @@ def process_kept_from_ray() -> Iterator[None]:
     """Start and shut down Ray in this context; the level of Ray's logger and ``faulthandler`` are then as before."""
     logger = logging.getLogger("ray")
     level, had_faulthandler = logger.level, faulthandler.is_enabled()
+    with _signal_actions_kept():
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            if not had_faulthandler:
+                faulthandler.disable()
+
+
+@contextlib.contextmanager
+def _signal_actions_kept() -> Iterator[None]:
+    """Restore on exit what the signals of Ray do below Python. Unlike ``signal.signal``, this works in every thread."""
+    libc = ctypes.CDLL(None)
+    actions = {number: ctypes.create_string_buffer(_SIGACTION_SIZE) for number in _SIGNALS_OF_RAY}
+    for number, action in actions.items():
+        libc.sigaction(number, None, action)
     try:
         yield
     finally:
-        logger.setLevel(level)
-        if not had_faulthandler:
-            faulthandler.disable()
+        for number, action in actions.items():
+            libc.sigaction(number, action, None)
 
 
 def raylet_messages_muted() -> contextlib.AbstractContextManager[None]:

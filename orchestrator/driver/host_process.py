@@ -6,6 +6,7 @@ What the import of a library does once, such as Ray's own loggers, stays.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import sys
@@ -63,6 +64,19 @@ def unchanged() -> Iterator[None]:
             from orchestrator.compat import deferred_dynamo
 
             deferred_dynamo.uninstall()
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Import Ray in this context: in a notebook, its import advises on displays that a run does not make."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.INFO))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="IProgress not found")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _ray_variables(environment: Mapping[str, str]) -> dict[str, str]:

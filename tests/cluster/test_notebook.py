@@ -46,7 +46,9 @@ def client_of(notebook: Any, folder: Path) -> Any:
 
 
 def printed(cell: Any) -> str:
-    assert {o.output_type for o in cell.outputs} <= {"stream", "execute_result"}, "no displays for each line"
+    """The text below a cell. It may be neither a display of its own for each line nor a warning."""
+    assert {o.output_type for o in cell.outputs} <= {"stream", "execute_result"}
+    assert {o.name for o in cell.outputs if o.output_type == "stream"} <= {"stdout"}
     return "".join(o.text for o in cell.outputs if o.output_type == "stream")
 
 
