@@ -35,6 +35,7 @@ class StopSignals:
         self.console: Sink | None = None
         self._owns_process = owns_process
         self._may_raise = False
+        self._raised: BaseException | None = None
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -59,6 +60,8 @@ class StopSignals:
             yield
         finally:
             self._may_raise = False
+            if self._raised is not None:  # Ray replaces a SystemExit by an error of its own
+                raise self._raised
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -70,7 +73,8 @@ class StopSignals:
         if not self._owns_process:
             if self._may_raise:
                 self._may_raise = False
-                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+                self._raised = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+                raise self._raised
             return
         if self.console is not None:
             self.console.close()
