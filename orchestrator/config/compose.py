@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
-from hydra.version import VersionBase
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from orchestrator.config.build import build, format_override
-from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid
+from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, own_hydra, parse, select_valid
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
 
 StrategyConfigs = Callable[[str], type[StrategyConfig]]
@@ -58,7 +54,7 @@ def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any]
     # Hydra rejects experiment=null, although it is the default.
     words = [_forced(o) for o in overrides if not (o.key_or_group == "experiment" and o.value() is None)]
     try:
-        with _own_hydra(), initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        with own_hydra(), initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             composed = hydra_compose("config", overrides=words)
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as e:
@@ -67,20 +63,6 @@ def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any]
         return _compose(rest, errors) if len(rest) < len(overrides) else None
     assert isinstance(data, dict)
     return {str(k): v for k, v in data.items()}
-
-
-@contextlib.contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Compose in this context, also inside a program that uses Hydra itself and keeps its state."""
-    instances = Singleton._instances
-    changed: tuple[type, ...] = (GlobalHydra, JobRuntime, VersionBase)
-    own = {cls: instances.pop(cls) for cls in changed if cls in instances}
-    try:
-        yield
-    finally:
-        for cls in changed:
-            instances.pop(cls, None)
-        instances.update(own)
 
 
 def _forced(override: Override) -> str:

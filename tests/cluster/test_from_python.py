@@ -40,7 +40,7 @@ class Mine(Digits):
 def below_python(number):
     action = ctypes.create_string_buffer(512)
     ctypes.CDLL(None).sigaction(number, None, action)
-    return action.raw
+    return action.raw[:8]  # the handler
 
 
 def state():
@@ -66,7 +66,7 @@ def state():
 
 
 signal.signal(signal.SIGTERM, lambda *_: None)
-sys.excepthook = lambda *_: None
+sys.excepthook = lambda *error: sys.__excepthook__(*error)
 before = state()
 common = {"strategy": "ddp", "tracking": "none", "train": {"steps": 10, "eval_every": 0, "deterministic": True}}
 fields = {"hidden": 8, "text": "a b, {c} ${d}"}

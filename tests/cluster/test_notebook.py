@@ -61,16 +61,14 @@ def value_of(cell: Any) -> str:
 def test_the_example(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLE, as_version=4)
     client_of(notebook, tmp_path).execute()
-    _, first, summary, longer, checkpoint = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    _, first, summary, checkpoint = [cell for cell in notebook.cells if cell.cell_type == "code"]
     lines = printed(first)
-    assert "moons-ddp: strategy ddp, job moons, 2 workers, 60 steps" in lines
+    assert "moons-ddp: strategy ddp, job moons, 2 workers, 100 steps" in lines
     assert "\x1b" not in lines
-    assert value_of(first).startswith("RunResult(FINISHED, steps=60, ")
+    assert value_of(first).startswith("RunResult(FINISHED, ")
     accuracy, _ = eval(value_of(summary))
-    assert accuracy > 0.9
-    assert "resumed from step 60" in printed(longer)
-    assert value_of(longer) == "True"
-    assert value_of(checkpoint) == "('step-00000080', True)"
+    assert accuracy > 0.8
+    assert value_of(checkpoint) == "('step-00000100', True)"
 
 
 class Kernel:

@@ -152,8 +152,8 @@ def test_a_job_that_cannot_be_pickled_says_why() -> None:
 
 
 def test_a_job_without_an_import_path_is_started_again_from_python() -> None:
-    words = ["strategy=ddp", "resume=/a", "job.api_key=hunter2"]
-    said = prepare.command(words, ("hunter2",), job="MyJob(...)")
+    words = overrides({"strategy": "ddp", "resume": "/a", "job": {"api_key": "it's me"}})
+    said = prepare.command(words, ("it's me",), job="MyJob(...)")
     assert said == "orchestrator.run(MyJob(...), 'strategy=ddp', 'resume=/a', 'job.api_key=***')"
 
 

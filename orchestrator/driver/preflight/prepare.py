@@ -22,6 +22,7 @@ from safetensors import safe_open
 from orchestrator.compat import deferred_dynamo
 from orchestrator.config.build import ConfigError, did_you_mean
 from orchestrator.config.compose import to_dict, to_yaml
+from orchestrator.config.overrides import quote_text
 from orchestrator.config.redact import redact, redact_text
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
@@ -240,6 +241,7 @@ def command(overrides: Sequence[str], secrets: tuple[str, ...], *, job: str = ""
 
     This is a command line. A ``job`` that was passed as an object has none, so that a call in Python starts it.
     """
+    secrets = (*map(quote_text, secrets), *secrets)
     *_, last = [None, *(o for o in overrides if o.startswith("resume="))]
     kept = [redact_text(o, secrets) for o in overrides if o == last or not o.startswith("resume=")]
     if job:
