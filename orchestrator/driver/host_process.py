@@ -42,11 +42,13 @@ def only_run() -> Iterator[None]:
 def unchanged() -> Iterator[None]:
     """Restore on exit what a run changes in this process.
 
-    That is: Ray's environment variables, ``sys.excepthook``, the warning filters, the state of Python's random numbers,
-    the working directory in ``sys.path``, and the stand-in for ``torch._dynamo``.
+    That is: Ray's environment variables, ``sys.excepthook``, the warning filters, the states of the random generators
+    of Python and torch, the working directory in ``sys.path``, and the stand-in for ``torch._dynamo``.
     """
     variables = _ray_variables(os.environ)
     excepthook, random_state = sys.excepthook, random.getstate()
+    torch = sys.modules.get("torch")
+    torch_state = None if torch is None else torch.get_rng_state()
     had_working_dir = (working_dir := str(Path.cwd())) in sys.path
     had_dynamo = "torch._dynamo" in sys.modules
     try:
@@ -58,6 +60,8 @@ def unchanged() -> Iterator[None]:
         os.environ.update(variables)
         sys.excepthook = excepthook
         random.setstate(random_state)
+        if torch is not None:
+            torch.set_rng_state(torch_state)
         if not had_working_dir and working_dir in sys.path:
             sys.path.remove(working_dir)
         if not had_dynamo and "orchestrator.compat.deferred_dynamo" in sys.modules:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -313,8 +314,8 @@ def _run(
             console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))
             return RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=str(e))
         except (KeyboardInterrupt, SystemExit):
-            assert stop.received is not None
-            reason, exit_code = f"stopped by a second {stop.received.name}", 128 + int(stop.received)
+            number = stop.received or signal.SIGINT
+            reason, exit_code = f"stopped by a second {number.name}", 128 + int(number)
             ending.finish(RunResult(status="KILLED", exit_code=exit_code, run_dir=run_dir.path, reason=reason))
             raise
         except Exception as e:

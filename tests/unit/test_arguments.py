@@ -190,12 +190,14 @@ def test_a_run_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "excepthook", print)
-    before = dict(os.environ), list(sys.path), list(warnings.filters), random.getstate()
+    before = dict(os.environ), list(sys.path), list(warnings.filters), random.getstate(), torch.get_rng_state().tolist()
     with unchanged():
         os.environ |= {"RAY_OWN": "2", "RAY_NEW": "1", "PYTHONBREAKPOINT": "x"}
         sys.path.append(str(tmp_path))
         sys.excepthook = repr
         warnings.simplefilter("ignore")
         random.random()
-    assert (dict(os.environ), list(sys.path), list(warnings.filters), random.getstate()) == before
+        torch.rand(1)
+    after = dict(os.environ), list(sys.path), list(warnings.filters), random.getstate(), torch.get_rng_state().tolist()
+    assert after == before
     assert sys.excepthook is print
