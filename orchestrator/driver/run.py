@@ -78,11 +78,8 @@ class RunResult:
     def __repr__(self) -> str:
         """Return one line: the status, the reason if there is one, the results, and where the run is."""
         reason = [f"reason={self.reason!r}"] if self.reason else []
-        results = [
-            f"{key}={value:.6g}"
-            for key, value in self.summary.items()
-            if key in ("steps", "final_loss") or (key.startswith("val_") and isinstance(value, (int, float)))
-        ]
+        keys = ("steps", "final_loss", *(key for key in self.summary if key.startswith("val_")))
+        results = [f"{key}={value:.6g}" for key in keys if isinstance(value := self.summary.get(key), (int, float))]
         return f"RunResult({', '.join([self.status, *reason, *results, f'run_dir={str(self.run_dir)!r}'])})"
 
 

@@ -158,6 +158,6 @@ def test_in_a_hydra_program_beside_a_ray_of_its_own(tmp_path: Path) -> None:
     words = ("hydra.job.chdir=true", "+run.strategy=ddp", "+run.tracking=none", "+run.train.steps=10",
              "+run.train.eval_every=0")  # fmt: skip
     output = run_script(HYDRA_PROGRAM, *words, folder=tmp_path)
-    assert "strategy.num_workers: needs 4 x 1 CPU, there is room for 3" in output.replace("CPUs, ", "CPU, ")
+    assert "needs 4 x 1 CPUs, there is room for 3" in output
     assert "3 workers" in output
     assert "result RunResult(FINISHED, steps=10, " in output

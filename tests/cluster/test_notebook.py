@@ -65,7 +65,7 @@ def test_the_example(tmp_path: Path) -> None:
     lines = printed(first)
     assert "moons-ddp: strategy ddp, job moons, 2 workers, 100 steps" in lines
     assert "\x1b" not in lines
-    assert value_of(first).startswith("RunResult(FINISHED, ")
+    assert value_of(first).startswith("RunResult(FINISHED, steps=100, ")
     accuracy, _ = eval(value_of(summary))
     assert accuracy > 0.8
     assert value_of(checkpoint) == "('step-00000100', True)"

@@ -158,7 +158,7 @@ def test_a_job_without_an_import_path_is_started_again_from_python() -> None:
 
 
 def test_a_result_is_readable() -> None:
-    summary = {"steps": 20, "final_loss": 0.25, "val_accuracy": 0.975, "startup": {"driver_s": 1}, "val_x": None}
+    summary = {"final_loss": 0.25, "val_accuracy": 0.975, "steps": 20, "startup": {"driver_s": 1}, "val_x": None}
     done = RunResult(status="FINISHED", exit_code=0, run_dir=Path("/runs/a"), summary=summary)
     assert repr(done) == "RunResult(FINISHED, steps=20, final_loss=0.25, val_accuracy=0.975, run_dir='/runs/a')"
     failed = RunResult(status="FAILED", exit_code=1, run_dir=Path("/runs/a"), reason="rank 1 failed")
