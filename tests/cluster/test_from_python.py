@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from helpers.runs import ROOT
+
+pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = '''
 import ctypes, faulthandler, logging, os, random, signal, sys, threading, warnings
@@ -136,7 +140,7 @@ def run_script(text: str, *words: str, folder: Path) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, script.name, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, script.name, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -17,6 +17,8 @@ nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel:
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install -e '.[test]'")
 pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel: pip install -e '.[test]'")
 
+pytestmark = pytest.mark.timeout(240)
+
 EXAMPLE = ROOT / "docs/examples/notebook.ipynb"
 
 LONG = """
@@ -41,7 +43,7 @@ def kernel_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def client_of(notebook: Any, folder: Path) -> Any:
     return nbclient.NotebookClient(
-        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
 
 
