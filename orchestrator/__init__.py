@@ -6,7 +6,7 @@ subclass of :class:`Job`. :func:`gather_batch` is for losses over the global bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
@@ -19,24 +19,46 @@ if TYPE_CHECKING:
 
 __all__ = ["ConfigError", "Job", "StepEnd", "__version__", "gather_batch", "run"]
 
+Argument = Job | type[Job] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+"""What :func:`run` takes: a job, its class, an override such as ``"train.steps=100"``, a mapping of keys to values, or
+a list of overrides and mappings."""
 
-def run(overrides: Sequence[str] = ()) -> RunResult | None:
-    """Run one training job, as ``python -m orchestrator.launch <overrides>`` does.
 
-    Blocks until the run has ended.
+def run(*arguments: Argument, **settings: Any) -> RunResult | None:
+    """Run one training job, and return when it has ended.
+
+    These calls are equal to ``python -m orchestrator.launch strategy=ddp train.steps=100``:
+
+        run(["strategy=ddp", "train.steps=100"])
+        run({"strategy": "ddp", "train.steps": 100})
+        run(strategy="ddp", train={"steps": 100})
+
+    They may be mixed, as in ``run(MyJob(width=64), "strategy=ddp", train={"steps": 100})``. Text in mappings and
+    keyword arguments is taken literally; an override is read as on the command line.
 
     Args:
-        overrides: the arguments of the command line, such as ``["job=gpt", "strategy=ddp", "train.steps=100"]``.
+        arguments: overrides, mappings, lists of them, and the job to train: an instance, or a class, whose fields are
+            then set by ``job={"width": 64}``. The class may be defined in a notebook or in the calling script.
+        settings: a value, or a mapping of values, by the name of a group or key.
 
     Returns:
         How the run ended, or None after ``plan=true``, which starts nothing.
 
     Raises:
-        ConfigError: the configuration or the plan is wrong. Nothing was started.
+        ConfigError: the arguments, the configuration or the plan are wrong. Nothing was started.
+        RuntimeError: another thread of this process is inside this function.
+        KeyboardInterrupt: Ctrl-C while Ray was starting, or a second Ctrl-C during the run. The first Ctrl-C during the
+            run saves a checkpoint and returns a result with the status KILLED.
+        SystemExit: the same for a second SIGTERM.
     """
-    from orchestrator.driver.session import check_all, run_all
+    from orchestrator.config.arguments import read_arguments
+    from orchestrator.driver.host_process import only_run, quiet_imports, unchanged
 
-    return next(iter(run_all(check_all([overrides]))), None)
+    read = read_arguments(arguments, settings)
+    with only_run(), unchanged():
+        with quiet_imports():
+            from orchestrator.driver.session import check_all, run_all
+        return next(iter(run_all(check_all([read.overrides], job=read.job))), None)
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,14 @@ def install() -> None:
     sys.meta_path.insert(0, _SubmoduleFinder())
 
 
+def uninstall() -> None:
+    """Remove the stand-in, so that the next import takes the real module; do nothing if that is loaded already."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SubmoduleFinder)]
+    if _is_deferred():
+        del sys.modules[_NAME]
+        del torch._dynamo
+
+
 class _StandIn(types.ModuleType):
     """A module that has ``answers`` as its attributes and takes all others from the real module.
 

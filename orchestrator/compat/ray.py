@@ -8,12 +8,13 @@ What is patched here is restored when the context manager that patched it exits.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import functools
 import importlib
 import logging
 import os
 import signal
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ _NODE = "ray._private.worker._global_node"
 _DEAD_PROCESSES = "ray._private.node.Node.dead_processes"
 _DRAINING_NODES = "ray._private.state.state.get_draining_nodes"
 _READ_ADDRESS = "ray._private.services.find_bootstrap_address"
+_RAY_CLIENT = "ray.util.client.ray"
 _USE_TOKEN = "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available"
 _OPEN_CHANNEL = "ray._private.grpc_utils.init_grpc_channel"
 _GCS_STUB = "ray.core.generated.gcs_service_pb2_grpc.NodeInfoGcsServiceStub"
@@ -42,12 +44,28 @@ INTERNALS = (
     _DEAD_PROCESSES,
     _DRAINING_NODES,
     _READ_ADDRESS,
+    _RAY_CLIENT,
     _USE_TOKEN,
     _OPEN_CHANNEL,
     _GCS_STUB,
     _GCS_REQUEST,
 )
 """The dotted names of all private objects that this module uses."""
+
+
+_SIGNALS_OF_RAY = (
+    signal.SIGTERM,
+    signal.SIGSEGV,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGTRAP,
+)
+"""Signals for which Ray sets handlers below Python, which print the stack and abort."""
+
+_SIGACTION_SIZE = 512
+"""Bytes; more than a ``struct sigaction`` of any platform has."""
 
 
 class MovedError(RuntimeError):
@@ -74,18 +92,45 @@ def find_internal(name: str) -> Any:
 def signals_kept_from_ray() -> Iterator[None]:
     """Start Ray in this context to keep the handling of SIGINT and SIGTERM with the caller.
 
-    Ray then leaves the handler of SIGTERM alone, and each process that it starts gets its own process group, so a
+    Ray then leaves the handlers of signals alone, and each process that it starts gets its own process group, so a
     signal to the caller's group (Ctrl-C, ``timeout``) reaches only the caller.
     """
     popen = functools.partial(find_internal(_POPEN), process_group=0)
-    with _replaced(_SET_SIGTERM_HANDLER, lambda handler: None), _replaced(_POPEN, popen):
+    has_alarm = signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)
+    with _replaced(_SET_SIGTERM_HANDLER, lambda handler: None), _replaced(_POPEN, popen), _signal_actions_kept():
         try:
             yield
         finally:
-            if threading.current_thread() is threading.main_thread():
-                # Below Python, Ray has set a handler that prints the stack and aborts three seconds later.
-                signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            if not has_alarm:  # Ray's handler aborts the process three seconds after a SIGTERM
                 signal.alarm(0)
+
+
+@contextlib.contextmanager
+def process_kept_from_ray() -> Iterator[None]:
+    """Start and shut down Ray in this context; the level of Ray's logger and ``faulthandler`` are then as before."""
+    logger = logging.getLogger("ray")
+    level, had_faulthandler = logger.level, faulthandler.is_enabled()
+    with _signal_actions_kept():
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            if not had_faulthandler:
+                faulthandler.disable()
+
+
+@contextlib.contextmanager
+def _signal_actions_kept() -> Iterator[None]:
+    """Restore on exit what the signals of Ray do below Python. Unlike ``signal.signal``, this works in every thread."""
+    libc = ctypes.CDLL(None)
+    actions = {number: ctypes.create_string_buffer(_SIGACTION_SIZE) for number in _SIGNALS_OF_RAY}
+    for number, action in actions.items():
+        libc.sigaction(number, None, action)
+    try:
+        yield
+    finally:
+        for number, action in actions.items():
+            libc.sigaction(number, action, None)
 
 
 def raylet_messages_muted() -> contextlib.AbstractContextManager[None]:
@@ -115,6 +160,11 @@ def draining_nodes() -> Collection[str]:
     """Return the ids of the nodes that have been told to drain. Blocks while the GCS server does not answer."""
     ids: Collection[str] = find_internal(_DRAINING_NODES)()
     return ids
+
+
+def is_ray_client() -> bool:
+    """Return whether this process is connected to a cluster through Ray Client."""
+    return bool(find_internal(_RAY_CLIENT).is_connected())
 
 
 def address_of_ray_start() -> str | None:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from orchestrator.config.build import build, format_override
-from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid
+from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, own_hydra, parse, select_valid
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
 
 StrategyConfigs = Callable[[str], type[StrategyConfig]]
@@ -54,7 +54,7 @@ def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any]
     # Hydra rejects experiment=null, although it is the default.
     words = [_forced(o) for o in overrides if not (o.key_or_group == "experiment" and o.value() is None)]
     try:
-        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        with own_hydra(), initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             composed = hydra_compose("config", overrides=words)
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as e:

@@ -8,21 +8,25 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from orchestrator.config.build import build, did_you_mean, with_key
+from orchestrator.config.build import build, did_you_mean, format_override, with_key
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret
 from orchestrator.job import Job
 
 
-def load_job(spec: JobSpec, errors: list[str], redactor: Redactor | None = None) -> Job | None:
+def load_job(
+    spec: JobSpec, errors: list[str], redactor: Redactor | None = None, given: Job | type[Job] | None = None
+) -> Job | None:
     """Import the job's class, build it from its fields and run :meth:`~orchestrator.job.Job.check`.
 
     Args:
         spec: the class and its fields.
         errors: receives why the job cannot be built, with the secrets of its fields masked.
         redactor: learns these secrets, including those that default factories return.
+        given: an object to use in place of the class that ``spec`` names: a class, or an instance.
 
     Returns:
         The job, or None if it cannot be built.
@@ -30,18 +34,32 @@ def load_job(spec: JobSpec, errors: list[str], redactor: Redactor | None = None)
     redactor = redactor or Redactor()
     redactor.learn(spec.fields)
     job_errors: list[str] = []
-    job = _load(spec, job_errors, redactor)
+    job = _load(spec, given, job_errors, redactor)
     errors += [redactor.text(error) for error in job_errors]
     return job
 
 
-def _load(spec: JobSpec, errors: list[str], redactor: Redactor) -> Job | None:
-    cls = _find(spec.target, errors)
-    if cls is None:
-        return None
-    job = build(cls, spec.fields, "job", errors)
-    redactor.learn(_default_secrets(cls) if job is None else job)
-    if job is None:
+def is_importable(cls: type[Job]) -> bool:
+    """Return whether another process can import ``cls``, which it cannot if a notebook or a script defines it."""
+    module = sys.modules.get(cls.__module__)
+    named = getattr(module, cls.__qualname__, None) is cls
+    return named and cls.__module__ != "__main__" and getattr(module, "__spec__", None) is not None
+
+
+def _load(spec: JobSpec, given: Job | type[Job] | None, errors: list[str], redactor: Redactor) -> Job | None:
+    if isinstance(given, Job):
+        job: Job | None = given
+        redactor.learn(given)
+        for name, value in spec.fields.items():
+            set_field = format_override(f"job.{name}", value)
+            errors.append(f"{set_field}: the job is an instance already; set the field there, or pass the class")
+    else:
+        cls = _find(spec.target, errors) if given is None else _checked(given, spec.target, errors)
+        if cls is None:
+            return None
+        job = build(cls, spec.fields, "job", errors)
+        redactor.learn(_default_secrets(cls) if job is None else job)
+    if job is None or errors:
         return None
     try:
         job.check()
@@ -68,6 +86,9 @@ def _find(target: str, errors: list[str]) -> type[Job] | None:
         errors.append(f"job._target_={target}: expected package.module.Class")
         return None
     module_name, _, class_name = target.rpartition(".")
+    if module_name == "__main__":
+        errors.append(f"job._target_={target}: no other process can import it; pass the class to orchestrator.run")
+        return None
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # `python -m` puts the working directory on the import path; a console script does not.
         sys.path.append(str(Path.cwd()))
@@ -89,7 +110,12 @@ def _find(target: str, errors: list[str]) -> type[Job] | None:
         jobs = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Job) and c is not Job]
         hint = did_you_mean(class_name, jobs) if jobs else "expected package.module.Class"
         errors.append(f"job._target_={target}: {module_name} has no class {class_name}; {hint}")
-    elif not issubclass(cls, Job):
+        return None
+    return _checked(cls, target, errors)
+
+
+def _checked(cls: type[Any], target: str, errors: list[str]) -> type[Job] | None:
+    if not issubclass(cls, Job):
         errors.append(f"job._target_={target}: not a subclass of orchestrator.Job; derive the class from it")
     elif missing := sorted(getattr(cls, "__abstractmethods__", ())):
         errors.append(f"job._target_={target}: the class has to define {', '.join(m + '()' for m in missing)}")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
+from hydra.version import VersionBase
 
 from orchestrator.config.build import ConfigError, did_you_mean, format_override, to_cli
 from orchestrator.config.redact import MASK, Redactor, stands_for_secret
@@ -20,6 +25,20 @@ from orchestrator.config.schema import Config
 from orchestrator.config.secret_names import is_secret
 
 GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
+
+
+@contextlib.contextmanager
+def own_hydra() -> Iterator[None]:
+    """Use Hydra in this context, or function, without a trace in a program that uses Hydra itself."""
+    instances = Singleton._instances
+    changed: tuple[type, ...] = (GlobalHydra, JobRuntime, VersionBase)
+    own = {cls: instances.pop(cls) for cls in changed if cls in instances}
+    try:
+        yield
+    finally:
+        for cls in changed:
+            instances.pop(cls, None)
+        instances.update(own)
 
 
 def conf_dir() -> Path:
@@ -40,6 +59,7 @@ def summary(group: str, name: str) -> str:
     return first_line.removeprefix("#").strip()
 
 
+@own_hydra()
 def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
     """Return the overrides that can be parsed; append a line to ``errors`` for each of the others."""
     parser = OverridesParser.create()
@@ -134,6 +154,18 @@ def group_error(override: Override) -> str | None:
         return None
     hint, valid = did_you_mean(str(name), choices(group)), f"valid: {', '.join(choices(group))}"
     return f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
+
+
+@own_hydra()
+def quote_text(text: str) -> str:
+    """Return ``text`` as it has to be typed for Hydra to read the same text back; in quotes only if necessary."""
+    if re.fullmatch(r"[\w./:@%+-]+", text):
+        parsed = OverridesParser.create().parse_override(f"key={text}")
+        if parsed.value() == text:
+            return text
+    # A backslash keeps OmegaConf from reading ${...} as an interpolation; those before it have to be doubled.
+    literal = re.sub(r"(\\*)\$\{", lambda m: f"{m[1] * 2}\\${{", text)
+    return QuotedString(text=literal, quote=Quote.single).with_quotes()
 
 
 def _typed(override: Override) -> str:

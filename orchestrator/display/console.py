@@ -80,11 +80,12 @@ def make_console(*, steps: int, world_size: int, stream: IO[str] | None = None) 
     view = RunView(steps=steps, world_size=world_size)
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if out.isatty() and not plain:
-        return LiveConsole(view, Console(file=out, force_terminal=True, highlight=False))
-    return PlainConsole(
-        view,
-        Console(file=out, force_terminal=False, color_system=None, highlight=False, width=100),
+        return LiveConsole(view, Console(file=out, force_terminal=True, force_jupyter=False, highlight=False))
+    # In a notebook, Rich would display each line as HTML of its own.
+    plain_console = Console(
+        file=out, force_terminal=False, force_jupyter=False, color_system=None, highlight=False, width=100
     )
+    return PlainConsole(view, plain_console)
 
 
 class PlainConsole:

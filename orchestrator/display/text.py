@@ -152,7 +152,14 @@ def bar(share: float, *, width: int, unicode: bool) -> str:
 
 def render(renderable: RenderableType, *, width: int) -> str:
     """Return the layout of Rich as plain text, without trailing blanks."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        highlight=False,
+    )
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())

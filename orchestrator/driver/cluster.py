@@ -17,7 +17,9 @@ import ray.exceptions
 from orchestrator.compat.ray import (
     address_of_ray_start,
     environment_defaults,
+    is_ray_client,
     probe_gcs,
+    process_kept_from_ray,
     raylet_messages_muted,
     signals_kept_from_ray,
     use_token_of_user,
@@ -40,9 +42,14 @@ EMBEDDED_ENVIRONMENT = {
 
 
 def target_address(config: ClusterConfig) -> str | None:
-    """Return the address of the Ray to join; None to embed one."""
+    """Return the address of the Ray to join; None to embed one.
+
+    A Ray that this process is already connected to is used, whatever the address says.
+    """
     address = config.address or os.environ.get("RAY_ADDRESS")
-    return None if address in (None, "", "local") else address
+    if address in (None, "", "local"):
+        return "auto" if ray.is_initialized() else None
+    return address
 
 
 def this_machine(gpus: int) -> Node:
@@ -53,23 +60,24 @@ def this_machine(gpus: int) -> Node:
 
 @contextlib.contextmanager
 def embedded(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Iterator[None]:
-    """Run a Ray in this process; one that the process already has is used and stays."""
-    if ray.is_initialized():
-        yield
-        return
-    with environment_defaults(EMBEDDED_ENVIRONMENT):
+    """Run a Ray in this process, which has none."""
+    with environment_defaults(EMBEDDED_ENVIRONMENT), _shut_down_afterwards():
         _init(
             address="local",
             num_cpus=math.ceil(num_cpus),
             num_gpus=num_gpus,
             include_dashboard=config.dashboard,
         )
-        with _shut_down_afterwards():
-            yield
+        yield
 
 
 def address_error(address: str) -> str | None:
     """Return what is wrong with the address or with the server there, in one line; None if nothing is."""
+    if is_ray_client():
+        return (
+            "this process uses Ray Client (ray://), which is not supported; call ray.shutdown() first, or run on a "
+            "node of the cluster"
+        )
     error = None if ray.is_initialized() else _error(address)
     return error and f"{_to_cli(address)}: {error}"
 
@@ -86,11 +94,11 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    try:
-        _init(address=_gcs_address(address))
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
-        raise ConfigError([f"{_to_cli(address)}: {' '.join(str(e).split())[:500]}"]) from e
     with _shut_down_afterwards():
+        try:
+            _init(address=_gcs_address(address))
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
+            raise ConfigError([f"{_to_cli(address)}: {' '.join(str(e).split())[:500]}"]) from e
         yield
 
 
@@ -115,7 +123,7 @@ def _init(**options: Any) -> None:
 
 @contextlib.contextmanager
 def _shut_down_afterwards() -> Iterator[None]:
-    with raylet_messages_muted():
+    with process_kept_from_ray(), raylet_messages_muted():
         try:
             yield
         finally:

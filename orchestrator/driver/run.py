@@ -56,13 +56,21 @@ CHECKPOINT_LOST = 3
 """The exit code of a run that has completed its steps without saving the result."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:
     """How a run ended.
 
-    ``exit_code``: 0 done, 1 failed, 3 done but the last checkpoint is lost, 130 or 143 interrupted.
-    ``reason``: empty if the run finished.
-    ``timeline``: the last timed step of its pipeline stages; None if there are none.
+    Args:
+        status: ``"FINISHED"``, ``"FAILED"``, or ``"KILLED"`` by a signal.
+        exit_code: 0 finished, 1 failed, 3 finished but the last checkpoint is lost, 130 or 143 killed by SIGINT or
+            SIGTERM.
+        run_dir: the directory with the records, logs and checkpoints.
+        reason: why the run ended; empty if it finished.
+        summary: the last values of the metrics and the figures of the run: ``"final_loss"``, ``"val_loss"``,
+            ``"val_<metric>"``, ``"steps"``, ``"samples_per_s"``, ``"startup_s"`` (seconds from the call to the first
+            step), ``"restarts"``, ``"mlflow_run_id"``, ... A metric without a value is missing.
+        timeline: the last timed step of its pipeline stages; None if there are none.
+        metrics: the declarations of the metrics that were logged.
     """
 
     status: Literal["FINISHED", "FAILED", "KILLED"]
@@ -73,13 +81,20 @@ class RunResult:
     timeline: Timeline | None = None
     metrics: tuple[MetricSpec, ...] = ()
 
+    def __repr__(self) -> str:
+        """Return one line: the status, the reason if there is one, the results, and where the run is."""
+        reason = [f"reason={self.reason!r}"] if self.reason else []
+        keys = ("steps", "final_loss", *(key for key in self.summary if key.startswith("val_")))
+        results = [f"{key}={value:.6g}" for key in keys if isinstance(value := self.summary.get(key), (int, float))]
+        return f"RunResult({', '.join([self.status, *reason, *results, f'run_dir={str(self.run_dir)!r}'])})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """What defines a run.
 
     ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run.
-    ``started_at``: seconds since the epoch.
+    ``started_at``: seconds since the epoch. ``pickled_job``: see :class:`WorkerEnvironment`.
     """
 
     config: Config
@@ -90,6 +105,7 @@ class RunSpec:
     resumed_from_step: int | None
     started_at: float
     tokens_per_sample: int | None
+    pickled_job: bytes | None = None
 
 
 class Run:
@@ -105,6 +121,7 @@ class Run:
             working_dir=str(Path.cwd()),
             import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
             config=self.config,
+            pickled_job=spec.pickled_job,
         )
         self._aggregator = Aggregator(
             mesh=self._plan.mesh,
@@ -137,6 +154,7 @@ class Run:
 
         Raises:
             SupersededError: another driver has taken over the run.
+            KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
         """
         spec, plan = self.spec, self._plan
         self._events.emit(
@@ -161,9 +179,10 @@ class Run:
     def _acquire_and_train(self) -> RunResult:
         try:
             began = time.perf_counter()
-            self._gang.acquire()
-            self._startup["workers_s"] = time.perf_counter() - began
-            return self._train()
+            with self._stop.raising():
+                self._gang.acquire()
+                self._startup["workers_s"] = time.perf_counter() - began
+                return self._train()
         except (GangError, ray.exceptions.RayError) as e:
             return self._interrupted(None) if self._stop.received is not None else self._failed(str(e))
         except Interrupted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
-from orchestrator.config.job_loader import load_job
+from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.overrides import masked, values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
@@ -23,6 +24,7 @@ from orchestrator.display.report import plan_table
 from orchestrator.driver import cluster
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream, RedactingSink
+from orchestrator.driver.given_job import PickledJob, job_override, pickle_job
 from orchestrator.driver.preflight import prepare
 from orchestrator.driver.run import Run, RunResult, RunSpec
 from orchestrator.driver.signals import StopSignals
@@ -52,14 +54,18 @@ class Candidate:
     sizes: Sizes | None
     warnings: tuple[str, ...]
     redactor: Redactor
+    given: PickledJob | None
 
 
-def check_all(runs: Sequence[Sequence[str]], redactor: Redactor | None = None) -> list[Candidate]:
+def check_all(
+    runs: Sequence[Sequence[str]], redactor: Redactor | None = None, job: Job | type[Job] | None = None
+) -> list[Candidate]:
     """Check all runs, each given by its overrides, before the first one starts.
 
     Args:
         runs: the overrides of each run.
         redactor: learns the secrets of all runs; None to use a new one.
+        job: the job of all runs, if it is given as an object.
 
     Raises:
         ConfigError: with the errors of all of them.
@@ -70,7 +76,7 @@ def check_all(runs: Sequence[Sequence[str]], redactor: Redactor | None = None) -
     errors: list[str] = []
     for overrides in runs:
         of_this_run: list[str] = []
-        candidate = _check(overrides, address_error, of_this_run, redactor)
+        candidate = _check(overrides, address_error, of_this_run, redactor, job)
         errors += map(redactor.text, of_this_run)
         if candidate is not None:
             candidates.append(candidate)
@@ -84,13 +90,22 @@ def _check(
     address_error: Callable[[str], str | None],
     errors: list[str],
     redactor: Redactor,
+    given: Job | type[Job] | None,
 ) -> Candidate | None:
     """Check everything that can be checked before Ray starts or is joined; each part even if another has errors."""
+    typed = tuple(overrides)
+    if given is not None:
+        overrides = (*typed, job_override(given))
+        if isinstance(given, type) and is_importable(given):
+            typed, given = tuple(overrides), None
     redactor.learn(values(overrides))
     config, job_spec = compose(overrides, errors, registry.config_class)
     if config is not None:
         redactor.learn(to_dict(config))
-    job = load_job(job_spec, errors, redactor) if job_spec is not None else None
+    job = load_job(job_spec, errors, redactor, given) if job_spec is not None else None
+    pickled = None if given is None or job is None else pickle_job(given, job, errors)
+    if config is not None and job is not None and isinstance(given, Job):
+        config = replace(config, job=replace(config.job, fields=prepare.plain_fields(job)))
     paths = config or _paths_config(overrides)
     if paths is not None:
         errors += prepare.environment_errors(prepare.absolute_paths(paths))
@@ -109,13 +124,14 @@ def _check(
     if job is None:
         return None
     return Candidate(
-        overrides=tuple(overrides),
+        overrides=typed,
         config=config,
         job=job,
         resume=resume,
         sizes=sizes,
         warnings=tuple(warnings),
         redactor=redactor,
+        given=pickled,
     )
 
 
@@ -193,15 +209,18 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
 
     Args:
         candidates: what :func:`check_all` returned.
-        owns_process: SIGINT and SIGTERM may end the process while Ray starts.
+        owns_process: SIGINT and SIGTERM may end the process, as on the command line.
 
     Raises:
         ConfigError: the cluster cannot be joined, or a plan does not fit it; nothing was started.
-        KeyboardInterrupt: SIGINT or SIGTERM came while Ray was starting; nothing was started.
+        KeyboardInterrupt: SIGINT or SIGTERM came while Ray was starting, and nothing was started; or a second SIGINT
+            came during a run.
+        SystemExit: a second SIGTERM came during a run.
     """
     sweep = {"id": uuid.uuid4().hex, "name": _sweep_name(candidates)} if len(candidates) > 1 else None
     results: list[RunResult] = []
-    with StopSignals(exit_at_once=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
+    started_at = process_started_at() if owns_process else time.time()
+    with StopSignals(owns_process=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
         if candidates[0].config.plan:
             for sizes in all_sizes:
                 print(plan_table(sizes.first, nodes))
@@ -211,7 +230,6 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
             raise KeyboardInterrupt
         resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
         recover_orphans(Path(candidates[0].config.output_dir), resumed=resumed)
-        started_at = process_started_at()
         for candidate, sizes in zip(candidates, all_sizes, strict=True):
             results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
             started_at = time.time()
@@ -270,7 +288,8 @@ def _run(
     candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
 ) -> RunResult:
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.first, candidate.redactor
-    command = prepare.command(candidate.overrides, redactor)
+    as_job = candidate.given.display if candidate.given is not None else ""
+    command = prepare.command(candidate.overrides, redactor, job=as_job)
     run_dir, uid = prepare.open_run(
         config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor
     )
@@ -286,6 +305,7 @@ def _run(
         resumed_from_step=None if resume is None else resume.step,
         started_at=started_at,
         tokens_per_sample=candidate.job.tokens_per_sample,
+        pickled_job=None if candidate.given is None else candidate.given.data,
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
     ending = RunEnding(
@@ -296,7 +316,7 @@ def _run(
         journal=journal,
         console=console,
         redactor=redactor,
-        resume_command=prepare.command((*candidate.overrides, f"resume={run_dir.path}"), redactor),
+        resume_command=prepare.command((*candidate.overrides, f"resume={run_dir.path}"), redactor, job=as_job),
     )
     try:
         for warning in candidate.warnings:
@@ -308,12 +328,18 @@ def _run(
             # The directory belongs to the other driver now: write nothing more to it.
             console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))
             return RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=str(e))
+        except (KeyboardInterrupt, SystemExit):
+            number = stop.received or signal.SIGINT
+            reason, exit_code = f"stopped by a second {number.name}", 128 + int(number)
+            ending.finish(RunResult(status="KILLED", exit_code=exit_code, run_dir=run_dir.path, reason=reason))
+            raise
         except Exception as e:
             # A bug in the orchestrator; the records still say that the run failed.
             reason = f"{type(e).__name__}: {e}"
             ending.finish(RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason))
             raise
-        return ending.finish(result)
+        with stop.raising():
+            return ending.finish(result)
     finally:
         journal.close()
         console.close()

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,11 @@ from orchestrator.protocol.events import Sink
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM while in the context: records the first signal, ends the process at the second.
+    """Handles SIGINT and SIGTERM while in the context: records the first signal, and gives up at the second.
+
+    On the command line (``owns_process``), the second signal ends the process. A Python program or a notebook, which
+    has called :func:`orchestrator.run`, goes on: the second signal raises :class:`KeyboardInterrupt` (SIGINT) or
+    :class:`SystemExit` (SIGTERM) there, once.
 
     ``received``: the last signal; None if there was none.
     ``exit_at_once``: end the process at the first signal, with every process that it started, because there is nothing
@@ -25,11 +30,14 @@ class StopSignals:
     ``console``: closed before the process ends, to leave the terminal as it was.
     """
 
-    def __init__(self, *, exit_at_once: bool = False) -> None:
+    def __init__(self, *, owns_process: bool = False) -> None:
         self.received: signal.Signals | None = None
         self._received_at = 0.0
-        self.exit_at_once = exit_at_once
+        self.exit_at_once = owns_process
         self.console: Sink | None = None
+        self._owns_process = owns_process
+        self._may_raise = False
+        self._raised: BaseException | None = None
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -48,7 +56,19 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: not set from Python, so that Python cannot restore it
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """Let a second signal raise an exception in this context. Elsewhere it would interrupt a release of workers."""
+        self._may_raise = not self._owns_process
+        try:
+            yield
+        finally:
+            self._may_raise = False
+            if self._raised is not None:  # Ray replaces a SystemExit by an error of its own
+                raise self._raised
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -56,6 +76,12 @@ class StopSignals:
         first = self.received is None
         self.received, self._received_at = signal.Signals(number), time.monotonic()
         if first and not self.exit_at_once:
+            return
+        if not self._owns_process:
+            if self._may_raise:
+                self._may_raise = False
+                self._raised = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+                raise self._raised
             return
         if self.console is not None:
             self.console.close()

@@ -35,11 +35,15 @@ class WorkerEnvironment:
 
     Workers take over ``working_dir`` and ``import_paths`` of the driver, so that the user's job can be imported and its
     relative paths are valid there.
+
+    ``pickled_job``: the job itself, in the format of cloudpickle, if its class cannot be imported from the name in
+    ``config``: a notebook or a script defines it, or the caller made the instance. None otherwise.
     """
 
     working_dir: str
     import_paths: tuple[str, ...]
     config: Config
+    pickled_job: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

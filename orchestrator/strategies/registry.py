@@ -32,8 +32,8 @@ def load(name: str) -> type[Strategy]:
     Raises:
         LookupError: there is no such module, or it does not register the strategy.
     """
+    deferred_dynamo.install()  # otherwise an optimizer or a pipeline would import torch._dynamo
     if name not in _STRATEGIES:
-        deferred_dynamo.install()  # otherwise an optimizer or a pipeline would import torch._dynamo
         folder = Path(__file__).parent
         found = [*folder.glob(f"*/{name}.py"), *folder.glob(f"*/{name}/__init__.py")]
         if len(found) != 1:

@@ -197,7 +197,11 @@ class Worker:
             os.chdir(environment.working_dir)
         sys.path.extend(p for p in environment.import_paths if p not in sys.path)
         errors: list[str] = []
-        job = load_job(config.job, errors, self.redactor)
+        # The pickle refers to modules that the working directory and the paths above make importable.
+        given = None if environment.pickled_job is None else ray.cloudpickle.loads(environment.pickled_job)
+        if given is not None:
+            self.redactor.learn(given)
+        job = given if given is not None else load_job(config.job, errors, self.redactor)
         if job is None:
             raise ValueError("\n".join(errors))
         self.job = job

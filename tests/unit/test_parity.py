@@ -76,16 +76,11 @@ class Shift(nn.Module):
 
 
 class EvaluatesOtherwise(Plain):
-    """Looks at something of its own in evaluation, which the recording of another mode cannot know."""
-
-    factor = 1.0
-
-    def eval(self) -> nn.Module:
-        self.factor = 2.0
-        return super().eval()
+    """Looks at something in evaluation that a recording, which is made with gradients, does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.third(self.special(self.first(x)) * self.factor))
+        factor = 1.0 if torch.is_grad_enabled() else 2.0
+        out: Tensor = self.head(self.third(self.special(self.first(x)) * factor))
         return out
 
 

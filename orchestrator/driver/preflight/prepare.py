@@ -302,10 +302,15 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return changed
 
 
-def command(overrides: Sequence[str], redactor: Redactor) -> str:
-    """Return the command line of a run, with secrets masked and only the last of several ``resume=``."""
+def command(overrides: Sequence[str], redactor: Redactor, *, job: str = "") -> str:
+    """Return the command of a run, with secrets masked and only the last of several ``resume=``.
+
+    This is a command line. A ``job`` that was passed as an object has none, so that a call in Python starts it.
+    """
     *_, last = [None, *(o for o in overrides if o.startswith("resume="))]
     kept = [masked(o, redactor) for o in overrides if o == last or not o.startswith("resume=")]
+    if job:
+        return f"orchestrator.run({', '.join([redactor.text(job), *map(repr, kept)])})"
     return shlex.join(["python", "-m", "orchestrator.launch", *kept])
 
 
@@ -319,18 +324,34 @@ def _params(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _job_dict(config: Config, job: Job) -> dict[str, Any]:
-    return {"_target_": config.job.target, **_plain(dataclasses.asdict(job))}
+    return {"_target_": config.job.target, **plain_fields(job)}
+
+
+def plain_fields(job: Job) -> dict[str, Any]:
+    """Return the fields of the job as values that YAML and JSON have."""
+    fields: dict[str, Any] = _plain(job)
+    return fields
 
 
 def _plain(value: Any) -> Any:
     """Convert a value to types that YAML and JSON have; the fields of a user's job may be of any type."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(v) for v in value]
     if isinstance(value, enum.Enum):
         return value.name
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    # Text with an address in memory would differ in every process.
+    without_text = getattr(type(value), "__repr__", None) is object.__repr__
+    return _name(value) if without_text or callable(value) else str(value)
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""The arguments of :func:`orchestrator.run`, as overrides of the configuration and a job."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import quote_text
+from orchestrator.job import Job
+
+GivenJob = Job | type[Job]
+"""A job as an object, not as the name of a class: an instance, or a class to be built from the keys ``job.<field>``."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """``overrides`` as typed on the command line, and the job that was passed as an object; None if there is none."""
+
+    overrides: tuple[str, ...]
+    job: GivenJob | None
+
+
+def read_arguments(positional: Sequence[object], keywords: Mapping[str, object]) -> Arguments:
+    """Return what the arguments of :func:`orchestrator.run` say.
+
+    Raises:
+        ConfigError: an argument is of a type that means nothing here, or there are two jobs.
+    """
+    errors: list[str] = []
+    overrides: list[str] = []
+    jobs: list[GivenJob] = []
+    for part in [*_parts(positional), keywords]:
+        if isinstance(part, str):
+            overrides.append(part)
+        elif isinstance(part, Job) or (isinstance(part, type) and issubclass(part, Job)):
+            jobs.append(part)
+        elif isinstance(part, Mapping):
+            for key, value in _flat(part):
+                if key == "job" and (isinstance(value, Job) or (isinstance(value, type) and issubclass(value, Job))):
+                    jobs.append(value)
+                else:
+                    overrides += _override(key, value, errors)
+        else:
+            errors.append(
+                f"orchestrator.run: cannot use {_described(part)}; give 'key=value' strings, mappings, "
+                "key=value arguments, and a Job or its class"
+            )
+    if len(jobs) > 1:
+        errors.append(f"orchestrator.run: {len(jobs)} jobs were given; a run trains one")
+    if errors:
+        raise ConfigError(errors)
+    return Arguments(tuple(overrides), jobs[0] if jobs else None)
+
+
+def _parts(values: Iterable[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            yield from _parts(value)
+        else:
+            yield value
+
+
+def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values. The name in a whole strategy section, as ``config.yaml`` has it, is its group."""
+    for name, value in mapping.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{key}.")
+        else:
+            yield ("strategy" if key == "strategy.name" else key), value
+
+
+def _override(key: str, value: object, errors: list[str]) -> list[str]:
+    if not re.fullmatch(r"\w[\w-]*(\.\w[\w-]*)*", key):
+        errors.append(f"{key!r}: expected a key like train.steps")
+        return []
+    try:
+        return [f"{key}={_hydra_text(value)}"]
+    except TypeError as e:
+        hint = "; or pass an instance of the job that has it" if key.startswith("job.") else ""
+        errors.append(f"{key}: cannot be {e}; give text, a number, True, False, None, a list or a mapping{hint}")
+        return []
+
+
+def _hydra_text(value: Any) -> str:
+    """Return the value as Hydra reads it back.
+
+    Raises:
+        TypeError: there is no such text; the message describes the value.
+    """
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, enum.Enum):
+        return quote_text(value.name)
+    if isinstance(value, (str, Path)):
+        return quote_text(str(value))
+    if isinstance(value, (int, float)):
+        return (
+            repr(value)
+            if type(value) in (int, float)
+            else _hydra_text(int(value) if isinstance(value, int) else float(value))
+        )
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):  # a scalar of NumPy or torch
+        return _hydra_text(value.item())
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) and re.fullmatch(r"[\w-]+", key) for key in value):
+            raise TypeError("a mapping with keys other than words")
+        return "{" + ",".join(f"{key}:{_hydra_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return "[" + ",".join(map(_hydra_text, value)) + "]"
+    raise TypeError(_described(value))
+
+
+def _described(value: object) -> str:
+    """Return the kind of a value. The value itself may be long, or a secret."""
+    return (
+        f"the class {value.__qualname__}" if isinstance(value, type) else f"a value of type {type(value).__qualname__}"
+    )
