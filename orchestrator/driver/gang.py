@@ -99,16 +99,22 @@ class Gang:
         """
         draining = self._nodes.draining
         workers = [(m.slot, m.info) for m in self.members]
+        without_spare: dict[int, int] = {}  # by rank: the slot for its new worker
+        spares = self._live_spares()
         for rank in ranks:
             lost = self.members[rank]
             self._slots.kill(lost.slot)
-            if spares := self._live_spares(near=lost.info.node_id):
-                workers[rank] = spares[0], self._spares.pop(spares[0])
+            if spares:
+                spare = next((s for s in spares if self._spares[s].node_id == lost.info.node_id), spares[0])
+                spares.remove(spare)
+                workers[rank] = spare, self._spares.pop(spare)
                 self._vacate(lost, draining)
             else:
-                slot = self._slots.reserve() if lost.info.node_id in draining else lost.slot
-                info = self._slots.start_and_wait(slot, self._wait_for(f"a worker to replace rank {rank}"))
-                workers[rank] = slot, info
+                without_spare[rank] = self._slots.reserve() if lost.info.node_id in draining else lost.slot
+        if without_spare:
+            wait = self._wait_for(f"{_workers(len(without_spare))} in place of those lost")
+            infos = self._slots.start_and_wait(list(without_spare.values()), wait)
+            workers = [(s, infos[s]) if (s := without_spare.get(r)) is not None else w for r, w in enumerate(workers)]
         self._assign_ranks(workers)
         _check_devices([m.info for m in self.members])
 
@@ -224,8 +230,8 @@ class Gang:
         if lost.info.node_id not in draining:
             self._vacant.append(lost.slot)
 
-    def _live_spares(self, *, near: str = "") -> list[int]:
-        """The slots of the spares that answer and are not on a draining node, those on the node ``near`` first."""
+    def _live_spares(self) -> list[int]:
+        """The slots of the spares that answer and are not on a draining node, in ascending order."""
         self.ready()
         alive = answers_in_time(
             {self._slots.actor(slot).worker_info.remote(): slot for slot in self._spares}, SPARE_TIMEOUT_S
@@ -235,8 +241,7 @@ class Gang:
             del self._spares[slot]
             self._vacant.append(slot)
         draining = self._nodes.draining
-        usable = [slot for slot, info in self._spares.items() if info.node_id not in draining]
-        return sorted(usable, key=lambda slot: (self._spares[slot].node_id != near, slot))
+        return sorted(slot for slot, info in self._spares.items() if info.node_id not in draining)
 
     def _assign_ranks(self, workers: Sequence[tuple[int, WorkerInfo]]) -> None:
         """Make members of the workers, each with its slot, in the order of their ranks."""
@@ -253,6 +258,10 @@ class Gang:
 
 def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:
     return getattr(member.actor, method.__name__).remote(*args)
+
+
+def _workers(count: int) -> str:
+    return "a worker" if count == 1 else f"{count} workers"
 
 
 def _check_devices(infos: Sequence[WorkerInfo]) -> None:

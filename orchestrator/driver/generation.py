@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import ray
 import ray.exceptions
 
-from orchestrator.driver.calls import GangError, cause_of_death, check_ray
+from orchestrator.driver.calls import GangError, cause_of_death, check_ray, completed
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.growth import Growth
@@ -35,6 +35,9 @@ MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, wait this long for the other ranks to report theirs: seconds, or usual steps if these are longer."""
 POLL_AFTER_FAILURE_S = 0.1
 """The interval between two rounds of heartbeats while the generation is ending."""
+MAX_WATCHING_SHARE = 0.05
+"""The share of a core that rounds of heartbeats may take, 0 to 1: in large gangs they come less often. Ray's threads in
+this process take about as much again."""
 STACKS_TIMEOUT_S = 2.0
 Pause = Literal["preempted", "growing"]
 
@@ -130,11 +133,12 @@ class Generation:
         fence = f"{uuid.uuid4().hex} generation {self.number}"
         with contextlib.suppress(OSError):  # a full disk is reported when a checkpoint or the journal fails
             write_json(self._run_dir.fence_file, {"generation": fence})
-        for member in members:
-            assignment = Assignment(
+        # Ray stores it once; the workers replace the ranks.
+        assignment = ray.put(
+            Assignment(
                 generation=self.number,
-                global_rank=member.global_rank,
-                local_rank=member.local_rank,
+                global_rank=0,
+                local_rank=0,
                 store_host=host,
                 store_port=port,
                 backend=backend,
@@ -148,7 +152,10 @@ class Generation:
                 checkpoint=None if checkpoint is None else str(checkpoint),
                 faults=faults,
             )
-            self._pending[member.actor.train.remote(assignment)] = member
+        )
+        for member in members:
+            outcome = member.actor.train.remote(assignment, member.global_rank, member.local_rank)
+            self._pending[outcome] = member
 
     def watch(self) -> Iterator[Event]:
         """Yield the events that workers report, which have been emitted, until the generation is over.
@@ -162,18 +169,23 @@ class Generation:
         """
         give_up_at: float | None = None
         abandoned = False
+        next_round = time.monotonic() + self._config.cluster.heartbeat_s
         while self._pending:
-            wait_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
-            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
+            ready = completed(self._pending, max(0.0, next_round - time.monotonic()))
             check_ray()
             self._lease.renew()
             for reference in ready:
                 self._record_outcome(reference, self._pending.pop(reference))
             if give_up_at is not None and time.monotonic() > give_up_at:
                 return
+            if time.monotonic() < next_round and (abandoned or not self._failed()):
+                continue
+            began_s = time.thread_time()
             collected = self._telemetry.collect(self._gang)
             yield from collected.events
             self._check_workers(collected.heartbeats, time.monotonic())
+            pause_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
+            next_round = time.monotonic() + max(pause_s, (time.thread_time() - began_s) / MAX_WATCHING_SHARE)
             if not abandoned and self._failed():
                 abandoned = True
                 give_up_at = time.monotonic() + max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)

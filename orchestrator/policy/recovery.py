@@ -105,8 +105,9 @@ def newest_state(survivors: Mapping[int, RecoverableSteps], ranks: Sequence[int]
 
 
 def _holder(survivors: Mapping[int, RecoverableSteps], rank: int, step: int) -> int | None:
-    holders = [survivor for survivor, states in sorted(survivors.items()) if step in states.get(rank, ())]
-    return rank if rank in holders else next(iter(holders), None)
+    if step in survivors.get(rank, {}).get(rank, ()):
+        return rank
+    return min((survivor for survivor, states in survivors.items() if step in states.get(rank, ())), default=None)
 
 
 def _is_repeated(one: FailureRecord, other: FailureRecord) -> bool:
