@@ -1,10 +1,13 @@
 """Random faults in every phase, under six strategies: each run has to end as if there had been none.
 
-python benchmarks/campaign.py --trials 200
+python benchmarks/campaign.py --trials 200 --slow 50
 
 A trial is one run with one to three faults, drawn from a seed. It passes if the run finishes, leaves no process,
 placement group or shared memory behind and, where the strategy is deterministic, has the losses and weights of an
 undisturbed run.
+
+A slow trial is one run without faults, but with one to three kinds of stalls (``stalling_job.py``). It passes if no
+worker is killed.
 """
 
 from __future__ import annotations
@@ -46,9 +49,23 @@ OVERRIDES = (
     "job.depth=3",
     "tracking=none",
     "recovery.backoff_s=0.1",
-    "recovery.hang_min_s=2",
     "recovery.hang_max_s=20",
 )
+FAULTY = ("recovery.hang_min_s=2",)
+SLOW = (
+    "job._target_=stalling_job.Stalling",
+    "recovery.hang_min_s=4",
+    "recovery.build_max_s=20",
+    "recovery.max_failures=0",
+)
+STALLS = {
+    "job.build_s": (2, 14),
+    "job.compile_s": (1, 14),
+    "job.open_s": (1, 14),
+    "job.disk_s": (0.2, 1),
+    "job.val_s": (0.02, 0.1),
+}
+"""The shortest and the longest pause of each kind, in seconds. Several slow samples may be in one batch."""
 TRIAL_TIMEOUT_S = 120.0
 
 
@@ -94,10 +111,10 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run with faults and its verdict; ``problems`` is empty if it passed."""
+    """One run with faults, or with stalls, and its verdict; ``problems`` is empty if it passed."""
 
     layout: str
-    faults: tuple[str, ...]
+    disturbances: tuple[str, ...]
     problems: tuple[str, ...]
     seconds: float
     restarts: int
@@ -112,6 +129,7 @@ class Trial:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=200, help="runs with faults (default: %(default)s)")
+    parser.add_argument("--slow", type=int, default=50, help="healthy runs with stalls (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: %(default)s)")
     parser.add_argument("--layouts", default=";".join(LAYOUTS), help="layouts to run, separated by semicolons")
     parser.add_argument("--keep", action="store_true", help="write the table to results/")
@@ -122,15 +140,25 @@ def main() -> None:
     names = arguments.layouts.split(";")
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         os.chdir(folder)
-        references = {name: reference(LAYOUTS[name]) for name in names}
+        references = {name: reference(LAYOUTS[name]) for name in names if arguments.trials}
         for number in range(arguments.trials):
             name = names[number % len(names)]
-            trial = run_trial(name, draw_faults(rng, LAYOUTS[name]), references[name])
-            trials.append(trial)
-            verdict = "passed" if trial.passed else f"FAILED: {'; '.join(trial.problems)}"
-            print(f"{number + 1:4} {name:23} {' '.join(trial.faults):40} {trial.seconds:5.1f} s  {verdict}", flush=True)
+            faults = draw_faults(rng, LAYOUTS[name])
+            chaos = (*FAULTY, f"recovery.chaos=[{','.join(faults)}]")
+            trials.append(run_trial(name, faults, chaos, references[name]))
+            report_trial(number + 1, trials[-1])
+        slow_trials: list[Trial] = []
+        for number in range(arguments.slow):
+            stalls = draw_stalls(rng)
+            slow_trials.append(run_trial(names[number % len(names)], stalls, (*SLOW, *stalls), None))
+            report_trial(number + 1, slow_trials[-1])
     ray.shutdown()
-    text = summary(trials)
+    passed = sum(t.passed for t in slow_trials)
+    text = "\n\n".join(
+        [summary(trials)] * bool(trials)
+        + [f"{len(slow_trials)} healthy runs with stalls: no worker killed in {passed}"] * bool(slow_trials)
+    )
+    trials += slow_trials
     print(text)
     if arguments.keep:
         (RESULTS / "campaign.md").write_text(f"# campaign\n\n{date.today()}, seed {arguments.seed}\n\n{text}\n")
@@ -143,7 +171,7 @@ def draw_faults(rng: random.Random, layout: Layout) -> tuple[str, ...]:
     for step in sorted(rng.sample(range(2, STEPS), rng.choice((1, 1, 1, 2, 2, 3)))):
         phase, kind, rank = rng.choice(PHASES), rng.choice(KINDS), rng.randrange(layout.ranks)
         at = {"join": 0, "build": 0, "eval": 10, "checkpoint": 20, "end": STEPS}.get(phase, step)
-        if phase in ("join", "build", "end") and kind in ("stop", "sleep"):
+        if phase in ("join", "build", "end") and kind == "sleep":
             kind = "kill"  # the timeouts of these phases are minutes long
         if phase in ("join", "build") and kind == "raise":
             kind = "exit"  # an exception before the first step ends the run by design
@@ -152,16 +180,34 @@ def draw_faults(rng: random.Random, layout: Layout) -> tuple[str, ...]:
     return tuple(faults if len(before_the_first) < GENERATIONS_WITHOUT_PROGRESS else faults[:-1])
 
 
+def draw_stalls(rng: random.Random) -> tuple[str, ...]:
+    """Draw one to three kinds of stalls, as overrides, and in half of the runs a loader process."""
+    stalls = [f"{key}={rng.uniform(*STALLS[key]):.2f}" for key in rng.sample(list(STALLS), rng.choice((1, 2, 3)))]
+    return tuple(stalls + ["data.num_workers=1"] * rng.randrange(2))
+
+
+def report_trial(number: int, trial: Trial) -> None:
+    verdict = "passed" if trial.passed else f"FAILED: {'; '.join(trial.problems)}"
+    words = " ".join(trial.disturbances)
+    print(f"{number:4} {trial.layout:23} {words:40} {trial.seconds:5.1f} s  {verdict}", flush=True)
+
+
 def reference(layout: Layout) -> Outcome:
     """Run a layout without faults."""
-    result = orchestrator.run([*layout.overrides, *OVERRIDES])
+    result = orchestrator.run([*layout.overrides, *OVERRIDES, *FAULTY])
     assert result is not None
     assert result.exit_code == 0, result.reason
     return outcome(result.run_dir)
 
 
-def run_trial(name: str, faults: tuple[str, ...], expected: Outcome) -> Trial:
-    """Run a layout with these faults and compare the outcome with ``expected``.
+def run_trial(name: str, disturbances: tuple[str, ...], overrides: tuple[str, ...], expected: Outcome | None) -> Trial:
+    """Run a layout and compare the outcome with ``expected``, unless that is None.
+
+    Args:
+        name: the layout.
+        disturbances: the faults or stalls, for the report.
+        overrides: what causes them.
+        expected: the outcome of an undisturbed run.
 
     Raises:
         KeyboardInterrupt: The run was interrupted.
@@ -170,7 +216,7 @@ def run_trial(name: str, faults: tuple[str, ...], expected: Outcome) -> Trial:
     shared_before = shared_memory()
     start = time.monotonic()
     with contextlib.redirect_stdout(io.StringIO()):
-        result = orchestrator.run([*layout.overrides, *OVERRIDES, f"recovery.chaos=[{','.join(faults)}]"])
+        result = orchestrator.run([*layout.overrides, *OVERRIDES, *overrides])
     seconds = time.monotonic() - start
     assert result is not None
     if result.status == "KILLED":
@@ -178,7 +224,7 @@ def run_trial(name: str, faults: tuple[str, ...], expected: Outcome) -> Trial:
     summary = result.summary
     if result.exit_code != 0:
         problems.append(f"exit {result.exit_code}: {result.reason}")
-    else:
+    elif expected is not None:
         problems += differences(outcome(result.run_dir), expected, layout.tolerance)
     if seconds > TRIAL_TIMEOUT_S:
         problems.append(f"it took {seconds:.0f} s")
@@ -186,7 +232,7 @@ def run_trial(name: str, faults: tuple[str, ...], expected: Outcome) -> Trial:
     problems += [f"{file} left in shared memory" for file in sorted(shared_memory() - shared_before)]
     return Trial(
         layout=name,
-        faults=faults,
+        disturbances=disturbances,
         problems=tuple(problems),
         seconds=seconds,
         restarts=summary.get("restarts", 0),
@@ -258,7 +304,7 @@ def summary(trials: list[Trial]) -> str:
                 str(sum(t.steps_lost for t in group)),
             ]
         )
-    kinds = Counter(fault.partition("@")[0] for t in trials for fault in t.faults)
+    kinds = Counter(fault.partition("@")[0] for t in trials for fault in t.disturbances)
     head = ["strategy", "trials", "passed", "recoveries", "median", "longest", "steps repeated"]
     return f"{table(head, rows)}\n\nfaults: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}"
 

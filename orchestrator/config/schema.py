@@ -87,6 +87,9 @@ class ClusterConfig:
     collective_timeout_s: float = option("timeout of a collective operation, in seconds", above=0)
     heartbeat_s: float = option("seconds between two polls of the workers by the driver", above=0)
     heartbeat_timeout_s: float = option("seconds without an answer after which a worker counts as lost", above=0)
+    stopped_timeout_s: float = option(
+        "seconds without an answer after which a worker counts as lost whose process is stopped (SIGSTOP)", above=0
+    )
     node_timeout_s: float = option("seconds without an answer from a whole node after which it counts as lost", above=0)
     stop_grace_s: float = option("seconds allowed for the last checkpoint after Ctrl-C or SIGTERM", above=0)
 
@@ -104,10 +107,20 @@ class RecoveryConfig:
     backoff_s: float = option(
         "seconds before the next recovery attempt if the last made no progress; doubled each time", minimum=0
     )
-    hang_factor: float = option("multiple of the usual step time after which a step counts as hanging", above=1)
-    hang_min_s: float = option("seconds before which no step counts as hanging", above=0)
+    hang_factor: float = option(
+        "multiple of the usual time of a batch, in training or evaluation, after which a worker counts as hanging",
+        above=1,
+    )
+    hang_min_s: float = option("seconds without progress before which no worker counts as hanging", above=0)
     hang_max_s: float = option(
-        "seconds after which any step counts as hanging, even before a usual step time is known", above=0
+        "seconds without progress after which a worker counts as hanging in training, evaluation or a checkpoint; also "
+        "the limit of the first batch of a data loader, and while the usual time is unknown",
+        above=0,
+    )
+    build_max_s: float = option(
+        "seconds after which a worker counts as hanging while it loads the job, builds the model and the datasets, or "
+        "ends the run",
+        above=0,
     )
     replace_stragglers: bool = option("replace a worker that is persistently slower than the others")
     chaos: tuple[str, ...] = option(

@@ -20,6 +20,10 @@ class GangError(RuntimeError):
     """The workers cannot be started or reached; the message says why and what to do."""
 
 
+class NoAnswerError(GangError):
+    """Some workers did not answer in time."""
+
+
 def check_ray() -> None:
     """Check that the Ray that this process started lives; no call to a dead one would return.
 
@@ -30,11 +34,24 @@ def check_ray() -> None:
         raise GangError("Ray's processes on this machine were killed, or ran out of memory; start the run again")
 
 
-def cause_of_death(error: Exception) -> CauseOfDeath:
-    """Return what the error of a pending call says about the death of its worker."""
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return "out of memory"
-    return "node lost" if isinstance(error, ray.exceptions.NodeDiedError) else "unknown"
+def cause_of_death(error: ray.exceptions.RayError) -> CauseOfDeath | None:
+    """Return what the error of a call says about the death of its worker; None if the worker lives."""
+    match error:
+        case ray.exceptions.RayTaskError() | ray.exceptions.RaySystemError():  # raised by the call, or by its transport
+            return None
+        case ray.exceptions.OutOfMemoryError():
+            return "out of memory"
+        case ray.exceptions.NodeDiedError():
+            return "node lost"
+    return "unknown"
+
+
+def describe_error(error: ray.exceptions.RayError) -> str:
+    """Return the type and the message of what made a call fail, in one line."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        lines = str(error.cause).strip().splitlines()
+        return f"{type(error.cause).__name__}: {lines[0] if lines else 'no message'}"
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1].strip()}"  # the end of a traceback
 
 
 def all_answers(
@@ -45,8 +62,9 @@ def all_answers(
     ``check()`` is called twice a second, and may raise to stop waiting.
 
     Raises:
-        GangError: some answers did not come within ``timeout_s``, for which ``advice`` says what to do; or Ray is dead.
-        RayError: a worker is dead.
+        NoAnswerError: some answers did not come within ``timeout_s``, for which ``advice`` says what to do.
+        GangError: Ray is dead.
+        RayError: a worker is dead, or could not carry out the call.
     """
     deadline = time.monotonic() + timeout_s
     pending = references
@@ -57,7 +75,7 @@ def all_answers(
         check_ray()
         if pending and time.monotonic() > deadline:
             late = f"{len(pending)} of {len(references)} workers did not answer within {timeout_s:g} s"
-            raise GangError(late + (advice and f"; {advice}"))
+            raise NoAnswerError(late + (advice and f"; {advice}"))
     return ray.get(references)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +16,8 @@ from orchestrator.planning.plan import Plan
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
 from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo
 
+HEARTBEATS_PER_ROUND = 128
+"""Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
 SPARE_TIMEOUT_S = 1.0
 """Discard spares that do not answer within this time."""
 
@@ -56,6 +58,7 @@ class Gang:
         self._unprepared: set[int] = set()  # slots of spares
         self._vacant: list[int] = []
         self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
+        self._next_asked = 0  # the rank with which the next round of heartbeats begins
 
     def __enter__(self) -> Gang:
         return self
@@ -173,36 +176,50 @@ class Gang:
         draining = self._nodes.draining
         return sum(info.node_id not in draining for info in self._spares.values())
 
-    def heartbeats(self, *, with_system_metrics: bool, wait_s: float) -> dict[int, Heartbeat]:
-        """Ask every member for a heartbeat and return those that come within ``wait_s`` seconds, by rank.
+    def heartbeats(self, *, with_system_metrics: bool, wait_s: float, of_all: bool = False) -> dict[int, Heartbeat]:
+        """Ask members for a heartbeat and return those that come within ``wait_s`` seconds, by rank.
 
-        A later answer is merged into the rank's next one. One member of each node adds the system metrics if they are
-        asked for.
+        A round asks the next :data:`HEARTBEATS_PER_ROUND` members, so that its cost does not grow with the gang. A
+        later answer is merged into the rank's next one.
+
+        Args:
+            with_system_metrics: ask the first member of each node, too, and for the system metrics of its node.
+            wait_s: how long to wait for answers.
+            of_all: ask every member.
         """
         earlier: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, 0.0)
-        pending = set(self._pending_heartbeats.values())
-        nodes: set[str] = set()
-        for member in self.members:
-            first_of_node = member.info.node_id not in nodes
-            nodes.add(member.info.node_id)
-            if member.global_rank not in pending:
-                answer = member.actor.heartbeat.remote(with_system_metrics and first_of_node)
-                self._pending_heartbeats[answer] = member.global_rank
+        world_size = len(self.members)
+        count = world_size if of_all else min(world_size, HEARTBEATS_PER_ROUND)
+        due = {(self._next_asked + i) % world_size for i in range(count)}
+        self._next_asked = (self._next_asked + count) % world_size
+        first_of_nodes: set[int] = set()
+        if with_system_metrics:
+            first_of_nodes = set({m.info.node_id: m.global_rank for m in reversed(self.members)}.values())
+        for rank in sorted((due | first_of_nodes) - self.unanswered()):
+            answer = self.members[rank].actor.heartbeat.remote(rank in first_of_nodes)
+            self._pending_heartbeats[answer] = rank
         latest: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, wait_s)
         return earlier | {rank: heartbeat.after(earlier.get(rank)) for rank, heartbeat in latest.items()}
+
+    def unanswered(self) -> set[int]:
+        """Return the ranks that have been asked for a heartbeat and have not answered yet."""
+        return set(self._pending_heartbeats.values())
 
     def ask(self, method: WorkerMethod, *args: Any, timeout_s: float) -> list[Any]:
         """Call ``method`` of every member and return the answers by rank.
 
         Raises:
-            GangError: not in time, or Ray is dead.
-            RayError: a worker is dead.
+            NoAnswerError: not in time.
+            GangError: Ray is dead.
+            RayError: a worker is dead, or could not carry out the call.
         """
         return all_answers([_call(m, method, *args) for m in self.members], timeout_s)
 
-    def ask_one(self, rank: int, method: WorkerMethod, *args: Any, timeout_s: float) -> Any:
-        """Call ``method`` of one member and return its answer. Raises as :meth:`ask`."""
-        return all_answers([_call(self.members[rank], method, *args)], timeout_s)[0]
+    def ask_one(
+        self, rank: int, method: WorkerMethod, *args: Any, timeout_s: float, check: Callable[[], None] | None = None
+    ) -> Any:
+        """Call ``method`` of one member and return its answer; ``check()`` runs meanwhile. Raises as :meth:`ask`."""
+        return all_answers([_call(self.members[rank], method, *args)], timeout_s, check=check)[0]
 
     def poll(self, method: WorkerMethod, *args: Any, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
         """Call ``method`` of some members and return the answers that come in time, by rank."""
@@ -254,6 +271,7 @@ class Gang:
             members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, info=info, slot=slot))
         self.members = tuple(members)
         self._pending_heartbeats = {}  # they are of the ranks as they were before
+        self._next_asked = 0
 
 
 def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:

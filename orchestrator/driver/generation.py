@@ -6,39 +6,57 @@ import contextlib
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import ray
 import ray.exceptions
 
-from orchestrator.driver.calls import GangError, cause_of_death, check_ray, completed
+from orchestrator.driver.calls import (
+    GangError,
+    NoAnswerError,
+    cause_of_death,
+    check_ray,
+    completed,
+    describe_error,
+)
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.growth import Growth
 from orchestrator.driver.node_watch import NodeWatch, kernel_oom_kills
 from orchestrator.driver.signals import StopSignals
-from orchestrator.driver.telemetry import Telemetry
+from orchestrator.driver.telemetry import HEARTBEAT_WAIT_S, Telemetry
 from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.failure import death, first_failure, hang, node_loss, silence, standstill, too_slow
-from orchestrator.policy.hang import HangDetector, culprit
+from orchestrator.policy.failure import (
+    death,
+    failed_call,
+    first_failure,
+    hang,
+    no_store,
+    node_loss,
+    silence,
+    standstill,
+    stopped,
+    too_slow,
+)
+from orchestrator.policy.hang import HangDetector, WatchedTime, culprit
 from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan
 from orchestrator.protocol.events import Event, GenerationStarted, StopRequested
 from orchestrator.protocol.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
 from orchestrator.records.lease import Lease
 from orchestrator.records.run_dir import RunDir, crash_report, write_json
+from orchestrator.strategies import registry
 from orchestrator.worker.actor import Worker
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, wait this long for the other ranks to report theirs: seconds, or usual steps if these are longer."""
 POLL_AFTER_FAILURE_S = 0.1
 """The interval between two rounds of heartbeats while the generation is ending."""
-MAX_WATCHING_SHARE = 0.05
-"""The share of a core that rounds of heartbeats may take, 0 to 1: in large gangs they come less often. Ray's threads in
-this process take about as much again."""
 STACKS_TIMEOUT_S = 2.0
+LONGEST_ROUND_FACTOR = 4.0
+"""A round of heartbeats that takes more than this many times its interval says nothing about the workers."""
 Pause = Literal["preempted", "growing"]
 
 
@@ -50,6 +68,7 @@ class Generation:
     ``paused``: why all ranks were asked to end this generation after a step, so that the next one can continue with
     other workers; None if they were not. ``paused_at``: when, in seconds since the epoch.
     ``draining``: the ranks to replace then.
+    ``hung_at``: the last step of the rank that was killed because it hung; None if none was.
     """
 
     def __init__(
@@ -66,6 +85,7 @@ class Generation:
         lease: Lease,
         events: EventStream,
         growth: Growth,
+        earlier_hangs: Sequence[int],
     ):
         self.number = number
         self.outcomes: dict[int, Outcome] = {}
@@ -74,6 +94,7 @@ class Generation:
         self.paused: Pause | None = None
         self.paused_at = 0.0
         self.draining: tuple[int, ...] = ()
+        self.hung_at: int | None = None
         self._gang = gang
         self._environment = environment
         self._config = environment.config
@@ -86,9 +107,10 @@ class Generation:
         self._events = events
         self._growth = growth
         self._pending: dict[Any, Member] = {}  # by the reference to its outcome
-        self._silent_since: dict[int, float] = {}
+        self._heard_at: dict[int, float] = {}
         self._unreachable: tuple[str, ...] = ()
-        self._hang_detector = HangDetector(self._config.recovery)
+        synchronous = registry.load(self._config.strategy.name).is_synchronous(self._config.strategy)
+        self._hang_detector = HangDetector(self._config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
         self._oom_kills = kernel_oom_kills()
 
     def begin(
@@ -110,14 +132,23 @@ class Generation:
             faults: those still to be injected.
 
         Raises:
-            GangError: rank 0 does not answer in time, or Ray is dead.
+            GangError: Ray is dead.
+            SupersededError: another driver has taken over the run.
         """
         members = self._gang.members
         timeout_s = self._config.cluster.rendezvous_timeout_s
         try:
-            host, port = self._gang.ask_one(0, Worker.open_store, timeout_s, timeout_s=timeout_s)
+            host, port = self._gang.ask_one(
+                0, Worker.open_store, timeout_s, timeout_s=timeout_s, check=self._lease.renew
+            )
+        except NoAnswerError:
+            info = members[0].info
+            self._record_as_idle(recoverable_steps, besides=0)
+            self._terminate(0, no_store(timeout_s, pid=info.pid, hostname=info.hostname, time=time.time()))
+            return
         except ray.exceptions.RayError as e:
-            self._record_early_death(members[0], e, recoverable_steps)
+            self._record_as_idle(recoverable_steps, besides=0)
+            self._record_error(members[0], e)
             return
         backend: Literal["gloo", "nccl"] = "nccl" if all(m.info.gpu_uuid for m in members) else "gloo"
         if backend == "gloo" and self._plan.device == "cuda":
@@ -170,6 +201,8 @@ class Generation:
         give_up_at: float | None = None
         abandoned = False
         next_round = time.monotonic() + self._config.cluster.heartbeat_s
+        longest_round_s = LONGEST_ROUND_FACTOR * self._config.cluster.heartbeat_s + HEARTBEAT_WAIT_S
+        watched = WatchedTime(time.monotonic(), longest_round_s=longest_round_s)
         while self._pending:
             ready = completed(self._pending, max(0.0, next_round - time.monotonic()))
             check_ray()
@@ -178,14 +211,13 @@ class Generation:
                 self._record_outcome(reference, self._pending.pop(reference))
             if give_up_at is not None and time.monotonic() > give_up_at:
                 return
-            if time.monotonic() < next_round and (abandoned or not self._failed()):
+            if self._pending and time.monotonic() < next_round and (abandoned or not self._failed()):
                 continue
-            began_s = time.thread_time()
-            collected = self._telemetry.collect(self._gang)
+            collected = self._telemetry.collect(self._gang, of_all=not self._pending)
             yield from collected.events
-            self._check_workers(collected.heartbeats, time.monotonic())
+            self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
             pause_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
-            next_round = time.monotonic() + max(pause_s, (time.thread_time() - began_s) / MAX_WATCHING_SHARE)
+            next_round = time.monotonic() + pause_s
             if not abandoned and self._failed():
                 abandoned = True
                 give_up_at = time.monotonic() + max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
@@ -242,28 +274,30 @@ class Generation:
             outcome = cast(Outcome, ray.get(reference))
         except ray.exceptions.RayError as e:
             if rank not in self.outcomes:  # otherwise the driver has killed it, for the reason recorded there
-                self._record_death(member, e)
+                self._record_error(member, e)
             return
         self.returned.add(rank)
         self.outcomes.setdefault(rank, outcome)
 
-    def _record_early_death(
-        self, member: Member, error: Exception, recoverable_steps: Mapping[int, RecoverableSteps]
-    ) -> None:
-        """Record the death of a worker before the generation has begun; the others keep their state."""
-        for other in self._gang.members:
-            rank = other.global_rank
-            if other is not member:
+    def _record_as_idle(self, recoverable_steps: Mapping[int, RecoverableSteps], *, besides: int) -> None:
+        """Record that the ranks ``besides`` one that failed have not begun the generation, and keep their state."""
+        for rank in range(self._plan.world_size):
+            if rank != besides:
                 step, states = self._telemetry.last_step.get(rank, 0), recoverable_steps.get(rank, {})
                 self.returned.add(rank)
                 self.outcomes[rank] = Outcome(status="stopped", step=step, recoverable_steps=states)
-        self._record_death(member, error)
 
-    def _record_death(self, member: Member, error: Exception) -> None:
+    def _record_error(self, member: Member, error: ray.exceptions.RayError) -> None:
+        """Record that a call to a worker has failed, most likely because it died."""
         info = member.info
+        if (cause := cause_of_death(error)) is None:
+            what = describe_error(error)
+            failure = failed_call(what, pid=info.pid, hostname=info.hostname, time=time.time(), traceback=str(error))
+            self._record_failure(member.global_rank, failure)
+            return
         oom_kills = kernel_oom_kills() if info.hostname == socket.gethostname() else None
         failure = death(
-            cause_of_death(error),
+            cause,
             pid=info.pid,
             hostname=info.hostname,
             time=time.time(),
@@ -278,14 +312,15 @@ class Generation:
     def _check_workers(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
         """Terminate ranks that do not answer, make no progress or slow the others down; pause if it is due."""
         unfinished = [m for m in self._pending.values() if m.global_rank not in self.outcomes]
+        unanswered = self._gang.unanswered()
         for member in unfinished:
             rank = member.global_rank
-            if (heartbeat := heartbeats.get(rank)) is None:
-                self._silent_since.setdefault(rank, now)
-            else:
-                self._silent_since.pop(rank, None)
+            self._heard_at.setdefault(rank, now)
+            if rank not in unanswered:
+                self._heard_at[rank] = now
+            if (heartbeat := heartbeats.get(rank)) is not None:
                 self._hang_detector.observe(rank, heartbeat, now)
-        silent_nodes = self._nodes.silent(self._nodes_heard(heartbeats), now)
+        silent_nodes = self._nodes.silent(self._answers_by_node(heartbeats), now)
         if self._failed():
             return
         on_silent_node = [m for m in unfinished if m.info.node_id in silent_nodes]
@@ -298,13 +333,11 @@ class Generation:
         if slow is not None and self._config.recovery.replace_stragglers and self._is_training(slow.rank):
             self._terminate(slow.rank, too_slow(slow.slower_by, time=time.time()))
             return
-        timeout_s = self._config.cluster.heartbeat_timeout_s
         for member in unfinished:
-            rank, info = member.global_rank, member.info
-            if now - self._silent_since.get(rank, now) > timeout_s:
-                self._terminate(rank, silence(timeout_s, pid=info.pid, hostname=info.hostname, time=time.time()))
-        if not self._failed() and any(rank not in self.outcomes for rank in self._hang_detector.hanging(now)):
-            self._terminate_culprit(now)
+            if member.global_rank not in self.outcomes:
+                self._terminate_if_silent(member, now)
+        if not self._failed() and (hanging := self._hang_detector.hanging([m.global_rank for m in unfinished], now)):
+            self._terminate_culprit(hanging, now)
         all_train = self._telemetry.has_trained(self.number) and not self.outcomes
         if all_train and self.paused is None and self._stop.received is None:
             self._pause_if_due(heartbeats)
@@ -312,13 +345,12 @@ class Generation:
     def _is_training(self, rank: int) -> bool:
         return rank not in self.outcomes and self._telemetry.last_step.get(rank, 0) < self._plan.steps
 
-    def _nodes_heard(self, heartbeats: Mapping[int, Heartbeat]) -> dict[str, bool]:
-        """For each node with ranks, whether one of them has answered."""
-        heard: dict[str, bool] = {}
+    def _answers_by_node(self, heartbeats: Mapping[int, Heartbeat]) -> dict[str, dict[int, bool]]:
+        """For each node with ranks, whether each of their processes has answered."""
+        answers: dict[str, dict[int, bool]] = {}
         for member in self._gang.members:
-            node_id = member.info.node_id
-            heard[node_id] = heard.get(node_id, False) or member.global_rank in heartbeats
-        return heard
+            answers.setdefault(member.info.node_id, {})[member.info.pid] = member.global_rank in heartbeats
+        return answers
 
     def _pause_if_due(self, heartbeats: Mapping[int, Heartbeat]) -> None:
         """End the generation after a step if workers must leave, or if more could join."""
@@ -354,21 +386,36 @@ class Generation:
         except (GangError, ray.exceptions.RayError) as e:
             self._events.warn(f"some ranks did not get the request to stop: {e}")
 
-    def _terminate_culprit(self, now: float) -> None:
+    def _terminate_if_silent(self, member: Member, now: float) -> None:
+        """Terminate a rank that has not answered for too long, which is not long if its process is stopped."""
+        cluster, info = self._config.cluster, member.info
+        silent_s = now - self._heard_at[member.global_rank]
+        if silent_s > cluster.stopped_timeout_s and self._nodes.is_stopped(info):
+            describe, timeout_s = stopped, cluster.stopped_timeout_s
+        elif silent_s > cluster.heartbeat_timeout_s:
+            describe, timeout_s = silence, cluster.heartbeat_timeout_s
+        else:
+            return
+        failure = describe(timeout_s, pid=info.pid, hostname=info.hostname, time=time.time())
+        self._terminate(member.global_rank, failure)
+
+    def _terminate_culprit(self, hanging: Sequence[int], now: float) -> None:
         """Write the stacks of all ranks to a file, and terminate the rank that most likely causes the hang."""
         answering = [
-            rank for rank in range(self._plan.world_size) if now - self._silent_since.get(rank, now) < STACKS_TIMEOUT_S
+            rank for rank in range(self._plan.world_size) if now - self._heard_at.get(rank, now) < STACKS_TIMEOUT_S
         ]
         answers = self._gang.poll(Worker.stacks, ranks=answering, timeout_s=STACKS_TIMEOUT_S)
         stacks = cast("dict[int, Stacks]", answers)
         rank, why = culprit(
-            [m.global_rank for m in self._pending.values() if m.global_rank not in self.outcomes],
+            hanging,
             waiting={rank: stack.waiting for rank, stack in stacks.items()},
             steps=self._telemetry.last_step,
         )
         path = self._run_dir.stacks_file(self.number)
         path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
-        self._terminate(rank, hang(self._hang_detector.stalled_s(now), why, stacks=str(path), time=time.time()))
+        self.hung_at = self._telemetry.last_step.get(rank, 0)
+        what = self._hang_detector.describe(rank, now)
+        self._terminate(rank, hang(what, why, stacks=str(path), time=time.time()))
 
     def _stack(self, rank: int, stacks: Stacks | None) -> str:
         return f"==== {self._plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"

@@ -1,28 +1,47 @@
-"""Which nodes no longer answer, by a probe process on each, and which are draining."""
+"""Which nodes no longer answer, which worker processes are stopped, by a probe on each node, and which nodes drain."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
+import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.compat.ray import draining_nodes
+from orchestrator.protocol.messages import WorkerInfo
 
 DRAINING_CHECK_EVERY_S = 0.5
 JOIN_TIMEOUT_S = 1.0
+PROBE_RESTART_S = 5.0
+"""The least time between two starts of the probe of a node."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class NodeProbe:
     """A process on a node that answers even while every worker there is busy."""
 
-    def ping(self) -> None:
-        """Answer."""
+    def ping(self, pids: tuple[int, ...]) -> frozenset[int]:
+        """Return which of the processes ``pids`` of this node are stopped."""
+        return stopped_processes(pids)
+
+
+def stopped_processes(pids: Iterable[int]) -> frozenset[int]:
+    """Return which of the processes ``pids`` of this machine a signal has stopped (SIGSTOP or SIGTSTP)."""
+    return frozenset(pid for pid in pids if _is_stopped(pid))
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def kernel_oom_kills() -> int | None:
@@ -37,11 +56,27 @@ def kernel_oom_kills() -> int | None:
         return None
 
 
+@dataclass
+class _Probe:
+    """The probe of one node.
+
+    ``ping``: its pending answer; None if it has died. ``heard_at``: when the node last answered; None if the probe is
+    not up yet, so that nothing is known. ``stopped``: the stopped processes, as of the last answer.
+    """
+
+    actor: Any
+    ping: Any | None
+    started_at: float
+    heard_at: float | None = None
+    stopped: frozenset[int] = frozenset()
+
+
 class NodeWatch:
     """Watches the nodes of a run. Use as a context manager, while Ray is connected.
 
-    A node is silent when neither its probe nor any worker on it has answered for ``timeout_s``. The driver's own node
-    is not watched: its loss ends the driver too.
+    A node is silent when neither its probe nor any worker on it has answered for ``timeout_s``, counted from the first
+    answer of the probe. A probe that dies is started again. The driver's own node has no probe: its loss ends the
+    driver too.
 
     ``draining``: the ids of the nodes that have been told to drain, at most about a second old.
     """
@@ -50,9 +85,7 @@ class NodeWatch:
         self.draining: Collection[str] = ()
         self._timeout_s = timeout_s
         self._own_node = ""
-        self._probes: dict[str, Any] = {}
-        self._pings: dict[str, Any] = {}  # by node: the pending answer
-        self._heard_at: dict[str, float] = {}
+        self._probes: dict[str, _Probe] = {}
         self._closed = threading.Event()
         # A thread of its own, because a call to a dead Ray does not return.
         self._thread = threading.Thread(target=self._watch_draining, name="draining-nodes", daemon=True)
@@ -68,42 +101,58 @@ class NodeWatch:
             self._forget(node_id)
         self._thread.join(JOIN_TIMEOUT_S)
 
-    def silent(self, nodes: Mapping[str, bool], now: float) -> Collection[str]:
+    def silent(self, workers: Mapping[str, Mapping[int, bool]], now: float) -> Collection[str]:
         """Return the ids of the silent nodes. To be called several times a second.
 
         Args:
-            nodes: for the id of each node with workers, whether one of them has just answered.
+            workers: for the id of each node with workers, whether each of their processes has just answered.
             now: seconds of a monotonic clock.
         """
-        for node_id in self._probes.keys() - nodes.keys():
+        for node_id in self._probes.keys() - workers.keys():
             self._forget(node_id)
-        for node_id in nodes.keys() - {self._own_node} - self._probes.keys():
-            on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self._probes[node_id] = NodeProbe.options(scheduling_strategy=on_node).remote()  # type: ignore[attr-defined]
-            self._pings[node_id] = self._probes[node_id].ping.remote()
-            self._heard_at[node_id] = now
-        for node_id, probe in self._probes.items():
-            answered = bool(ray.wait([self._pings[node_id]], timeout=0)[0]) and self._succeeded(node_id)
-            if answered:
-                self._pings[node_id] = probe.ping.remote()
-            if answered or nodes[node_id]:
-                self._heard_at[node_id] = now
-        return [node_id for node_id, heard_at in self._heard_at.items() if now - heard_at > self._timeout_s]
+        for node_id in workers.keys() - {self._own_node}:
+            self._poll(node_id, workers[node_id], now)
+        heard_at = {node_id: p.heard_at for node_id, p in self._probes.items() if p.heard_at is not None}
+        return [node_id for node_id, at in heard_at.items() if now - at > self._timeout_s]
+
+    def is_stopped(self, worker: WorkerInfo) -> bool:
+        """Return whether a signal has stopped the process of ``worker``; False if this is not known."""
+        if worker.node_id == self._own_node:
+            return _is_stopped(worker.pid)
+        probe = self._probes.get(worker.node_id)
+        return probe is not None and worker.pid in probe.stopped
+
+    def _poll(self, node_id: str, answers: Mapping[int, bool], now: float) -> None:
+        """Take the answer of a node's probe if there is one, and ask for the next."""
+        probe = self._probes.get(node_id)
+        if probe is None or (probe.ping is None and now - probe.started_at > PROBE_RESTART_S):
+            self._probes[node_id] = _started(node_id, answers, now)
+            return
+        if probe.ping is not None and ray.wait([probe.ping], timeout=0)[0]:
+            try:
+                probe.stopped = ray.get(probe.ping)
+            except ray.exceptions.ActorUnavailableError:
+                probe.ping = probe.actor.ping.remote(tuple(answers))
+            except ray.exceptions.RayError:
+                probe.ping = probe.heard_at = None
+            else:
+                probe.heard_at = now
+                probe.ping = probe.actor.ping.remote(tuple(answers))
+        if probe.heard_at is not None and any(answers.values()):
+            probe.heard_at = now
 
     def _watch_draining(self) -> None:
         while not self._closed.wait(DRAINING_CHECK_EVERY_S):
             with contextlib.suppress(Exception):  # a dead Ray is noticed elsewhere
                 self.draining = draining_nodes()
 
-    def _succeeded(self, node_id: str) -> bool:
-        try:
-            ray.get(self._pings[node_id])
-        except ray.exceptions.RayError:
-            return False
-        return True
-
     def _forget(self, node_id: str) -> None:
         probe = self._probes.pop(node_id)
-        del self._pings[node_id], self._heard_at[node_id]
         with contextlib.suppress(Exception):
-            ray.kill(probe)
+            ray.kill(probe.actor)
+
+
+def _started(node_id: str, pids: Iterable[int], now: float) -> _Probe:
+    on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor = NodeProbe.options(scheduling_strategy=on_node).remote()  # type: ignore[attr-defined]
+    return _Probe(actor, actor.ping.remote(tuple(pids)), started_at=now)

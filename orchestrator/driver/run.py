@@ -123,6 +123,7 @@ class Run:
         self._faults = spec.sizes.most.faults
         self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
         self._transitions = TransitionLog()
+        self._hangs: list[int] = []  # the step of each
 
     def execute(self) -> RunResult:
         """Train until the run finishes, is stopped or fails. No actor of the run is alive afterwards.
@@ -172,6 +173,8 @@ class Run:
             )
             self._handle(generation.watch())
             failed_rank = generation.find_failed_rank()
+            if generation.hung_at is not None:
+                self._hangs.append(generation.hung_at)
             self._recoverable_steps = generation.survivors()
             if failed_rank is not None and not generation.stop_sent:
                 failures.append(_failure_record(generation, failed_rank))
@@ -208,6 +211,7 @@ class Run:
             lease=self._lease,
             events=self._events,
             growth=Growth(self._gang, self.spec.sizes, self._plan),
+            earlier_hangs=tuple(self._hangs),
         )
 
     def _handle(self, events: Iterable[Event]) -> None:
@@ -308,7 +312,7 @@ class Run:
         with contextlib.suppress(GangError, ray.exceptions.RayError):
             grace_s = self.config.cluster.stop_grace_s
             self._gang.poll(Worker.finish, grace_s, ranks=generation.returned, timeout_s=grace_s)
-            self._handle(self._telemetry.collect(self._gang, wait_s=FINAL_HEARTBEAT_S).events)
+            self._handle(self._telemetry.collect(self._gang, wait_s=FINAL_HEARTBEAT_S, of_all=True).events)
 
     def _give_up(self, generation: Generation, rank: int, why: str) -> RunResult:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""

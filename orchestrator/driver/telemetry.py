@@ -58,14 +58,14 @@ class Telemetry:
         self._system_readings = 0
         self._next_system_reading = time.monotonic()
 
-    def collect(self, gang: Gang, *, wait_s: float = HEARTBEAT_WAIT_S) -> Collected:
-        """Collect one round of heartbeats and emit what they report."""
+    def collect(self, gang: Gang, *, wait_s: float = HEARTBEAT_WAIT_S, of_all: bool = False) -> Collected:
+        """Collect one round of heartbeats, or those ``of_all`` ranks at once, and emit what they report."""
         every_s = self._config.tracking.system_metrics_every_s
         now = time.monotonic()
         system_due = every_s > 0 and now >= self._next_system_reading
         if system_due:
             self._next_system_reading = now + every_s
-        heartbeats = gang.heartbeats(with_system_metrics=system_due, wait_s=wait_s)
+        heartbeats = gang.heartbeats(with_system_metrics=system_due, wait_s=wait_s, of_all=of_all)
         nodes = node_names(gang.members)
         system: dict[str, float] = {}
         for rank, heartbeat in sorted(heartbeats.items()):

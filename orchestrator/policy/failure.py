@@ -91,6 +91,33 @@ def describe_crash(report: str) -> str:
     return ", ".join(what) + where
 
 
+def failed_call(error: str, *, pid: int, hostname: str, time: float, traceback: str) -> Failure:
+    """Describe a worker that lives, but could not carry out or answer a call of the driver; ``error`` says why."""
+    text = (
+        f"its process {pid} on {hostname} lives, but a call to it failed: {error}; if it names something that this "
+        "project defines, check that all nodes have the same version of it"
+    )
+    return replace(_seen_by_driver(text, time), traceback=traceback)
+
+
+def no_store(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failure:
+    """Describe a worker that did not open the store of a generation in time."""
+    return _seen_by_driver(
+        f"its process {pid} on {hostname} has not opened the rendezvous store within {timeout_s:g} s "
+        "(cluster.rendezvous_timeout_s)",
+        time,
+    )
+
+
+def stopped(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failure:
+    """Describe a process that a signal has stopped."""
+    return _seen_by_driver(
+        f"no progress for {timeout_s:g} s (cluster.stopped_timeout_s): its process {pid} on {hostname} is stopped "
+        "(SIGSTOP or SIGTSTP)",
+        time,
+    )
+
+
 def silence(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failure:
     """Describe a process that no longer answers."""
     return _seen_by_driver(
@@ -103,12 +130,13 @@ def node_loss(timeout_s: float, *, hostname: str, time: float) -> Failure:
     return _seen_by_driver(f"its node {hostname} has not answered for {timeout_s:g} s (cluster.node_timeout_s)", time)
 
 
-def hang(stalled_s: float, why: str, *, stacks: str, time: float) -> Failure:
+def hang(what: str, why: str, *, stacks: str, time: float) -> Failure:
     """Describe a process that was killed because it made no progress.
 
-    ``why`` says why this process is to blame, ``stacks`` is the file with the stacks of all ranks.
+    ``what`` says for how long, ``why`` says why this process is to blame, and ``stacks`` is the file with the stacks of
+    all ranks.
     """
-    return _seen_by_driver(f"no progress for {stalled_s:.0f} s: {why}; stacks of all ranks: {stacks}", time)
+    return _seen_by_driver(f"{what}: {why}; stacks of all ranks: {stacks}", time)
 
 
 def too_slow(slower_by: float, *, time: float) -> Failure:

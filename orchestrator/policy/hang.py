@@ -1,71 +1,147 @@
-"""Whether a rank still makes progress, judged by the usual time of a batch. Pure."""
+"""Whether a rank still makes progress, judged by what is usual in its phase. Pure.
+
+A process that does not answer at all is found sooner, by other means: see ``driver/node_watch.py``. Here a rank may be
+slow for a good reason, so it has a long time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.protocol.messages import Heartbeat, Phase
+from orchestrator.protocol.messages import Heartbeat
 
-STEADY = ("train", "eval")
-"""The phases with steady progress. In the other phases a rank may take longer, and the others may wait for it."""
-BOUNDED = (*STEADY, "checkpoint")
-"""The phases with a time limit. The others have none: a start may include downloads of any size."""
+
+def patience_s(config: RecoveryConfig, heartbeat: Heartbeat, *, earlier_hangs: Sequence[int] = ()) -> float:
+    """Return the seconds without progress after which a rank counts as hanging.
+
+    Args:
+        config: the limits.
+        heartbeat: the state of the rank.
+        earlier_hangs: the steps at which ranks were killed before because they hung. Each of them at the step of
+            ``heartbeat`` doubles the time, because a slow rank would otherwise be killed again at the same place.
+    """
+    usual_s = heartbeat.usual_tick_s
+    match heartbeat.phase:
+        case "join":
+            limit_s = math.inf  # cluster.rendezvous_timeout_s ends it
+        case "start" | "build" | "end":
+            limit_s = config.build_max_s
+        case "train" | "eval" if usual_s is not None:
+            limit_s = min(max(config.hang_factor * usual_s, config.hang_min_s), config.hang_max_s)
+        case _:
+            limit_s = config.hang_max_s
+    return limit_s * (1 << earlier_hangs.count(heartbeat.step))
 
 
 @dataclass
 class _Rank:
-    ticks: int
+    """``progressed_at``: its last progress. ``busy_since``: that, or the last time it waited for other ranks."""
+
+    heartbeat: Heartbeat
     progressed_at: float
-    phase: Phase
-    usual_tick_s: float | None
+    busy_since: float
+
+    @property
+    def since(self) -> float:
+        """When it began what it does now."""
+        return self.progressed_at if self.heartbeat.waiting else self.busy_since
 
 
 class HangDetector:
-    """Follows the ranks of one generation. All times are seconds of one monotonic clock."""
+    """Follows the ranks of one generation. All times are seconds of one monotonic clock.
 
-    def __init__(self, config: RecoveryConfig):
+    Args:
+        config: the limits.
+        synchronous: whether a rank that hangs stops all others within a step.
+        earlier_hangs: see :func:`patience_s`.
+    """
+
+    def __init__(self, config: RecoveryConfig, *, synchronous: bool, earlier_hangs: Sequence[int] = ()):
         self._config = config
+        self._synchronous = synchronous
+        self._earlier_hangs = earlier_hangs
         self._ranks: dict[int, _Rank] = {}
+        self._usual_s: dict[int, float] = {}
 
     def observe(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
         """Record a heartbeat."""
+        if heartbeat.usual_tick_s is not None:
+            self._usual_s[rank] = heartbeat.usual_tick_s
         known = self._ranks.get(rank)
-        progressed = known is None or (heartbeat.phase, heartbeat.ticks) != (known.phase, known.ticks)
-        progressed_at = now if known is None or progressed else known.progressed_at
-        self._ranks[rank] = _Rank(heartbeat.ticks, progressed_at, heartbeat.phase, heartbeat.usual_tick_s)
+        if known is None or _place(heartbeat) != _place(known.heartbeat):
+            self._ranks[rank] = _Rank(heartbeat, progressed_at=now, busy_since=now)
+            return
+        known.heartbeat = heartbeat
+        if heartbeat.waiting:
+            known.busy_since = now
 
-    def hanging(self, now: float) -> list[int]:
-        """Return the ranks that have made no progress for longer than allowed."""
-        all_steady = all(state.phase in STEADY for state in self._ranks.values())
-        return [
-            rank
-            for rank, state in self._ranks.items()
-            if state.phase in BOUNDED and now - state.progressed_at > self._limit_s(state, all_steady)
-        ]
+    def hanging(self, unfinished: Collection[int], now: float) -> list[int]:
+        """Return the ranks that hang, or wait for one that hangs.
+
+        A rank without progress may wait for a slow one, so a hang is only certain if no rank has made progress for
+        longer than it is allowed. An asynchronous rank also hangs alone, if it is busy for that long. The time that a
+        rank has waited for others does not count against what it does next.
+
+        Args:
+            unfinished: the ranks that have not ended.
+            now: the time of the last :meth:`observe`.
+        """
+        ranks = {rank: self._ranks[rank] for rank in unfinished if rank in self._ranks}
+        patience = {rank: self._patience_s(state) for rank, state in ranks.items()}
+        stuck = [rank for rank, state in ranks.items() if now - state.since > patience[rank]]
+        if len(stuck) == len(unfinished):
+            return stuck
+        return [] if self._synchronous else [rank for rank in stuck if not ranks[rank].heartbeat.waiting]
 
     @property
     def usual_s(self) -> float:
         """The usual time of a batch on the slowest rank, in seconds; 0 if unknown."""
-        return max((state.usual_tick_s or 0.0 for state in self._ranks.values()), default=0.0)
+        return max(self._usual_s.values(), default=0.0)
 
-    def stalled_s(self, now: float) -> float:
-        """Return the seconds since the last progress of the rank that has been without it for longest."""
-        return now - min(state.progressed_at for state in self._ranks.values())
+    def describe(self, rank: int, now: float) -> str:
+        """Say for how long ``rank`` has made no progress, and which key allows it more."""
+        state = self._ranks[rank]
+        phase = state.heartbeat.phase
+        key = "recovery.build_max_s" if phase in ("start", "build", "end") else "recovery.hang_max_s"
+        if phase in ("train", "eval") and state.heartbeat.usual_tick_s is not None:
+            key = "recovery.hang_min_s"
+        return f"no progress for {now - state.since:.0f} s in phase {phase} ({key})"
 
-    def _limit_s(self, state: _Rank, all_steady: bool) -> float:
-        config = self._config
-        if state.usual_tick_s is None or not all_steady:
-            return config.hang_max_s
-        return min(max(config.hang_factor * state.usual_tick_s, config.hang_min_s), config.hang_max_s)
+    def _patience_s(self, state: _Rank) -> float:
+        return patience_s(self._config, state.heartbeat, earlier_hangs=self._earlier_hangs)
 
 
-def culprit(ranks: list[int], *, waiting: Mapping[int, bool], steps: Mapping[int, int]) -> tuple[int, str]:
+def _place(heartbeat: Heartbeat) -> tuple[str, int]:
+    return heartbeat.phase, heartbeat.ticks
+
+
+class WatchedTime:
+    """A clock that runs while the driver watches: a driver that was stopped, or was slow, has seen no silence.
+
+    Args:
+        now: the present time of a monotonic clock, in seconds, with which this one begins.
+        longest_round_s: the most that it advances between two rounds.
+    """
+
+    def __init__(self, now: float, *, longest_round_s: float):
+        self._seconds = self._last = now
+        self._longest_round_s = longest_round_s
+
+    def advance(self, now: float) -> float:
+        """Begin a round at ``now``, and return the time of this clock."""
+        self._seconds += min(now - self._last, self._longest_round_s)
+        self._last = now
+        return self._seconds
+
+
+def culprit(ranks: Collection[int], *, waiting: Mapping[int, bool], steps: Mapping[int, int]) -> tuple[int, str]:
     """Return which of ``ranks`` most likely causes a hang, and why.
 
     Args:
-        ranks: the ranks that have not ended.
+        ranks: the ranks that hang, or wait for one that hangs.
         waiting: for each rank that answers, whether it waits in a collective operation.
         steps: the last completed step of each rank.
     """

@@ -120,7 +120,9 @@ class Heartbeat:
 
     Args:
         ticks: batches that the worker has trained on or evaluated.
-        usual_tick_s: the usual time of one of them; None if unknown.
+        usual_tick_s: the usual time of one of them in this phase; None if it is unknown, or if the next batch may take
+            longer because it is the first of a data loader.
+        waiting: whether the training thread waits for other ranks.
         busy_ms: the mean time of recent steps, without the time spent waiting for other ranks; None if unknown.
         system: system metrics of the node, if the driver asked for them.
         leaving: whether the process has received SIGTERM.
@@ -130,6 +132,7 @@ class Heartbeat:
     phase: Phase
     ticks: int = 0
     usual_tick_s: float | None = None
+    waiting: bool = False
     busy_ms: float | None = None
     points: tuple[TrainPoint | EvalPoint, ...] = ()
     events: tuple[Event, ...] = ()

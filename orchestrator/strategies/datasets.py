@@ -26,45 +26,51 @@ def known_length(dataset: Any) -> int | None:
         return None
 
 
+class DatasetError(ValueError):
+    """The job's data cannot be used. The text explains it without a traceback."""
+
+
 def check_dataset(dataset: Any, *, split: Split) -> None:
     """Check that ``job.dataset(split)`` has returned something that samples can be read from.
 
     Raises:
-        ValueError: it has not; the text says what to return instead.
+        DatasetError: it has not; the text says what to return instead.
     """
     where, kind = f"job.dataset({split!r})", type(dataset).__name__
     if dataset is None:
-        raise ValueError(f"{where} returns None; return a dataset" + _ONLY_VAL * (split == "train"))
+        raise DatasetError(f"{where} returns None; return a dataset" + _ONLY_VAL * (split == "train"))
     if isinstance(dataset, DataLoader):
-        raise ValueError(
+        raise DatasetError(
             f"{where} returns a {kind}; return its .dataset instead, its collate_fn from job.collate, and weights for "
             "a weighted sampler from job.sample_weights(): train.global_batch_size and data.num_workers set the rest"
         )
     if is_stream(dataset):
         if hasattr(dataset, "__next__"):
-            raise ValueError(
+            raise DatasetError(
                 f"{where} returns a {kind}, which can be read only once; return an IterableDataset, or another object "
                 "whose __iter__ begins again at each call"
             )
         return
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(f"{where}: {kind} must be map-style, with __len__ and __getitem__, or a stream, with __iter__")
+        raise DatasetError(
+            f"{where}: {kind} must be map-style, with __len__ and __getitem__, or a stream, with __iter__"
+        )
     if len(dataset) == 0:
-        raise ValueError(f"{where}: the dataset is empty; give it at least one sample")
+        raise DatasetError(f"{where}: the dataset is empty; give it at least one sample")
 
 
 def first_item(dataset: Any) -> Any:
     """Return the first sample of the training set, an example of its inputs. Reads a new iterator of a stream.
 
     Raises:
-        ValueError: there is none, or the dataset cannot be used.
+        DatasetError: there is none, or the dataset cannot be used.
     """
     check_dataset(dataset, split="train")
     if not is_stream(dataset):
         return dataset[0]
     for item in dataset:
         return item
-    raise ValueError("job.dataset('train'): the stream has no samples; give it at least one")
+    raise DatasetError("job.dataset('train'): the stream has no samples; give it at least one")
 
 
 _ONLY_VAL = " (only the validation set may be missing)"

@@ -30,6 +30,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.records.run_dir import RunDir, log_header, log_tail
 from orchestrator.strategies import registry
+from orchestrator.strategies.datasets import DatasetError
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
@@ -37,7 +38,7 @@ from orchestrator.worker.loop import Loop, context_of
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.preemption import TerminationNotice
-from orchestrator.worker.process.stacks import all_stacks
+from orchestrator.worker.process.stacks import all_stacks, is_waiting
 
 
 class Worker:
@@ -84,7 +85,7 @@ class Worker:
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
         system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
-        return self.outbox.collect(system, leaving=self.notice.received())
+        return self.outbox.collect(system, leaving=self.notice.received(), waiting=is_waiting(self.training_thread))
 
     @ray.method(concurrency_group="control")
     def hold(self) -> int:
@@ -164,7 +165,8 @@ class Worker:
                 self.loop = self._make_loop(assignment, self.job)
             return self.loop.run(startup)
         except BaseException as e:
-            traceback.print_exc()
+            if not isinstance(e, DatasetError):
+                traceback.print_exc()
             return Outcome(
                 status="failed",
                 step=_step(self.loop, e),
@@ -268,14 +270,14 @@ def _step(loop: Loop | None, error: BaseException) -> int:
 
 
 def _failure(error: BaseException, log: Path) -> Failure:
-    trace = "".join(traceback.format_exception(error))
+    is_explained = isinstance(error, DatasetError)
     return Failure(
-        message=f"{type(error).__name__}: {error}",
-        traceback=trace,
+        message=str(error) if is_explained else f"{type(error).__name__}: {error}",
+        traceback="" if is_explained else "".join(traceback.format_exception(error)),
         time=time.time(),
         collateral=_is_connection_error(error),
         log_tail=log_tail(log),
-        final=isinstance(error, NonFiniteError),
+        final=isinstance(error, (DatasetError, NonFiniteError)),
     )
 
 

@@ -102,7 +102,8 @@ class Outbox:
         self._phase: Phase = "start"
         self._batches_done = 0
         self._batch_ended_at: float | None = None
-        self._mean_batch_s: float | None = None
+        self._mean_batch_s: dict[Phase, float] = {}
+        self._loader_is_new = False
         self._busy_ms: float | None = None
         self._points: list[TrainPoint | EvalPoint] = []
         self._events: list[Event] = []
@@ -114,14 +115,19 @@ class Outbox:
             self._batch_ended_at = None  # the time until the next batch is not the duration of a batch
         self._step, self._phase = step, phase
 
+    def begin_loader(self) -> None:
+        """Announce that the next batch comes from a new data loader, whose processes may have to start."""
+        self._loader_is_new = True
+
     def tick(self) -> None:
         """Count one more batch, trained on or evaluated, as a sign of progress."""
         now = time.monotonic()
-        if self._batch_ended_at is not None:
+        if self._batch_ended_at is not None and not self._loader_is_new:
             batch_s = now - self._batch_ended_at
-            mean_s = self._mean_batch_s or batch_s
-            self._mean_batch_s = mean_s + SMOOTHING * (batch_s - mean_s)
+            mean_s = self._mean_batch_s.get(self._phase, batch_s)
+            self._mean_batch_s[self._phase] = mean_s + SMOOTHING * (batch_s - mean_s)
         self._batch_ended_at = now
+        self._loader_is_new = False
         self._batches_done += 1
 
     def put_point(self, point: TrainPoint | EvalPoint) -> None:
@@ -135,12 +141,13 @@ class Outbox:
         with self._lock:
             self._events.append(event)
 
-    def collect(self, system: Mapping[str, float], *, leaving: bool = False) -> Heartbeat:
+    def collect(self, system: Mapping[str, float], *, leaving: bool = False, waiting: bool = False) -> Heartbeat:
         """Return the progress, with the points and events since the last call.
 
         Args:
             system: readings of the node, by metric name.
             leaving: whether this process has received SIGTERM.
+            waiting: whether the training thread waits for other ranks.
         """
         with self._lock:
             points, self._points = self._points, []
@@ -149,7 +156,8 @@ class Outbox:
                 step=self._step,
                 phase=self._phase,
                 ticks=self._batches_done,
-                usual_tick_s=self._mean_batch_s,
+                usual_tick_s=None if self._loader_is_new else self._mean_batch_s.get(self._phase),
+                waiting=waiting,
                 busy_ms=self._busy_ms,
                 points=tuple(points),
                 events=tuple(events),

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from orchestrator.planning.mesh import even_shares
-from orchestrator.strategies.datasets import check_dataset, is_stream
+from orchestrator.strategies.datasets import DatasetError, check_dataset, is_stream
 from orchestrator.worker.loader import BatchReader, Collate, Collator, DataError, ReadFailure, Slice, load
 from orchestrator.worker.stream import StreamReader
 
@@ -92,24 +92,24 @@ def checked_weights(weights: Any, dataset: Any) -> Tensor | None:
     """Return the result of ``job.sample_weights("train")`` as float64, of shape (n,) for a dataset of n samples.
 
     Raises:
-        ValueError: the weights cannot be used with ``dataset``.
+        DatasetError: the weights cannot be used with ``dataset``.
     """
     if weights is None:
         return None
     where = "job.sample_weights('train')"
     if is_stream(dataset):
-        raise ValueError(
+        raise DatasetError(
             f"{where}: the samples of a stream cannot be drawn by weight; return None, or a map-style dataset from "
             "job.dataset('train')"
         )
     values = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     if values.shape != (len(dataset),):
-        raise ValueError(
+        raise DatasetError(
             f"{where}: shape {tuple(values.shape)}, but the dataset has {len(dataset)} samples; return one weight for "
             "each sample"
         )
     if not bool(values.isfinite().all() and (values >= 0).all() and values.any()):
-        raise ValueError(f"{where}: weights must be finite and at least 0, and one of them greater than 0")
+        raise DatasetError(f"{where}: weights must be finite and at least 0, and one of them greater than 0")
     return values
 
 
@@ -152,7 +152,7 @@ def train_batches(
         read: False on a rank that needs no data; each micro-batch is then None.
 
     Raises:
-        ValueError: the dataset is empty or of a kind that cannot be used.
+        DatasetError: the dataset is empty or of a kind that cannot be used.
         DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
     """
     if not isinstance(dataset, StreamReader):

@@ -63,7 +63,7 @@ def datasets_of(job: Job) -> Datasets:
     """Return the data of the job.
 
     Raises:
-        ValueError: a dataset is empty, or of a kind that cannot be used, or the sampling weights do not fit.
+        DatasetError: a dataset is empty, or of a kind that cannot be used, or the sampling weights do not fit.
     """
     train, val = job.dataset("train"), job.dataset("val")
     check_dataset(train, split="train")
@@ -305,7 +305,7 @@ class Loop:
 
     def _train_batches(self, datasets: Datasets) -> Generator[list[Any], None, None]:
         train = self.config.train
-        return train_batches(
+        batches = train_batches(
             self._opened_stream(datasets) if is_stream(datasets.train) else datasets.train,
             collate=self.job.collate,
             seed=self.config.seed,
@@ -321,6 +321,8 @@ class Loop:
             weights=datasets.weights,
             read=self.strategy.reads_data,
         )
+        self.outbox.begin_loader()
+        return batches
 
     def _opened_stream(self, datasets: Datasets) -> StreamReader:
         """Return the training set, a stream, at the next sample of the run."""
@@ -379,6 +381,7 @@ class Loop:
 
     def _eval_batches(self, dataset: Any) -> Iterator[tuple[Any, int]]:
         """Yield the batches of an evaluation. Before each one, check that the generation has not ended."""
+        self.outbox.begin_loader()
         for batch in eval_batches(
             dataset,
             collate=self.job.collate,

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,3 +77,44 @@ class BadSample(Digits):
     def dataset(self, split: Split) -> Dataset[Any]:
         dataset = super().dataset(split)
         return _Unreadable(dataset, self.bad) if split == "train" else dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoStore(Digits):
+    """Rank 0 cannot open another rendezvous store: that raises or hangs. The file ``marker`` lets it happen once."""
+
+    marker: str
+    how: str = "raise"
+    hidden: int = 16
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        if dist.get_rank() == 0 and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            dist.TCPStore = self._fail  # type: ignore[assignment,misc]
+        return super().loss(output, target)
+
+    def _fail(self, *_: Any, **__: Any) -> Any:
+        if self.how == "raise":
+            raise OSError("no port is free")
+        time.sleep(1e6)
+
+
+class _Unpicklable(str):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("this text stays here")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Secretive(Digits):
+    """Its text sample cannot be sent to the driver."""
+
+    def sample(self, model: Any, generator: torch.Generator) -> str:
+        return _Unpicklable("text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoData(Digits):
+    """The training set has no samples."""
+
+    def dataset(self, split: Split) -> Any:
+        return [] if split == "train" else super().dataset(split)

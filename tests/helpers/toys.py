@@ -68,6 +68,7 @@ CLUSTER = schema.ClusterConfig(
     heartbeat_s=1,
     node_timeout_s=4,
     heartbeat_timeout_s=5,
+    stopped_timeout_s=5,
     stop_grace_s=5,
 )
 
@@ -80,6 +81,7 @@ RECOVERY = schema.RecoveryConfig(
     hang_factor=10,
     hang_min_s=10,
     hang_max_s=20,
+    build_max_s=20,
     replace_stragglers=False,
     chaos=(),
 )

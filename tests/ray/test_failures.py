@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +62,38 @@ def test_nan_is_skipped_when_asked(run: Callable[..., Any]) -> None:
     assert result.exit_code == 0
     (warning,) = events(result.run_dir, "warned")
     assert "step 5 skipped" in warning["message"]
+
+
+def test_a_worker_that_lives_is_not_reported_as_dead(run: Callable[..., Any]) -> None:
+    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Secretive", "job.hidden=16")
+    assert result.exit_code == 1
+    assert "lives, but a call to it failed: " in result.reason
+    assert "this text stays here" in result.reason
+    (failure,) = events(result.run_dir, "worker_failed")
+    assert "__reduce__" in failure["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("raise", "a call to it failed: OSError: no port is free"), ("hang", "has not opened the rendezvous store")],
+)
+def test_a_rank_that_cannot_open_the_store_is_replaced(
+    run: Callable[..., Any], tmp_path: Path, how: str, reason: str
+) -> None:
+    job = ("job._target_=helpers.faulty_jobs.NoStore", f"job.marker={tmp_path / 'marker'}", f"job.how={how}")
+    words = ("recovery.max_failures=2", "recovery.chaos=[kill@13:1]", "cluster.rendezvous_timeout_s=8")
+    result = run("strategy=ddp", "train.steps=40", "train.eval_every=0", *job, *words)
+    assert result.exit_code == 0, result.reason
+    assert [(e["rank"], e["step"]) for e in events(result.run_dir, "worker_lost")] == [(1, 12), (0, 12)]
+    assert reason in events(result.run_dir, "worker_lost")[1]["reason"]
+
+
+def test_a_dataset_that_cannot_be_used_is_explained_without_a_traceback(run: Callable[..., Any]) -> None:
+    result = run("strategy=ddp", "job._target_=helpers.faulty_jobs.NoData")
+    assert result.exit_code == 1
+    assert result.reason.endswith(
+        "failed at step 0: job.dataset('train'): the dataset is empty; give it at least one sample"
+    )
+    (failure,) = events(result.run_dir, "worker_failed")
+    assert failure["traceback"] == ""
+    assert "Traceback" not in failure["log_tail"]

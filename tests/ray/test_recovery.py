@@ -82,7 +82,7 @@ def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spar
 
 @pytest.mark.parametrize("kind", ["raise", "stop", *in_campaign("exit", "segv", "sleep", "gil")])
 def test_every_kind_of_failure_is_outlived(run: Any, reference: Any, kind: str) -> None:
-    result = run(*WORDS, f"recovery.chaos=[{kind}@13:1]")
+    result = run(*WORDS, f"recovery.chaos=[{kind}@13:1]", "cluster.stopped_timeout_s=1")
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference()[0])
     assert result.summary["steps_lost"] == 0
@@ -92,7 +92,9 @@ def test_every_kind_of_failure_is_outlived(run: Any, reference: Any, kind: str) 
         assert "crashed: SIGSEGV (Segmentation fault) in string_at" in lost["reason"]
         assert "fault_injection.py" in lost["log_tail"], "the Python stack"
         assert "ffi_call" in lost["log_tail"], "the C stack"
-    if kind in ("stop", "sleep", "gil"):
+    if kind == "stop":
+        assert "is stopped (SIGSTOP" in lost["reason"]
+    if kind in ("sleep", "gil"):
         assert "no progress for" in lost["reason"]
         stacks = (result.run_dir / "logs" / "stacks-generation-1.txt").read_text()
         assert "training thread:" in stacks.split("==== rank 1")[0]
@@ -108,6 +110,7 @@ def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> Non
     "faults",
     [
         "kill@0:1:join",
+        "stop@0:1:join",
         "kill@8:0:checkpoint",
         f"kill@{STEPS}:0:end",
         "kill@13:1,kill@12:0:build",
@@ -206,6 +209,24 @@ def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
     assert result.exit_code == 0, result.reason
     assert (result.summary["restarts"], result.summary["effective_time_pct"]) == (0, 100)
     assert events(result.run_dir, "worker_lost") == []
+
+
+@pytest.mark.parametrize("pause", ["val_s", *in_campaign("train_s")])
+@pytest.mark.parametrize("words", [("strategy=ddp",), *in_campaign((("strategy=hogwild", "data.num_workers=1"),))])
+def test_a_slow_batch_of_a_new_loader_is_not_a_hang(run: Any, pause: str, words: tuple[str, ...]) -> None:
+    """In the evaluation, rank 1 has ended its share long before rank 0, and waits for it in the next step."""
+    words = (*words, "train.steps=40", "train.eval_every=20", "recovery.hang_min_s=1", "recovery.hang_max_s=30")
+    result = run("job._target_=helpers.stalling_job.Stalling", f"job.{pause}=3", *words, "recovery.max_failures=0")
+    assert result.exit_code == 0, result.reason
+    assert events(result.run_dir, "worker_lost") == []
+
+
+def test_a_rank_that_hangs_at_the_same_step_again_gets_twice_the_time(run: Any) -> None:
+    words = ("train.steps=12", "train.eval_every=0", "recovery.hang_min_s=1", "recovery.hang_max_s=3")
+    result = run("job._target_=helpers.stalling_job.Stalling", "job.val_s=4.5", *words)
+    assert result.exit_code == 0, result.reason
+    (lost,) = events(result.run_dir, "worker_lost")
+    assert "in phase eval (recovery.hang_max_s): " in lost["reason"]
 
 
 def test_a_spare_has_loaded_the_job_before_it_is_needed(run: Any, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import traceback
 
 from orchestrator.protocol.messages import Stacks
 
-_WAITS_IN = ("/torch/distributed/", "/torch/autograd/")
-"""The innermost frame of a rank that waits for others is in a collective operation, or in the backward pass, which
-averages gradients."""
+_WAITS_IN = ("/torch/distributed/", "/torch/autograd/", "/orchestrator/strategies/", "/orchestrator/state/transport.py")
+"""The innermost frame of a rank that waits for others is in a collective operation, in the backward pass, which
+averages gradients, or in a strategy that waits for a message or a lock. The code of a job is in none of these."""
 
 
 def all_stacks(training_thread: int | None) -> Stacks:
@@ -25,6 +25,10 @@ def all_stacks(training_thread: int | None) -> Stacks:
     for ident in sorted(frames, key=lambda i: i != training_thread):
         role = "training thread" if ident == training_thread else f"thread {names.get(ident, ident)}"
         parts.append(f"{role}:\n{''.join(traceback.format_stack(frames[ident]))}")
-    training = frames.get(training_thread) if training_thread is not None else None
-    waiting = training is not None and any(part in training.f_code.co_filename for part in _WAITS_IN)
-    return Stacks(text="\n".join(parts), waiting=waiting)
+    return Stacks(text="\n".join(parts), waiting=is_waiting(training_thread))
+
+
+def is_waiting(training_thread: int | None) -> bool:
+    """Return whether the training thread, given as for :func:`all_stacks`, seems to wait for other ranks."""
+    frame = None if training_thread is None else sys._current_frames().get(training_thread)
+    return frame is not None and any(part in frame.f_code.co_filename for part in _WAITS_IN)

@@ -1,0 +1,63 @@
+"""A job that is healthy and slow: its stalls are those of a network file system, of a compiler and of a download."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from jobs.digits import Digits
+from orchestrator.job import Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalling(Digits):
+    """Each pause is in seconds; 0 for none.
+
+    ``build_s`` is that of building the model, ``compile_s`` that of the first loss with and the first without
+    gradients, ``open_s`` that of the first sample that a process reads from each dataset object, ``disk_s`` that of
+    each sample whose index is a multiple of 151, and ``val_s`` that of each validation sample that is one of 10.
+    """
+
+    build_s: float = 0.0
+    compile_s: float = 0.0
+    open_s: float = 0.0
+    disk_s: float = 0.0
+    val_s: float = 0.0
+    compiled: set[bool] = field(default_factory=set, init=False, repr=False)
+
+    def model(self) -> nn.Module:
+        time.sleep(self.build_s)
+        return super().model()
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        return _Slow(super().dataset(split), self, split)
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        if (mode := torch.is_grad_enabled()) not in self.compiled:
+            self.compiled.add(mode)
+            time.sleep(self.compile_s)
+        return super().loss(output, target)
+
+
+class _Slow(Dataset[Any]):
+    def __init__(self, inner: Dataset[Any], job: Stalling, split: Split):
+        self.inner, self.job, self.split = inner, job, split
+        self.is_open = False
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.is_open:
+            self.is_open = True
+            time.sleep(self.job.open_s)
+        if index % 151 == 0:
+            time.sleep(self.job.disk_s)
+        if self.split == "val" and index % 10 == 0:
+            time.sleep(self.job.val_s)
+        return self.inner[index]
