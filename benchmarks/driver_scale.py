@@ -33,7 +33,7 @@ from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
 from orchestrator.protocol.events import Event, FirstStepDone, Recovered
-from orchestrator.protocol.messages import Failure, Heartbeat, Outcome, Stacks, TrainPoint, WorkerInfo
+from orchestrator.protocol.messages import ANY_RANK, Failure, Heartbeat, Outcome, Stacks, TrainPoint, WorkerInfo
 from orchestrator.records import run_dir as run_dirs
 from orchestrator.records.journal import Journal
 from orchestrator.strategies import registry
@@ -106,8 +106,7 @@ class Host:
         failure = Failure(
             message="Connection closed by peer", traceback="", time=time.time(), collateral=True, log_tail=""
         )
-        world_size = assignment.plan.world_size
-        return Outcome(status="failed", step=0, failure=failure, recoverable_steps={r: (0,) for r in range(world_size)})
+        return Outcome(status="failed", step=0, failure=failure, recoverable_steps={ANY_RANK: (0,)})
 
     async def heartbeat(self, rank: SimulatedRank, _: bool) -> Heartbeat:
         step = rank.step if rank.resumed_at is None or rank.resumed_at[1] < float("inf") else rank.reported

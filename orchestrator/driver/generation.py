@@ -51,7 +51,7 @@ from orchestrator.strategies import registry
 from orchestrator.worker.actor import Worker
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
-"""After a failure, wait this long for the other ranks to report theirs: seconds, or usual steps if these are longer."""
+"""After a failure, wait this long for another rank to report its own: seconds, or usual steps if these are longer."""
 POLL_AFTER_FAILURE_S = 0.1
 """The interval between two rounds of heartbeats while the generation is ending."""
 STACKS_TIMEOUT_S = 2.0
@@ -199,7 +199,7 @@ class Generation:
             SupersededError: another driver has taken over the run.
         """
         give_up_at: float | None = None
-        abandoned = False
+        abandoned, settle_s = False, MIN_SETTLE_S
         next_round = time.monotonic() + self._config.cluster.heartbeat_s
         longest_round_s = LONGEST_ROUND_FACTOR * self._config.cluster.heartbeat_s + HEARTBEAT_WAIT_S
         watched = WatchedTime(time.monotonic(), longest_round_s=longest_round_s)
@@ -209,6 +209,8 @@ class Generation:
             self._lease.renew()
             for reference in ready:
                 self._record_outcome(reference, self._pending.pop(reference))
+            if ready and abandoned and not self.stop_sent:  # a large gang takes longer
+                give_up_at = time.monotonic() + settle_s
             if give_up_at is not None and time.monotonic() > give_up_at:
                 return
             if self._pending and time.monotonic() < next_round and (abandoned or not self._failed()):
@@ -220,7 +222,8 @@ class Generation:
             next_round = time.monotonic() + pause_s
             if not abandoned and self._failed():
                 abandoned = True
-                give_up_at = time.monotonic() + max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
+                settle_s = max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
+                give_up_at = time.monotonic() + settle_s
                 remaining = [m.global_rank for m in self._pending.values()]
                 self._gang.tell(Worker.abandon, self.number, self._unreachable, ranks=remaining)
             if self._stop.received is not None and not self.stop_sent and self.paused is None:

@@ -13,6 +13,9 @@ from orchestrator.protocol.events import Event
 from orchestrator.protocol.metrics import Metric
 from orchestrator.timeline.spans import Span
 
+ANY_RANK = -1
+"""Stands for each rank of a run, where the state of one is that of all others, too."""
+
 Phase = Literal["start", "join", "build", "train", "eval", "checkpoint", "end"]
 
 
@@ -179,8 +182,8 @@ class Stacks:
 class Outcome:
     """How a generation ended for a worker.
 
-    ``text`` is the sample of the job, if this rank made one. ``recoverable_steps`` has, by rank, the steps after which
-    this worker still has that rank's state.
+    ``text`` is the sample of the job, if this rank made one. ``recoverable_steps`` has, by rank or for
+    :data:`ANY_RANK`, the steps after which this worker still has that rank's state.
     """
 
     status: Literal["done", "stopped", "failed"]
