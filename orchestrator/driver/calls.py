@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Callable, Collection, Hashable, MutableMapping
 from typing import Any, TypeVar
 
 import ray
@@ -77,6 +77,15 @@ def all_answers(
             late = f"{len(pending)} of {len(references)} workers did not answer within {timeout_s:g} s"
             raise NoAnswerError(late + (advice and f"; {advice}"))
     return ray.get(references)
+
+
+def completed(pending: Collection[Any], timeout_s: float) -> list[Any]:
+    """Wait up to ``timeout_s`` for the first of some pending calls, and return all that have completed by then."""
+    references = list(pending)
+    ready, rest = ray.wait(references, num_returns=1, timeout=timeout_s)
+    if ready and rest:
+        ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+    return ready
 
 
 def answers_in_time(pending: MutableMapping[Any, K], timeout_s: float) -> dict[K, Any]:

@@ -16,6 +16,8 @@ from orchestrator.planning.plan import Plan
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
 from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo
 
+HEARTBEATS_PER_ROUND = 128
+"""Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
 SPARE_TIMEOUT_S = 1.0
 """Discard spares that do not answer within this time."""
 
@@ -56,6 +58,7 @@ class Gang:
         self._unprepared: set[int] = set()  # slots of spares
         self._vacant: list[int] = []
         self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
+        self._next_asked = 0  # the rank with which the next round of heartbeats begins
 
     def __enter__(self) -> Gang:
         return self
@@ -99,16 +102,22 @@ class Gang:
         """
         draining = self._nodes.draining
         workers = [(m.slot, m.info) for m in self.members]
+        without_spare: dict[int, int] = {}  # by rank: the slot for its new worker
+        spares = self._live_spares()
         for rank in ranks:
             lost = self.members[rank]
             self._slots.kill(lost.slot)
-            if spares := self._live_spares(near=lost.info.node_id):
-                workers[rank] = spares[0], self._spares.pop(spares[0])
+            if spares:
+                spare = next((s for s in spares if self._spares[s].node_id == lost.info.node_id), spares[0])
+                spares.remove(spare)
+                workers[rank] = spare, self._spares.pop(spare)
                 self._vacate(lost, draining)
             else:
-                slot = self._slots.reserve() if lost.info.node_id in draining else lost.slot
-                info = self._slots.start_and_wait(slot, self._wait_for(f"a worker to replace rank {rank}"))
-                workers[rank] = slot, info
+                without_spare[rank] = self._slots.reserve() if lost.info.node_id in draining else lost.slot
+        if without_spare:
+            wait = self._wait_for(f"{_workers(len(without_spare))} in place of those lost")
+            infos = self._slots.start_and_wait(list(without_spare.values()), wait)
+            workers = [(s, infos[s]) if (s := without_spare.get(r)) is not None else w for r, w in enumerate(workers)]
         self._assign_ranks(workers)
         _check_devices([m.info for m in self.members])
 
@@ -172,23 +181,31 @@ class Gang:
     ) -> dict[int, Heartbeat]:
         """Ask members for a heartbeat and return those that come within ``wait_s`` seconds, by rank.
 
-        A later answer is merged into the rank's next one. One member of each node adds the system metrics if they are
-        asked for. ``ranks``: whom to ask; None for all.
+        A later answer is merged into the rank's next one.
+
+        Args:
+            with_system_metrics: whether the first member of each node adds the system metrics of its node.
+            wait_s: how long to wait for answers.
+            ranks: whom to ask. None for the next :data:`HEARTBEATS_PER_ROUND` members, so that the cost of a round does
+                not grow with the gang.
         """
         earlier: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, 0.0)
-        pending = set(self._pending_heartbeats.values())
-        nodes: set[str] = set()
-        for member in self.members:
-            first_of_node = member.info.node_id not in nodes
-            nodes.add(member.info.node_id)
-            if member.global_rank not in pending and (ranks is None or member.global_rank in ranks):
-                answer = member.actor.heartbeat.remote(with_system_metrics and first_of_node)
-                self._pending_heartbeats[answer] = member.global_rank
+        reporting: set[int] = set()
+        if with_system_metrics:
+            reporting = set({m.info.node_id: m.global_rank for m in reversed(self.members)}.values())
+        asked = self._next_in_turn() | reporting if ranks is None else set(ranks)
+        for rank in sorted(asked - self.unanswered()):
+            answer = self.members[rank].actor.heartbeat.remote(rank in reporting)
+            self._pending_heartbeats[answer] = rank
         awaited = {r: rank for r, rank in self._pending_heartbeats.items() if ranks is None or rank in ranks}
         others = {r: rank for r, rank in self._pending_heartbeats.items() if r not in awaited}
         latest: dict[int, Heartbeat] = answers_in_time(awaited, wait_s)
         self._pending_heartbeats = others | awaited
         return earlier | {rank: heartbeat.after(earlier.get(rank)) for rank, heartbeat in latest.items()}
+
+    def unanswered(self) -> set[int]:
+        """Return the ranks that have been asked for a heartbeat and have not answered yet."""
+        return set(self._pending_heartbeats.values())
 
     def ask(self, method: WorkerMethod, *args: Any, timeout_s: float) -> list[Any]:
         """Call ``method`` of every member and return the answers by rank.
@@ -223,6 +240,13 @@ class Gang:
         kill_process(member.info)
         self._slots.kill(member.slot)
 
+    def _next_in_turn(self) -> set[int]:
+        """Return the ranks to ask in the next round."""
+        world_size = len(self.members)
+        count = min(world_size, HEARTBEATS_PER_ROUND)
+        first, self._next_asked = self._next_asked, (self._next_asked + count) % world_size
+        return {(first + i) % world_size for i in range(count)}
+
     def _wait_for(self, what: str) -> ResourceWait:
         return ResourceWait(
             what, self._plan, label=self._label, timeout_s=self._config.pending_timeout_s, monitor=self._monitor
@@ -232,8 +256,8 @@ class Gang:
         if lost.info.node_id not in draining:
             self._vacant.append(lost.slot)
 
-    def _live_spares(self, *, near: str = "") -> list[int]:
-        """The slots of the spares that answer and are not on a draining node, those on the node ``near`` first."""
+    def _live_spares(self) -> list[int]:
+        """The slots of the spares that answer and are not on a draining node, in ascending order."""
         self.ready()
         alive = answers_in_time(
             {self._slots.actor(slot).worker_info.remote(): slot for slot in self._spares}, SPARE_TIMEOUT_S
@@ -243,8 +267,7 @@ class Gang:
             del self._spares[slot]
             self._vacant.append(slot)
         draining = self._nodes.draining
-        usable = [slot for slot, info in self._spares.items() if info.node_id not in draining]
-        return sorted(usable, key=lambda slot: (self._spares[slot].node_id != near, slot))
+        return sorted(slot for slot, info in self._spares.items() if info.node_id not in draining)
 
     def _assign_ranks(self, workers: Sequence[tuple[int, WorkerInfo]]) -> None:
         """Make members of the workers, each with its slot, in the order of their ranks."""
@@ -258,10 +281,15 @@ class Gang:
         unchanged = {m.global_rank for m, before in zip(members, self.members, strict=False) if m.info == before.info}
         self.members = tuple(members)
         self._pending_heartbeats = {r: rank for r, rank in self._pending_heartbeats.items() if rank in unchanged}
+        self._next_asked = 0
 
 
 def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:
     return getattr(member.actor, method.__name__).remote(*args)
+
+
+def _workers(count: int) -> str:
+    return "a worker" if count == 1 else f"{count} workers"
 
 
 def _check_devices(infos: Sequence[WorkerInfo]) -> None:

@@ -12,7 +12,14 @@ from typing import Any, Literal, cast
 import ray
 import ray.exceptions
 
-from orchestrator.driver.calls import GangError, NoAnswerError, cause_of_death, check_ray, describe_error
+from orchestrator.driver.calls import (
+    GangError,
+    NoAnswerError,
+    cause_of_death,
+    check_ray,
+    completed,
+    describe_error,
+)
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.growth import Growth
@@ -43,7 +50,7 @@ from orchestrator.strategies import registry
 from orchestrator.worker.actor import Worker
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
-"""After a failure, wait this long for the other ranks to report theirs: seconds, or usual steps if these are longer."""
+"""After a failure, wait this long for another rank to report its own: seconds, or usual steps if these are longer."""
 POLL_AFTER_FAILURE_S = 0.1
 """The interval between two rounds of heartbeats while the generation is ending."""
 STACKS_TIMEOUT_S = 2.0
@@ -156,11 +163,12 @@ class Generation:
         )
         fence = f"{uuid.uuid4().hex} generation {self.number}"
         self._lease.admit(fence)
-        for member in members:
-            assignment = Assignment(
+        # Ray stores it once; the workers replace the ranks.
+        assignment = ray.put(
+            Assignment(
                 generation=self.number,
-                global_rank=member.global_rank,
-                local_rank=member.local_rank,
+                global_rank=0,
+                local_rank=0,
                 store_host=host,
                 store_port=port,
                 backend=backend,
@@ -174,7 +182,10 @@ class Generation:
                 checkpoint=None if checkpoint is None else str(checkpoint),
                 faults=faults,
             )
-            self._pending[member.actor.train.remote(assignment)] = member
+        )
+        for member in members:
+            outcome = member.actor.train.remote(assignment, member.global_rank, member.local_rank)
+            self._pending[outcome] = member
 
     def watch(self) -> Iterator[Event]:
         """Yield the events that workers report, which have been emitted, until the generation is over.
@@ -187,24 +198,32 @@ class Generation:
             SupersededError: another driver has taken over the run.
         """
         give_up_at: float | None = None
-        abandoned = False
+        abandoned, settle_s = False, MIN_SETTLE_S
+        next_round = time.monotonic() + self._config.cluster.heartbeat_s
         longest_round_s = LONGEST_ROUND_FACTOR * self._config.cluster.heartbeat_s + HEARTBEAT_WAIT_S
         watched = WatchedTime(time.monotonic(), longest_round_s=longest_round_s)
         while self._pending:
-            wait_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
-            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
+            ready = completed(self._pending, max(0.0, next_round - time.monotonic()))
             check_ray()
             self._lease.check()
             for reference in ready:
                 self._record_outcome(reference, self._pending.pop(reference))
+            if ready and abandoned and not self.stop_sent:  # a large gang takes longer
+                give_up_at = time.monotonic() + settle_s
             if give_up_at is not None and time.monotonic() > give_up_at:
                 return
-            collected = self._telemetry.collect(self._gang)
+            if self._pending and time.monotonic() < next_round and (abandoned or not self._failed()):
+                continue
+            last_round = None if self._pending else range(self._plan.world_size)
+            collected = self._telemetry.collect(self._gang, ranks=last_round)
             yield from collected.events
             self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
+            pause_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
+            next_round = time.monotonic() + pause_s
             if not abandoned and self._failed():
                 abandoned = True
-                give_up_at = time.monotonic() + max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
+                settle_s = max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
+                give_up_at = time.monotonic() + settle_s
                 remaining = [m.global_rank for m in self._pending.values()]
                 self._gang.tell(Worker.abandon, self.number, self._unreachable, ranks=remaining)
             stop_due = self._stop.received is not None and not self.stop_sent and self.paused is None
@@ -298,11 +317,13 @@ class Generation:
     def _check_workers(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
         """Terminate ranks that do not answer, make no progress or slow the others down; pause if it is due."""
         unfinished = [m for m in self._pending.values() if m.global_rank not in self.outcomes]
+        unanswered = self._gang.unanswered()
         for member in unfinished:
             rank = member.global_rank
             self._heard_at.setdefault(rank, now)
-            if (heartbeat := heartbeats.get(rank)) is not None:
+            if rank not in unanswered:
                 self._heard_at[rank] = now
+            if (heartbeat := heartbeats.get(rank)) is not None:
                 self._hang_detector.observe(rank, heartbeat, now)
         silent_nodes = self._nodes.silent(self._answers_by_node(heartbeats), now)
         if self._failed():

@@ -373,7 +373,8 @@ class Run:
                 if time.monotonic() - progressed_at > getattr(cluster, key):
                     break
                 self._lease.check()
-            self._handle(self._telemetry.collect(self._gang, wait_s=FINAL_HEARTBEAT_S).events)
+            everyone = range(self._plan.world_size)
+            self._handle(self._telemetry.collect(self._gang, wait_s=FINAL_HEARTBEAT_S, ranks=everyone).events)
         for pending in writing.values():
             failed = CheckpointFailed(step=pending.step, reason=f"it was not written in time (cluster.{key})")
             self._events.emit(failed)

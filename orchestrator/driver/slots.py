@@ -18,7 +18,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrator.driver.calls import GangError, check_ray
+from orchestrator.driver.calls import GangError, check_ray, completed
 from orchestrator.driver.waiting import ResourceWait
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import WorkerInfo
@@ -82,21 +82,32 @@ class Slots:
         self._actors[slot] = actor
         return actor.worker_info.remote()
 
-    def start_and_wait(self, slot: int, wait: ResourceWait) -> WorkerInfo:
-        """Start an actor in ``slot`` and wait until it is up; one that dies while it starts is started again.
+    def start_and_wait(self, slots: Sequence[int], wait: ResourceWait) -> dict[int, WorkerInfo]:
+        """Start an actor in each of ``slots`` and wait until all are up; one that dies meanwhile is started again.
 
         Raises:
-            GangError: no worker came up in time, each one died at once, or Ray is dead.
+            GangError: a worker did not come up in time, or died again and again, or Ray is dead.
             Interrupted: a stop was requested.
         """
-        for _ in range(START_ATTEMPTS):
-            info = self.start(slot)
-            while not ray.wait([info], timeout=0.2)[0]:
-                check_ray()
-                wait.check()
-            with contextlib.suppress(ray.exceptions.RayError):
-                return cast(WorkerInfo, ray.get(info))
-        raise GangError(f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs")
+        infos: dict[int, WorkerInfo] = {}
+        attempts = dict.fromkeys(slots, 1)
+        starting = {self.start(slot): slot for slot in slots}
+        while starting:
+            ready = completed(starting, 0.2)
+            check_ray()
+            wait.check()
+            for reference in ready:
+                slot = starting.pop(reference)
+                try:
+                    infos[slot] = cast(WorkerInfo, ray.get(reference))
+                except ray.exceptions.RayError as e:
+                    if attempts[slot] == START_ATTEMPTS:
+                        raise GangError(
+                            f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs"
+                        ) from e
+                    attempts[slot] += 1
+                    starting[self.start(slot)] = slot
+        return infos
 
     def actor(self, slot: int) -> Any:
         """Return the handle of the actor that was last started in ``slot``."""

@@ -66,7 +66,7 @@ class Telemetry:
     def collect(
         self, gang: Gang, *, wait_s: float = HEARTBEAT_WAIT_S, ranks: Collection[int] | None = None
     ) -> Collected:
-        """Collect one round of heartbeats, of ``ranks`` or of all, and emit what they report."""
+        """Collect one round of heartbeats, of ``ranks`` or of those in turn, and emit what they report."""
         every_s = self._config.tracking.system_metrics_every_s
         now = time.monotonic()
         system_due = every_s > 0 and now >= self._next_system_reading

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RecoveryConfig
+from orchestrator.protocol.messages import ANY_RANK
 
 GENERATIONS_WITHOUT_PROGRESS = 3
 """Give up after this many failures in a row without a completed step in between."""
 MAX_BACKOFF_S = 60.0
 
 RecoverableSteps = Mapping[int, tuple[int, ...]]
-"""For each rank whose state a worker holds, the steps after which it holds that state."""
+"""For each rank whose state a worker holds, or for ``ANY_RANK``, the steps after which it holds that state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +98,22 @@ def newest_state(survivors: Mapping[int, RecoverableSteps], ranks: Sequence[int]
     """
     steps = {step for states in survivors.values() for of_rank in states.values() for step in of_rank}
     for step in sorted(steps, reverse=True):
-        sources = [_holder(survivors, rank, step) for rank in ranks]
+        of_any = min((s for s, states in survivors.items() if step in states.get(ANY_RANK, ())), default=None)
+        sources = [_holder(survivors, rank, step, of_any) for rank in ranks]
         found = [source for source in sources if source is not None]
         if len(found) == len(ranks):
             return step, tuple(found)
     return 0, None
 
 
-def _holder(survivors: Mapping[int, RecoverableSteps], rank: int, step: int) -> int | None:
-    holders = [survivor for survivor, states in sorted(survivors.items()) if step in states.get(rank, ())]
-    return rank if rank in holders else next(iter(holders), None)
+def _holder(survivors: Mapping[int, RecoverableSteps], rank: int, step: int, of_any: int | None) -> int | None:
+    """Return the survivor to take the state of ``rank`` from. ``of_any`` holds the state of any rank."""
+    own = survivors.get(rank, {})
+    if step in own.get(rank, ()) or step in own.get(ANY_RANK, ()):
+        return rank
+    if of_any is not None:
+        return of_any
+    return min((survivor for survivor, states in survivors.items() if step in states.get(rank, ())), default=None)
 
 
 def _is_repeated(one: FailureRecord, other: FailureRecord) -> bool:

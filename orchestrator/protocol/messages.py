@@ -13,6 +13,9 @@ from orchestrator.protocol.events import Event
 from orchestrator.protocol.metrics import Metric
 from orchestrator.timeline.spans import Span
 
+ANY_RANK = -1
+"""Stands for each rank of a run, where the state of one is that of all others, too."""
+
 Phase = Literal["start", "join", "build", "train", "eval", "sample", "checkpoint", "callback", "end"]
 """What a worker does. In ``sample`` and ``callback`` it runs code of the job that may take any time."""
 
@@ -205,7 +208,7 @@ class Outcome:
     """How a generation ended for a worker.
 
     ``texts`` has the last sample of each name that is a text, if this rank draws samples. ``recoverable_steps`` has, by
-    rank, the steps after which this worker still has that rank's state.
+    rank or for :data:`ANY_RANK`, the steps after which this worker still has that rank's state.
     """
 
     status: Literal["done", "stopped", "failed"]

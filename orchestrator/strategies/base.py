@@ -291,7 +291,7 @@ class Strategy(LayoutRules, abc.ABC):
                 have begun.
 
         Returns:
-            For each global rank whose state can be provided, the steps at which it can.
+            For each global rank whose state can be provided, or for ``ANY_RANK``, the steps at which it can.
         """
         return {}
 

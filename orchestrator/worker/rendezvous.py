@@ -16,6 +16,7 @@ from orchestrator.worker.control import StepGate
 
 LOOPBACK = "127.0.0.1"
 """The address of a store whose ranks are all on one node."""
+_ALL_JOINED = "all-joined"
 POLL_S = 0.5
 """The interval at which a waiting rank checks whether to give up."""
 
@@ -73,9 +74,10 @@ def join(
             timeout=join_timeout,
         )
     own = dist.PrefixStore(f"generation-{assignment.generation}", store)
-    own.set(f"joined-{assignment.global_rank}", "1")
-    keys = [f"joined-{rank}" for rank in range(world_size)]
-    _wait_for(keys, own, gate, assignment.generation, timeout_s=config.rendezvous_timeout_s)
+    own.set(_joined(assignment.global_rank), "1")
+    if own.add("joined", 1) == world_size:
+        own.set(_ALL_JOINED, "1")
+    _wait_for_all(own, world_size, gate, assignment.generation, timeout_s=config.rendezvous_timeout_s)
     dist.init_process_group(
         assignment.backend,
         store=own,
@@ -108,18 +110,24 @@ def interface_of(ip: str) -> str:
     raise LookupError(f"no network interface of this node has the address {ip}, by which Ray knows the node")
 
 
-def _wait_for(keys: list[str], store: dist.Store, gate: StepGate | None, generation: int, *, timeout_s: float) -> None:
-    """Wait until every rank has set its key; ``keys`` is in the order of the ranks."""
+def _joined(rank: int) -> str:
+    return f"joined-{rank}"
+
+
+def _wait_for_all(
+    store: dist.Store, world_size: int, gate: StepGate | None, generation: int, *, timeout_s: float
+) -> None:
+    """Wait until every rank has joined. Each waits for a single key, which the last one sets."""
     deadline = time.monotonic() + timeout_s
     while True:
         if gate is not None:
             gate.check(generation)
         try:
-            return store.wait(keys, timedelta(seconds=min(POLL_S, timeout_s)))
+            return store.wait([_ALL_JOINED], timedelta(seconds=min(POLL_S, timeout_s)))
         except dist.DistStoreError as e:
             if time.monotonic() < deadline:
                 continue
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            missing = [rank for rank in range(world_size) if not store.check([_joined(rank)])]
             raise TimeoutError(
                 f"ranks {missing} did not join within {timeout_s:g} s; "
                 "see their logs, or raise cluster.rendezvous_timeout_s"

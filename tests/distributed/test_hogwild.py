@@ -31,6 +31,7 @@ from helpers.toys import (
     train,
 )
 from orchestrator.config import schema
+from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
@@ -148,7 +149,7 @@ def test_a_new_worker_maps_the_memory_that_is_there(gang: Gang) -> None:
             assert rank["handed over"] == {"step": 8, "samples_consumed": 8 * 32}
             assert_same(rank["before"], ranks[1 - lost]["before"])
             assert_same(rank["model"], ranks[0]["model"])
-            assert rank["held"] == {0: (20,), 1: (20,)}
+            assert rank["held"] == {ANY_RANK: (20,)}
             assert rank["lost_pct"] < 50
             assert rank["descriptors"] == 0
 

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.config.schema import RecoveryConfig
 from orchestrator.planning.faults import Fault, parse, planned, without_next
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoverableSteps, RecoveryPlan, decide, newest_state
+from orchestrator.protocol.messages import ANY_RANK
 
 CONFIG = RecoveryConfig(
     max_failures=10,
@@ -29,7 +30,7 @@ ERROR = FailureRecord(rank=1, step=40, message="RuntimeError: x", raised=True, f
 
 def everything(step: int) -> RecoverableSteps:
     """What a replica of the whole model holds."""
-    return {rank: (step,) for rank in range(3)}
+    return {ANY_RANK: (step,)}
 
 
 LEFT = {0: everything(40), 2: everything(39)}

@@ -30,6 +30,7 @@ from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
+from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
@@ -125,7 +126,7 @@ class Hogwild(WholeModel):
         """Offer the state of every rank after the last step that all workers have completed."""
         if not self._has_state:
             return {}
-        return dict.fromkeys(range(self.context.mesh.world_size), (int(self._steps.min()),))
+        return {ANY_RANK: (int(self._steps.min()),)}
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int

@@ -22,6 +22,7 @@ from orchestrator.compat.torch import broadcast_ddp_buffers, ddp_comm_ms, releas
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
+from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state
 from orchestrator.strategies.base import Context, StepResult, Strategy
@@ -142,10 +143,10 @@ class DDP(WholeModel):
         return meta
 
     def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
-        """Return the last step for every rank, as all are equal; nothing with PowerSGD, whose errors differ by rank."""
+        """Return the last step for any rank, as all are equal; nothing with PowerSGD, whose errors differ by rank."""
         if not update_complete or self._powersgd is not None:
             return {}
-        return {rank: (step,) for rank in range(self.context.mesh.world_size)}
+        return {ANY_RANK: (step,)}
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int

@@ -26,6 +26,7 @@ from orchestrator.compat.torch import version_of
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
 from orchestrator.planning.mesh import even_shares
+from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.joint import JointScheduler
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state
@@ -116,7 +117,7 @@ class JobStep(WholeModel):
         """Return the last step for every rank, as all are equal; nothing if a step has been left half-way."""
         if not update_complete or self._torn or not self._has_peers:
             return {}
-        return {rank: (step,) for rank in range(self.context.mesh.world_size)}
+        return {ANY_RANK: (step,)}
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int

@@ -1,0 +1,103 @@
+"""The cost of the driver at 64 to 2,048 ranks: start, watching, healing after 1 % of the ranks died, and end.
+
+python benchmarks/driver_scale.py
+
+The driver is the real one, with real Ray calls to every rank. The workers are simulated: two Ray actors answer for all
+ranks, which train and log by the clock. So the times do not include the start of processes or the joining of process
+groups. CPU times are those of the driver's process, including Ray's threads in it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from rounds import RESULTS, argument_parser, table
+from simulated_gang import HOSTS, SimulatedSlots, prepared_run, simulated_gangs
+
+SIZES = (8, 64, 256, 1024, 2048)
+LOST_SHARE = 0.01
+WATCH_S = 20.0
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one simulated run cost. ``watching`` is the share of a core that the driver used in steady training."""
+
+    world_size: int
+    start_s: float
+    watching: float
+    lost: int
+    heal_s: float
+    restarted: int
+    end_s: float
+
+    def row(self) -> list[str]:
+        return [
+            f"{self.world_size:,}",
+            f"{self.start_s:.2f}",
+            f"{100 * self.watching:.1f} %",
+            f"{self.lost}",
+            f"{self.heal_s:.2f}",
+            f"{self.restarted}",
+            f"{self.end_s:.2f}",
+        ]
+
+
+def measure(world_size: int, lost: int, folder: Path) -> Cost:
+    """Run one simulated training under the real driver."""
+    run, watcher = prepared_run(world_size, folder)
+    thread = threading.Thread(target=run.execute)
+    began = time.monotonic()
+    thread.start()
+    assert watcher.first_step.wait(TIMEOUT_S)
+    start_s = time.monotonic() - began
+    time.sleep(3.0)
+    cpu, since = time.process_time(), time.monotonic()
+    time.sleep(WATCH_S)
+    watching = (time.process_time() - cpu) / (time.monotonic() - since)
+    before = dict(SimulatedSlots.workers)
+    died = time.monotonic()
+    for slot in range(1, 1 + lost):
+        before[slot].die()
+    assert watcher.healed.wait(TIMEOUT_S)
+    heal_s = time.monotonic() - died
+    restarted = sum(SimulatedSlots.workers[slot] is not worker for slot, worker in before.items())
+    time.sleep(1.0)
+    ended = time.monotonic()
+    ray.get([host.finish_all.remote() for host in SimulatedSlots.hosts])
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    return Cost(
+        world_size=world_size,
+        start_s=start_s,
+        watching=watching,
+        lost=lost,
+        heal_s=heal_s,
+        restarted=restarted,
+        end_s=time.monotonic() - ended,
+    )
+
+
+def main() -> None:
+    arguments = argument_parser(__doc__).parse_args()
+    ray.init(num_cpus=HOSTS, include_dashboard=False, log_to_driver=False)
+    costs = []
+    for world_size in SIZES[:3] if arguments.quick else SIZES:
+        with simulated_gangs(), tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            costs.append(measure(world_size, max(1, round(LOST_SHARE * world_size)), Path(folder)))
+        print("  ".join(costs[-1].row()), flush=True)
+    head = ["ranks", "start, s", "watching, of a core", "ranks lost", "healed in, s", "workers started anew", "end, s"]
+    text = table(head, [cost.row() for cost in costs])
+    print(text)
+    if not arguments.quick:
+        (RESULTS / "driver-scale.md").write_text(f"# Driver scale\n\n{__doc__}\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()

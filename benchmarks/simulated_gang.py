@@ -1,0 +1,275 @@
+"""A gang of simulated workers under the real driver: two Ray actors answer for all ranks, which train by the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import orchestrator.driver.gang
+from orchestrator.config.compose import compose
+from orchestrator.driver.event_stream import EventStream
+from orchestrator.driver.run import Run, RunSpec
+from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.slots import Slots
+from orchestrator.driver.waiting import ResourceWait
+from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.policy.elastic import Sizes
+from orchestrator.protocol.core_metrics import SAMPLES_SEEN
+from orchestrator.protocol.events import Event, FirstStepDone, Recovered
+from orchestrator.protocol.messages import ANY_RANK, Failure, Heartbeat, Outcome, Stacks, TrainPoint, WorkerInfo
+from orchestrator.records import run_dir as run_dirs
+from orchestrator.records.journal import Journal
+from orchestrator.records.lease import Lease
+from orchestrator.records.process import this_process
+from orchestrator.strategies import registry
+from orchestrator.tracking.uploader import Uploader
+
+HOSTS = 2
+STEP_S = 0.2
+LOG_EVERY = 10
+
+
+@contextmanager
+def simulated_gangs() -> Iterator[None]:
+    """Let every gang of this process consist of simulated workers."""
+    orchestrator.driver.gang.Slots = SimulatedSlots  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        orchestrator.driver.gang.Slots = Slots  # type: ignore[misc]
+
+
+@dataclass
+class SimulatedRank:
+    """The state of a rank. ``resumed_at``: the step and time from which it trains; None while it does not."""
+
+    generation: int = 0
+    resumed_at: tuple[int, float] | None = None
+    reported: int = 0
+    first_step_reported: bool = True
+    ended: asyncio.Event | None = None
+
+    @property
+    def step(self) -> int:
+        if self.resumed_at is None:
+            return 0
+        step, since = self.resumed_at
+        return step + int((time.monotonic() - since) / STEP_S)
+
+
+@ray.remote(max_concurrency=100_000)
+class Host:
+    """Answers for many ranks, by the number of their worker."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, SimulatedRank] = {}
+        self.finished = False
+
+    async def call(self, worker: int, method: str, *args: Any) -> Any:
+        return await getattr(self, method)(self.ranks.setdefault(worker, SimulatedRank()), *args)
+
+    async def finish_all(self) -> None:
+        self.finished = True
+        for rank in self.ranks.values():
+            if rank.ended is not None:
+                rank.ended.set()
+
+    async def worker_info(self, rank: SimulatedRank) -> WorkerInfo:
+        node_id = ray.get_runtime_context().get_node_id()
+        return WorkerInfo(node_id=node_id, node_ip="127.0.0.1", hostname="simulated", pid=os.getpid())
+
+    async def prepare(self, rank: SimulatedRank, _: Any) -> WorkerInfo:
+        return await self.worker_info(rank)
+
+    async def open_store(self, rank: SimulatedRank, *_: Any) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def train(self, rank: SimulatedRank, assignment: Any, *_: Any) -> Outcome:
+        rank.generation, rank.ended, rank.first_step_reported = assignment.generation, asyncio.Event(), False
+        step = assignment.source_step if assignment.sources is not None else 0
+        rank.resumed_at, rank.reported = (step, time.monotonic()), step
+        if not self.finished:
+            await rank.ended.wait()
+        step = rank.step
+        rank.resumed_at = (step, float("inf"))
+        if self.finished:
+            return Outcome(status="done", step=step)
+        failure = Failure(
+            message="Connection closed by peer", traceback="", time=time.time(), collateral=True, log_tail=""
+        )
+        return Outcome(status="failed", step=0, failure=failure, recoverable_steps={ANY_RANK: (0,)})
+
+    async def heartbeat(self, rank: SimulatedRank, _: bool) -> Heartbeat:
+        step = rank.step if rank.resumed_at is None or rank.resumed_at[1] < float("inf") else rank.reported
+        events: tuple[Event, ...] = ()
+        if not rank.first_step_reported and step > 0:
+            rank.first_step_reported = True
+            events = (FirstStepDone(generation=rank.generation, startup={"first_step_s": STEP_S}),)
+        points = tuple(
+            TrainPoint(
+                step=s,
+                time=time.time(),
+                loss_sum=1.0,
+                weight=1.0,
+                step_ms=(STEP_S * 1e3,) * LOG_EVERY,
+                data_wait_ms=0.1,
+                comm_share=0.1,
+                peak_memory_mb=100.0,
+                metrics={SAMPLES_SEEN.name: SAMPLES_SEEN.of(s)},
+            )
+            for s in range(rank.reported + 1, step + 1)
+            if s % LOG_EVERY == 0
+        )
+        rank.reported = step
+        return Heartbeat(
+            step=step, phase="train", ticks=step, usual_tick_s=STEP_S, busy_ms=180.0, points=points, events=events
+        )
+
+    async def abandon(self, rank: SimulatedRank, *_: Any) -> None:
+        if rank.ended is not None:
+            rank.ended.set()
+
+    async def hold(self, rank: SimulatedRank) -> int:
+        return rank.step
+
+    async def finish_step(self, rank: SimulatedRank, *_: Any) -> None:
+        pass
+
+    async def open_gate(self, rank: SimulatedRank) -> None:
+        pass
+
+    async def finish(self, rank: SimulatedRank, *_: Any) -> None:
+        pass
+
+    async def stacks(self, rank: SimulatedRank) -> Stacks:
+        return Stacks(text="", waiting=True)
+
+
+class SimulatedWorker:
+    """Looks like a handle of the actor ``Worker`` to the driver."""
+
+    def __init__(self, host: Any, number: int):
+        self._host = host
+        self._number = number
+        self.training: Any = None
+
+    def __getattr__(self, method: str) -> Any:
+        return _Method(partial(self._call, method))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        reference = self._host.call.remote(self._number, method, *args)
+        if method == "train":
+            self.training = reference
+        return reference
+
+    def die(self) -> None:
+        """End the pending call of ``train`` as the death of a process does."""
+        if self.training is not None:
+            ray.cancel(self.training)
+
+
+@dataclass(frozen=True)
+class _Method:
+    remote: Any
+
+
+class SimulatedSlots:
+    """Looks like ``driver.slots.Slots`` to the gang."""
+
+    hosts: list[Any]
+    workers: dict[int, SimulatedWorker]
+    """By slot."""
+
+    def __init__(self, plan: Plan, **_: Any):
+        type(self).hosts = [Host.remote() for _ in range(HOSTS)]  # type: ignore[attr-defined]
+        type(self).workers = {}
+        self._started = 0
+
+    def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait) -> list[int]:
+        return list(range(count))
+
+    def reserve(self) -> int:
+        return max(self.workers) + 1
+
+    def start(self, slot: int) -> Any:
+        self.workers[slot] = SimulatedWorker(self.hosts[self._started % HOSTS], self._started)
+        self._started += 1
+        return self.workers[slot].worker_info.remote()
+
+    def start_and_wait(self, slots: Sequence[int], wait: ResourceWait) -> dict[int, WorkerInfo]:
+        return dict(zip(slots, ray.get([self.start(slot) for slot in slots]), strict=True))
+
+    def actor(self, slot: int) -> SimulatedWorker:
+        return self.workers[slot]
+
+    def kill(self, slot: int) -> None:
+        self.workers[slot].die()
+
+    def release(self) -> None:
+        for host in self.hosts:
+            ray.kill(host)
+
+
+class Watcher:
+    """A sink that tells when the first step and a recovery have happened."""
+
+    def __init__(self) -> None:
+        self.first_step = threading.Event()
+        self.recovered: list[Recovered] = []
+        self.healed = threading.Event()
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, FirstStepDone):
+            self.first_step.set()
+        if isinstance(event, Recovered):
+            self.recovered.append(event)
+            self.healed.set()
+
+    def close(self) -> None:
+        pass
+
+
+def prepared_run(world_size: int, folder: Path) -> tuple[Run, Watcher]:
+    """Return a run of ``world_size`` ranks."""
+    errors: list[str] = []
+    overrides = [
+        "job=toy",
+        "strategy=ddp",
+        f"strategy.num_workers={world_size}",
+        f"train.global_batch_size={world_size}",
+        "train.steps=1000000",
+        f"train.log_every={LOG_EVERY}",
+        "tracking=none",
+        "cluster.device=cpu",
+        f"output_dir={folder}",
+    ]
+    config, _ = compose(overrides, errors, registry.config_class)
+    assert config is not None, errors
+    node = Node(node_id="", name="simulated", cpus=float(world_size), gpus=0)
+    plan = make_plan(config, registry.load("ddp"), (node,), oversubscribe_cpus=True)
+    run_dir = run_dirs.create(folder, "scale")
+    run_dir.update_record(state="running", driver=this_process())
+    spec = RunSpec(
+        config=config,
+        sizes=Sizes((plan,), plan),
+        run_dir=run_dir,
+        run_uid="simulated",
+        checkpoint=None,
+        resumed_from_step=None,
+        started_at=time.time(),
+        tokens_per_sample=None,
+    )
+    watcher = Watcher()
+    events = EventStream([Journal(run_dir, warnings=watcher), watcher])
+    uploader = Uploader.start(run_dir, replace(config.tracking, uri=None))
+    return Run(spec, events, StopSignals(), uploader, Lease(run_dir)), watcher
