@@ -42,8 +42,14 @@ from orchestrator.worker.loop import Loop, context_of
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.preemption import TerminationNotice
+from orchestrator.worker.process.shared_directory import NotSharedError, check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
 from orchestrator.worker.spool import Spool
+
+EXPLAINED = (DatasetError, NotSharedError)
+"""Errors whose text says what the user has to change; the place in the code would not help."""
+SHARED_TIMEOUT_S = 10.0
+"""How long the run directory may take to appear on a node."""
 
 
 class Worker:
@@ -153,16 +159,20 @@ class Worker:
             local_rank: its rank on this node.
         """
         assignment = replace(shared, global_rank=global_rank, local_rank=local_rank)
-        log = RunDir(Path(assignment.run_dir)).log_file(assignment.global_rank)
+        run_dir = RunDir(Path(assignment.run_dir))
+        log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
         startup: dict[str, float] = {}
         try:
+            check_shared(
+                run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
+            )
             if log != self.log:
                 _redirect_output(log, self.redactor)
                 self.log = log
                 with contextlib.suppress(OSError):  # without a spool, this process's last points end with it
                     node_id = ray.get_runtime_context().get_node_id()
-                    self.outbox.keep_in(Spool(RunDir(Path(assignment.run_dir)).spool(node_id, os.getpid())))
+                    self.outbox.keep_in(Spool(run_dir.spool(node_id, os.getpid())))
             if self.job is None:
                 began = time.perf_counter()
                 self._set_up(assignment.environment)
@@ -178,7 +188,7 @@ class Worker:
                 self.loop = self._make_loop(assignment, self.job)
             return self.loop.run(startup)
         except BaseException as e:
-            if not isinstance(e, DatasetError):
+            if not isinstance(e, EXPLAINED):
                 traceback.print_exc()
             return Outcome(
                 status="failed",
@@ -292,14 +302,14 @@ def _step(loop: Loop | None, error: BaseException) -> int:
 
 
 def _failure(error: BaseException, log: Path) -> Failure:
-    is_explained = isinstance(error, DatasetError)
+    is_explained = isinstance(error, EXPLAINED)
     return Failure(
         message=str(error) if is_explained else f"{type(error).__name__}: {error}",
         traceback="" if is_explained else "".join(traceback.format_exception(error)),
         time=time.time(),
         collateral=_is_connection_error(error),
         log_tail=log_tail(log),
-        final=isinstance(error, (DatasetError, ModelChangedError, NonFiniteError)),
+        final=isinstance(error, (*EXPLAINED, ModelChangedError, NonFiniteError)),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
+from helpers.disks import require_mounts
 from helpers.runs import PYTHONPATH
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
@@ -74,6 +77,12 @@ class Run:
         summary: dict[str, Any] = json.loads(record.read_text())["summary"]
         return summary
 
+    def fail(self) -> str:
+        """The output of a run that failed."""
+        output, _ = self._process.communicate(timeout=100)
+        assert self._process.returncode == 1, output
+        return output
+
     def end(self) -> str:
         self._process.kill()
         return self._process.communicate()[0]
@@ -100,6 +109,45 @@ def test_a_node_is_lost_and_another_comes(cluster: Cluster, tmp_path: Path) -> N
     assert len(run.events("worker_lost")) == 1
     assert run.sizes() == [(2, 1, None), (1, 2, "growing")]
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
+
+
+def test_an_output_directory_that_a_node_does_not_share_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    require_mounts()
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    with node_with_its_own(outputs, cluster):
+        output = Run(cluster, tmp_path, "strategy.num_workers=2", "train.steps=30").fail()
+    assert f"output_dir={outputs} is not shared: the node {socket.gethostname()} does not see this run there" in output
+    assert "Traceback" not in output
+    assert not list(outputs.glob("*/*/checkpoints/*"))
+
+
+@contextlib.contextmanager
+def node_with_its_own(folder: Path, cluster: Cluster) -> Iterator[None]:
+    """A node with one CPU on which another file system is mounted at ``folder``."""
+    ray_start = [
+        Path(sys.executable).with_name("ray"),
+        "start",
+        "--address",
+        cluster.address,
+        "--num-cpus=1",
+        "--block",
+    ]
+    process = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', folder, *ray_start],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(cluster.global_state._live_node_ids()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 @pytest.mark.campaign
