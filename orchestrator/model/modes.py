@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 def in_train_mode(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Return a constructor whose model is in train mode if that of ``build`` is wholly in eval mode.
@@ -37,3 +39,24 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
                 module.train(training)  # a module may do more in it; this also reaches the modules below
         for module, training in before.items():
             module.training = training
+
+
+def note_on_dropout(model: nn.Module) -> str | None:
+    """Return a note if dropout is off in a part of the model that is trained; None if it is not.
+
+    ``from_pretrained`` returns a model in eval mode. Wrapped by a new module, it is only a part of one, and then keeps
+    its mode.
+    """
+    trained = {name for name, child in model.named_children() if any(p.requires_grad for p in child.parameters())}
+    off = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, DROPOUT) and module.p > 0 and not module.training and name.split(".")[0] in trained
+    ]
+    if not off:
+        return None
+    names = ", ".join(off[:2]) + (f" and {len(off) - 2} more" if len(off) > 2 else "")
+    return (
+        f"dropout is off in training ({names}), because these modules are in eval mode, as from_pretrained returns "
+        "them; call .train() on the model in job.model() to turn it on"
+    )

@@ -12,7 +12,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
-from orchestrator.model.modes import in_train_mode
+from orchestrator.model.modes import in_train_mode, note_on_dropout
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import FLOAT32
 from orchestrator.model.sequence import LayerSequence
@@ -79,6 +79,8 @@ def notes_of(whole: FakeModel, plan: Plan, rows: int) -> list[str]:
             f"job.model() cannot build a part of the model ({reason}): each worker builds all of it at the "
             "start, which needs memory for the whole model, and then keeps its stages"
         )
+    if (note := note_on_dropout(whole.model)) is not None:
+        notes.append(note)
     slice_size = plan.global_batch_size // plan.grad_accumulation
     norms = [name for name in _names_of(whole.model, BatchNorm) if whole.model.get_submodule(name).training]
     if norms and rows < slice_size:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows, split_batch, to_device
-from orchestrator.model.modes import evaluation_mode, in_train_mode
+from orchestrator.model.modes import evaluation_mode, in_train_mode, note_on_dropout
 from orchestrator.planning.mesh import even_shares
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
@@ -34,6 +34,10 @@ class WholeModel(OptimizerStep):
         self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._set_up_optimizer()
+
+    def setup_warnings(self) -> tuple[str, ...]:
+        note = note_on_dropout(self.model)
+        return () if note is None else (note,)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         inputs, target = split_batch(to_device(batch, self.context.device))
