@@ -26,7 +26,16 @@ from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
 from orchestrator.protocol.events import Event, FirstStepDone, Recovered
-from orchestrator.protocol.messages import ANY_RANK, Failure, Heartbeat, Outcome, Stacks, TrainPoint, WorkerInfo
+from orchestrator.protocol.messages import (
+    ANY_RANK,
+    Assignment,
+    Failure,
+    Heartbeat,
+    Outcome,
+    Stacks,
+    TrainPoint,
+    WorkerInfo,
+)
 from orchestrator.records import run_dir as run_dirs
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
@@ -94,7 +103,8 @@ class Host:
     async def open_store(self, rank: SimulatedRank, *_: Any) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    async def train(self, rank: SimulatedRank, assignment: Any, *_: Any) -> Outcome:
+    async def train(self, rank: SimulatedRank, packed: bytes, global_rank: int, local_rank: int) -> Outcome:
+        assignment = Assignment.unpacked(packed, global_rank=global_rank, local_rank=local_rank)
         rank.generation, rank.ended, rank.first_step_reported = assignment.generation, asyncio.Event(), False
         step = assignment.source_step if assignment.sources is not None else 0
         rank.resumed_at, rank.reported = (step, time.monotonic()), step

@@ -163,28 +163,26 @@ class Generation:
         )
         fence = f"{uuid.uuid4().hex} generation {self.number}"
         self._lease.admit(fence)
-        # Ray stores it once; the workers replace the ranks.
-        assignment = ray.put(
-            Assignment(
-                generation=self.number,
-                global_rank=0,
-                local_rank=0,
-                store_host=host,
-                store_port=port,
-                backend=backend,
-                run_dir=str(self._run_dir.path),
-                run_uid=run_uid,
-                environment=self._environment,
-                plan=self._plan,
-                fence=fence,
-                sources=None if recovery_plan is None else recovery_plan.sources,
-                source_step=0 if recovery_plan is None else recovery_plan.step,
-                checkpoint=None if checkpoint is None else str(checkpoint),
-                faults=faults,
-            )
+        assignment = Assignment(
+            generation=self.number,
+            global_rank=0,
+            local_rank=0,
+            store_host=host,
+            store_port=port,
+            backend=backend,
+            run_dir=str(self._run_dir.path),
+            run_uid=run_uid,
+            environment=self._environment,
+            plan=self._plan,
+            fence=fence,
+            sources=None if recovery_plan is None else recovery_plan.sources,
+            source_step=0 if recovery_plan is None else recovery_plan.step,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            faults=faults,
         )
+        packed = assignment.packed()  # once, not for every worker
         for member in members:
-            outcome = member.actor.train.remote(assignment, member.global_rank, member.local_rank)
+            outcome = member.actor.train.remote(packed, member.global_rank, member.local_rank)
             self._pending[outcome] = member
 
     def watch(self) -> Iterator[Event]:

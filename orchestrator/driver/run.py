@@ -209,7 +209,7 @@ class Run:
             self._recoverable_steps = generation.survivors()
             if failed_rank is not None or generation.paused is not None:
                 returned = generation.returned
-                self._handle(self._telemetry.collect_last_points(self._gang, self.spec.run_dir, returned=returned))
+                self._handle(self._telemetry.collect_last_reports(self._gang, self.spec.run_dir, returned=returned))
             if failed_rank is not None:
                 failures.append(_failure_record(generation, failed_rank))
                 decision = decide(

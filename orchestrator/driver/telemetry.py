@@ -51,7 +51,7 @@ class Telemetry:
         self.last_step: dict[int, int] = {}
         self.straggler: Straggler | None = None
         self._trained_generation = 0
-        self._received: dict[WorkerInfo, int] = {}  # how many points of each process
+        self._received: dict[WorkerInfo, int] = {}  # how many points and events of each process
         self._config = config
         self._plan = plan
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
@@ -79,7 +79,8 @@ class Telemetry:
             node = nodes[gang.members[rank].info.node_id]
             self.last_step[rank] = heartbeat.step
             system |= {f"system/{node}/{name}": value for name, value in heartbeat.system.items()}
-            self._received[gang.members[rank].info] = heartbeat.first_point + len(heartbeat.points)
+            num_reports = len(heartbeat.points) + len(heartbeat.events)
+            self._received[gang.members[rank].info] = heartbeat.first_report + num_reports
             self._add_points(rank, heartbeat.points, gang.members, nodes)
             self._events.emit(
                 RankProgress(
@@ -87,17 +88,15 @@ class Telemetry:
                 )
             )
         # After the metrics of all ranks, so that the loss of a step stands before its checkpoint.
-        events = self._worker_events(heartbeats)
-        for event in events:
-            self._events.emit(event)
+        events = self._emit_events(event for _, h in sorted(heartbeats.items()) for event in h.events)
         if system:
             self._system_readings += 1
             self._events.emit(SystemMetricsLogged(step=self._system_readings, metrics=system))
         self._check_tracking(now)
         return Collected(heartbeats, events)
 
-    def collect_last_points(self, gang: Gang, run_dir: RunDir, *, returned: Collection[int]) -> tuple[Event, ...]:
-        """Collect, after a generation, the points that its workers have not handed over yet.
+    def collect_last_reports(self, gang: Gang, run_dir: RunDir, *, returned: Collection[int]) -> tuple[Event, ...]:
+        """Collect, after a generation, the points and events that its workers have not handed over yet.
 
         A worker that has died has left them on disk, unless its run directory is not the driver's.
 
@@ -107,19 +106,22 @@ class Telemetry:
             returned: the ranks whose process lives.
 
         Returns:
-            The events that the living workers reported, which have been emitted.
+            The events, which have been emitted.
         """
         # The first round may have the late answer to an earlier question.
         rounds = [self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=returned) for _ in range(2)]
+        events = [event for collected in rounds for event in collected.events]
         nodes = node_names(gang.members)
         for member in gang.members:
             if member.global_rank not in returned:
                 spool = run_dir.spool(member.info.node_id, member.info.pid)
                 received = self._received.get(member.info, 0)
-                points = [point for number, point in read_spool(spool) if number >= received]
+                left = [report for number, report in read_spool(spool) if number >= received]
+                points = [report for report in left if not isinstance(report, Event)]
                 self._add_points(member.global_rank, points, gang.members, nodes)
+                events += self._emit_events(report for report in left if isinstance(report, Event))
                 remove_spool(spool)
-        return tuple(event for collected in rounds for event in collected.events)
+        return tuple(events)
 
     def has_trained(self, generation: int) -> bool:
         """Return whether a step of ``generation``, or of a later one, is complete."""
@@ -152,19 +154,19 @@ class Telemetry:
                 self.straggler = straggler
                 self._report_straggler(straggler, nodes[members[straggler.rank].info.node_id])
 
-    def _worker_events(self, heartbeats: Mapping[int, Heartbeat]) -> tuple[Event, ...]:
-        """The workers' events by rank, with one :class:`FirstStepDone` for each generation.
+    def _emit_events(self, reported: Iterable[Event]) -> tuple[Event, ...]:
+        """Emit and return events of workers, with one :class:`FirstStepDone` for each generation.
 
         Every rank reports its first step, because any of them may die before the driver hears of it.
         """
         events = []
-        for _, heartbeat in sorted(heartbeats.items()):
-            for event in heartbeat.events:
-                if isinstance(event, FirstStepDone):
-                    if event.generation <= self._trained_generation:
-                        continue
-                    self._trained_generation = event.generation
-                events.append(event)
+        for event in reported:
+            if isinstance(event, FirstStepDone):
+                if event.generation <= self._trained_generation:
+                    continue
+                self._trained_generation = event.generation
+            self._events.emit(event)
+            events.append(event)
         return tuple(events)
 
     def _report_straggler(self, straggler: Straggler, node: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -81,6 +83,16 @@ class Assignment:
     def config(self) -> Config:
         return self.environment.config
 
+    def packed(self) -> bytes:
+        """Return this assignment as bytes, small enough for Ray to send them inside of a call."""
+        return zlib.compress(pickle.dumps(self), level=1)
+
+    @classmethod
+    def unpacked(cls, data: bytes, *, global_rank: int, local_rank: int) -> Assignment:
+        """Return the assignment that :meth:`packed` has packed, for another rank."""
+        packed: Assignment = pickle.loads(zlib.decompress(data))
+        return replace(packed, global_rank=global_rank, local_rank=local_rank)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPoint:
@@ -141,7 +153,7 @@ class Heartbeat:
             longer because it is the first of a data loader.
         waiting: whether the training thread waits for other ranks.
         busy_ms: the mean time of recent steps, without the time spent waiting for other ranks; None if unknown.
-        first_point: how many points this process has handed over before ``points``.
+        first_report: how many points and events this process has handed over before these.
         system: system metrics of the node, if the driver asked for them.
         leaving: whether the process has received SIGTERM.
     """
@@ -152,7 +164,7 @@ class Heartbeat:
     usual_tick_s: float | None = None
     waiting: bool = False
     busy_ms: float | None = None
-    first_point: int = 0
+    first_report: int = 0
     points: tuple[TrainPoint | EvalPoint, ...] = ()
     events: tuple[Event, ...] = ()
     system: Mapping[str, float] = field(default_factory=dict)
@@ -164,7 +176,7 @@ class Heartbeat:
             return self
         return replace(
             self,
-            first_point=earlier.first_point,
+            first_report=earlier.first_report,
             points=(*earlier.points, *self.points),
             events=(*earlier.events, *self.events),
             system={**earlier.system, **self.system},

@@ -148,17 +148,17 @@ class Worker:
             print(self.redactor.text(traceback.format_exc()), file=sys.stderr)
         return _worker_info()
 
-    def train(self, shared: Assignment, global_rank: int, local_rank: int) -> Outcome:
+    def train(self, packed: bytes, global_rank: int, local_rank: int) -> Outcome:
         """Train one rank's part of a generation. Never raises: the outcome reports a failure.
 
         The process keeps its model and its position in the data, with which the next generation continues.
 
         Args:
-            shared: an assignment, the same for all workers but for their ranks.
+            packed: the assignment, packed, which is the same for all workers but for their ranks.
             global_rank: the rank of this worker.
             local_rank: its rank on this node.
         """
-        assignment = replace(shared, global_rank=global_rank, local_rank=local_rank)
+        assignment = Assignment.unpacked(packed, global_rank=global_rank, local_rank=local_rank)
         run_dir = RunDir(Path(assignment.run_dir))
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
@@ -254,6 +254,7 @@ class Worker:
             device=self.device,
             gate=self.gate,
             outbox=self.outbox,
+            redactor=self.redactor,
         )
 
 

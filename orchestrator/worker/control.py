@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
-from orchestrator.worker.spool import Spool
+from orchestrator.worker.spool import Report, Spool
 
 SMOOTHING = 0.1
 """The weight of the latest batch in the moving average of the time per batch."""
@@ -108,12 +108,13 @@ class Outbox:
         self._loader_is_new = False
         self._busy_ms: float | None = None
         self._points: list[TrainPoint | EvalPoint] = []
-        self._handed_over = 0
+        self._num_reports = 0  # points and events so far
+        self._first_report = 0  # the number of the first one that has not been collected
         self._spool: Spool | None = None
         self._events: list[Event] = []
 
     def keep_in(self, spool: Spool) -> None:
-        """Keep the points in ``spool`` too, until the driver has received them."""
+        """Keep points and events in ``spool`` too, until the driver has received them."""
         self._spool = spool
 
     def enter(self, step: int, phase: Phase) -> None:
@@ -154,8 +155,7 @@ class Outbox:
 
     def put_point(self, point: TrainPoint | EvalPoint) -> None:
         with self._lock:
-            if self._spool is not None:
-                self._spool.append(self._handed_over + len(self._points), point)
+            self._add_to_spool(point)
             self._points.append(point)
             if isinstance(point, TrainPoint) and point.step_ms:
                 mean_ms = sum(point.step_ms) / len(point.step_ms)
@@ -163,7 +163,13 @@ class Outbox:
 
     def put_event(self, event: Event) -> None:
         with self._lock:
+            self._add_to_spool(event)
             self._events.append(event)
+
+    def _add_to_spool(self, report: Report) -> None:
+        if self._spool is not None:
+            self._spool.append(self._num_reports, report)
+        self._num_reports += 1
 
     def collect(self, system: Mapping[str, float], *, leaving: bool = False, waiting: bool = False) -> Heartbeat:
         """Return the progress, with the points and events since the last call.
@@ -175,7 +181,7 @@ class Outbox:
         """
         with self._lock:
             points, self._points = self._points, []
-            first, self._handed_over = self._handed_over, self._handed_over + len(points)
+            first, self._first_report = self._first_report, self._num_reports
             if self._spool is not None:
                 self._spool.turn()
             events, self._events = self._events, []
@@ -186,7 +192,7 @@ class Outbox:
                 usual_tick_s=None if self._loader_is_new else self._mean_batch_s.get(self._phase),
                 waiting=waiting,
                 busy_ms=self._busy_ms,
-                first_point=first,
+                first_report=first,
                 points=tuple(points),
                 events=tuple(events),
                 system=system,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, StepEnd, has_loss
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
@@ -101,6 +102,7 @@ class Loop:
         device: torch.device,
         gate: StepGate,
         outbox: Outbox,
+        redactor: Redactor | None = None,
     ):
         self.config: Config = assignment.config
         self.job = job
@@ -116,7 +118,12 @@ class Loop:
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
         self._samples = Samples(
-            job, run_dir=RunDir(Path(assignment.run_dir)), outbox=outbox, device=device, seed=self.config.seed
+            job,
+            run_dir=RunDir(Path(assignment.run_dir)),
+            outbox=outbox,
+            device=device,
+            seed=self.config.seed,
+            redactor=redactor or Redactor(),
         )
         self.reassign(assignment)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orchestrator.config.redact import Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.records.run_dir import RunDir
@@ -41,13 +42,16 @@ class Samples:
         texts: the last text of each name.
     """
 
-    def __init__(self, job: Job, *, run_dir: RunDir, outbox: Outbox, device: torch.device, seed: int):
+    def __init__(
+        self, job: Job, *, run_dir: RunDir, outbox: Outbox, device: torch.device, seed: int, redactor: Redactor
+    ):
         self.texts: dict[str, str] = {}
         self._job = job
         self._run_dir = run_dir
         self._outbox = outbox
         self._device = device
         self._seed = seed
+        self._redactor = redactor
 
     def take(self, model: nn.Module | None, state: TrainState | None, *, step: int) -> None:
         """Let the job draw samples, and write them.
@@ -92,8 +96,8 @@ class Samples:
                 "'.', and no '.' at the beginning"
             )
         if isinstance(sample, str):
-            path, data = self._run_dir.sample_file(step, name, "txt"), sample.encode(errors="replace")
-            self.texts[name] = sample
+            self.texts[name] = text = self._redactor.text(sample)
+            path, data = self._run_dir.sample_file(step, name, "txt"), text.encode(errors="replace")
         elif isinstance(sample, Tensor):
             path, data = self._run_dir.sample_file(step, name, "png"), _png(sample, name)
         else:

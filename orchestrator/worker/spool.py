@@ -1,4 +1,4 @@
-"""The points that a worker has not handed over yet, on disk, where they outlive its process."""
+"""The points and events that a worker has not handed over yet, on disk, where they outlive its process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from orchestrator.protocol.events import Event
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 
+Report = TrainPoint | EvalPoint | Event
+"""What a worker reports with a heartbeat."""
+
 _PACKAGES = ("orchestrator.protocol.", "orchestrator.timeline.")
-"""The packages of the classes that points consist of. No other class is unpickled."""
+"""The packages of the classes that reports consist of. No other class is unpickled."""
 
 
 class Spool:
-    """Two files that are written in turn, so that no moment has neither the last points nor those before them.
+    """Two files that are written in turn, so that no moment has neither the last reports nor those before them.
 
     Args:
         path: the files are ``<path>.0`` and ``<path>.1``.
 
     Raises:
-        OSError: they cannot be created. Later errors are not raised: the points are handed over all the same unless
+        OSError: they cannot be created. Later errors are not raised: reports are handed over all the same unless
             the process dies.
     """
 
@@ -33,13 +37,13 @@ class Spool:
             file.truncate(0)
             file.seek(0)
 
-    def append(self, number: int, point: TrainPoint | EvalPoint) -> None:
-        """Add a point; ``number`` counts the points of this process."""
+    def append(self, number: int, report: Report) -> None:
+        """Add a point or an event; ``number`` counts those of this process."""
         with contextlib.suppress(OSError):
-            self._current.write(pickle.dumps((number, point)))
+            self._current.write(pickle.dumps((number, report)))
 
     def turn(self) -> None:
-        """Drop what was added before the last call of this method; to be called whenever the points are handed over.
+        """Drop what was added before the last call of this method; to be called whenever reports are handed over.
 
         The driver asks for more only after it has received what it was given before.
         """
@@ -50,10 +54,10 @@ class Spool:
             self._current, self._other = self._other, self._current
 
 
-def read_spool(path: Path) -> Iterator[tuple[int, TrainPoint | EvalPoint]]:
-    """Yield the numbers and points that a process has left in its :class:`Spool`, in order.
+def read_spool(path: Path) -> Iterator[tuple[int, Report]]:
+    """Yield the numbers, points and events that a process has left in its :class:`Spool`, in order.
 
-    There are none if the files cannot be read. A point that is cut off, and what follows it, is left out.
+    There are none if the files cannot be read. A report that is cut off, and what follows it, is left out.
     """
     found = dict(itertools.chain.from_iterable(_read(file) for file in _files(path)))
     yield from sorted(found.items())
@@ -70,21 +74,21 @@ def _files(path: Path) -> tuple[Path, Path]:
     return path.with_name(f"{path.name}.0"), path.with_name(f"{path.name}.1")
 
 
-def _read(path: Path) -> Iterator[tuple[int, TrainPoint | EvalPoint]]:
+def _read(path: Path) -> Iterator[tuple[int, Report]]:
     with contextlib.suppress(OSError), path.open("rb") as file:
         while True:
             try:
-                number, point = _PointUnpickler(file).load()
+                number, report = _ReportUnpickler(file).load()
             except (EOFError, pickle.UnpicklingError, ValueError, TypeError, AttributeError):
                 return
-            yield number, point
+            yield number, report
 
 
-class _PointUnpickler(pickle.Unpickler):
-    """Others may write to the run directory: create nothing but points."""
+class _ReportUnpickler(pickle.Unpickler):
+    """Others may write to the run directory: create nothing but reports."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if module.startswith(_PACKAGES) else None
         if not isinstance(found, type):
-            raise pickle.UnpicklingError(f"{module}.{name} is not part of a point")
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a report")
         return found

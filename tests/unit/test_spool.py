@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from orchestrator.protocol.core_metrics import LOSS
+from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.control import Outbox
@@ -61,12 +62,13 @@ def test_heartbeats_number_the_points(tmp_path: Path) -> None:
     points = [point(1), EvalPoint(step=1, time=1.0, loss_sum=1.0, weight=1.0, sums={}), point(2)]
     outbox.put_point(points[0])
     first = outbox.collect({})
+    outbox.put_event(Warned(message="a warning"))
     outbox.put_point(points[1])
     outbox.put_point(points[2])
     second = outbox.collect({})
-    assert (first.first_point, second.first_point) == (0, 1)
+    assert (first.first_report, second.first_report) == (0, 1)
     both = second.after(first)
-    assert (both.first_point, both.points) == (0, tuple(points))
+    assert (both.first_report, both.points) == (0, tuple(points))
 
 
 def test_nothing_but_points_is_read(tmp_path: Path) -> None:
@@ -85,3 +87,14 @@ def test_nothing_but_points_is_read(tmp_path: Path) -> None:
     with path.with_name("node-7.1").open("ab") as file:
         file.write(pickle.dumps((3, point(4)))[:-5])
     assert list(read_spool(path)) == [(0, point(1))], "the last point is cut off"
+
+
+def test_events_are_kept_too(tmp_path: Path) -> None:
+    path = tmp_path / "node-7"
+    outbox = Outbox()
+    outbox.keep_in(Spool(path))
+    warning = Warned(message="a warning")
+    outbox.put_point(point(1))
+    outbox.put_event(warning)
+    outbox.put_point(point(2))
+    assert list(read_spool(path)) == [(0, point(1)), (1, warning), (2, point(2))]
