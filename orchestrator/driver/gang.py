@@ -16,7 +16,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
 from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo
 
-HEARTBEATS_PER_ROUND = 128
+HEARTBEATS_PER_ROUND = 64
 """Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
 SPARE_TIMEOUT_S = 1.0
 """Discard spares that do not answer within this time."""

@@ -108,8 +108,8 @@ class Telemetry:
         Returns:
             The events, which have been emitted.
         """
-        # The first round may have the late answer to an earlier question.
-        rounds = [self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=returned) for _ in range(2)]
+        asked_before = gang.unanswered().intersection(returned)  # their next answers will be late ones
+        rounds = [self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=r) for r in (returned, asked_before) if r]
         events = [event for collected in rounds for event in collected.events]
         nodes = node_names(gang.members)
         for member in gang.members:
