@@ -148,15 +148,6 @@ class DDP(WholeModel):
             return {}
         return {ANY_RANK: (step,)}
 
-    def recover_state(
-        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
-    ) -> dict[str, Any]:
-        source, state = sources[0], None  # all survivors at this step have the same state
-        if self.context.global_rank == source:
-            assert step == source_step
-            state = self.snapshot(step=step, samples_consumed=samples_consumed)
-        return self.restore(state, source=source)
-
     def close(self) -> None:
         """Release everything that references the process group.
 

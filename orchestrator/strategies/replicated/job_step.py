@@ -119,16 +119,6 @@ class JobStep(WholeModel):
             return {}
         return {ANY_RANK: (step,)}
 
-    def recover_state(
-        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
-    ) -> dict[str, Any]:
-        source, state = sources[0], None  # all survivors at this step have the same state
-        if self.context.global_rank == source:
-            assert step == source_step
-            assert not self._torn
-            state = self.snapshot(step=step, samples_consumed=samples_consumed)
-        return self.restore(state, source=source)
-
     def comm_ms(self) -> float | None:
         if self.context.device.type != "cpu" or not self._has_peers:
             return None  # on a GPU, the host does not wait

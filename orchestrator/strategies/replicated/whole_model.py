@@ -67,6 +67,16 @@ class WholeModel(OptimizerStep):
         train_state.restore(state, self.model, self.optimizer, self.scheduler)
         return state.meta
 
+    def recover_state(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        """Continue from a survivor's model; for strategies whose ranks have equal state after a step."""
+        source, state = sources[0], None
+        if self.context.global_rank == source:
+            assert step == source_step
+            state = self.snapshot(step=step, samples_consumed=samples_consumed)
+        return self.restore(state, source=source)
+
     @property
     def full_model(self) -> nn.Module | None:
         return self.model if self.context.global_rank == 0 else None
