@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from helpers.batches import validated
 from helpers.gang import Gang
 from helpers.layouts import LAYOUTS, PARAMETER_SERVER, SGD
 from helpers.toys import DDP, Case, Steps, Tokens, Toy, having, losses, make, steps, train, watched
@@ -20,8 +21,6 @@ from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
 from orchestrator.strategies.replicated.dp import DPConfig
-from orchestrator.worker.data import eval_batches
-from orchestrator.worker.evaluation import evaluate
 
 DP = DPConfig(name="dp", num_workers=3, loss_on="device0", verbose=False)
 TRAIN = having(steps=6, global_batch_size=25, grad_accumulation=2)
@@ -103,20 +102,8 @@ def trained(rank: int, case: Case) -> tuple[Steps, EvalPoint]:
     """Train on this rank, and evaluate as the training loop does."""
     strategy = make(case, rank)
     seen = watched(strategy, steps(strategy))
-    mesh = strategy.context.mesh
-    with strategy.quiesced():
-        batches = eval_batches(
-            replace(case.job, samples=SAMPLES).dataset("val"),  # type: ignore[call-arg]
-            collate=case.job.collate,
-            batch_size=strategy.eval_batch_size,
-            data_parallel_size=mesh.data_parallel_size,
-            dp_rank=mesh.dp_rank(rank),
-            num_workers=0,
-            pin_memory=False,
-            timeout_s=10,
-            read=strategy.reads_data,
-        )
-        return seen, evaluate(strategy, batches, step=case.train.steps, device=torch.device("cpu"))
+    val = replace(case.job, samples=SAMPLES).dataset("val")  # type: ignore[call-arg]
+    return seen, validated(strategy, rank, val, step=case.train.steps)
 
 
 def evaluated(points: list[EvalPoint]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from helpers.batches import validated
 from helpers.gang import Answer, Gang
 from helpers.layouts import MODEL_PARALLEL, PARAMETER_SERVER, SGD, ddp_pipeline, pipeline, whole_model
 from helpers.toys import DDP, SINGLE, Case, Steps, config_of, having, losses, make, plan_of, steps, watched
@@ -21,8 +22,6 @@ from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.replicated.dp import DPConfig
-from orchestrator.worker.data import eval_batches
-from orchestrator.worker.evaluation import evaluate
 
 TRAIN = having(steps=4, global_batch_size=8)
 STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
@@ -94,9 +93,9 @@ def trained(rank: int, case: Case) -> tuple[Steps, list[EvalPoint]]:
     """Train on this rank, and evaluate after the second step and after the last."""
     strategy = make(case, rank)
     first = watched(strategy, steps(strategy, last=2))
-    points = [validated(strategy, rank)]
+    points = [validated(strategy, rank, strategy.job.dataset("val"))]
     rest = watched(strategy, steps(strategy, first=3))
-    points.append(validated(strategy, rank))
+    points.append(validated(strategy, rank, strategy.job.dataset("val")))
     return replace(
         rest,
         loss_sums=first.loss_sums + rest.loss_sums,
@@ -104,23 +103,6 @@ def trained(rank: int, case: Case) -> tuple[Steps, list[EvalPoint]]:
         norms=first.norms + rest.norms,
         skipped=first.skipped + rest.skipped,
     ), points
-
-
-def validated(strategy: Any, rank: int) -> EvalPoint:
-    mesh = strategy.context.mesh
-    with strategy.quiesced():
-        batches = eval_batches(
-            strategy.job.dataset("val"),
-            collate=strategy.job.collate,
-            batch_size=strategy.eval_batch_size,
-            data_parallel_size=mesh.data_parallel_size,
-            dp_rank=mesh.dp_rank(rank),
-            num_workers=0,
-            pin_memory=False,
-            timeout_s=10,
-            read=strategy.reads_data,
-        )
-        return evaluate(strategy, batches, step=0, device=torch.device("cpu"))
 
 
 def means(ranks: list[tuple[Steps, list[EvalPoint]]]) -> list[dict[str, float]]:

@@ -20,8 +20,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from helpers.batches import LAYOUTS, evaluate, read_by_all_ranks, train
+from helpers.runs import PYTHONPATH
 from orchestrator.model.batch import to_device
-from orchestrator.worker.data import SampleOrder, checked_weights, epoch_of, eval_batches, permutation, train_batches
+from orchestrator.worker.data import SampleOrder, checked_weights, epoch_of, permutation
 from orchestrator.worker.loader import DataError
 
 
@@ -76,58 +78,18 @@ class TwoPartError(Exception):
         super().__init__(f"{what} ({code})")
 
 
-def train(dataset: Any, **changes: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "collate": None,
-        "seed": 0,
-        "samples_consumed": 0,
-        "steps": 4,
-        "global_batch_size": 8,
-        "data_parallel_size": 1,
-        "dp_rank": 0,
-        "grad_accumulation": 1,
-        "num_workers": 0,
-        "pin_memory": False,
-        "timeout_s": 30.0,
-    }
-    return train_batches(dataset, **(defaults | changes))
-
-
-def evaluate(dataset: Any, **changes: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "collate": None,
-        "batch_size": 8,
-        "data_parallel_size": 1,
-        "dp_rank": 0,
-        "num_workers": 0,
-        "pin_memory": False,
-        "timeout_s": 30.0,
-    }
-    return eval_batches(dataset, **(defaults | changes))
-
-
-def read_by_all_ranks(n: int, *, data_parallel_size: int, **changes: Any) -> list[list[int]]:
-    """The samples of each step, the micro-batches of all ranks one after the other."""
-    ranks = [
-        list(train(Numbers(n), data_parallel_size=data_parallel_size, dp_rank=rank, **changes))
-        for rank in range(data_parallel_size)
-    ]
-    return [
-        [i for micro_batches in step for batch in micro_batches for i in batch.tolist()]
-        for step in zip(*ranks, strict=True)
-    ]
-
-
-LAYOUTS = [(1, 1), (2, 1), (1, 3), (3, 2), (4, 1), (5, 2)]  # data_parallel_size, grad_accumulation
-
-
 @pytest.mark.parametrize(("dp_size", "accumulation"), LAYOUTS)
 @pytest.mark.parametrize(("n", "batch"), [(100, 10), (37, 13), (7, 32), (64, 65)])
 def test_all_ranks_together_read_the_stream(n: int, batch: int, dp_size: int, accumulation: int) -> None:
     epochs = [permutation(n, seed=3, epoch=e).tolist() for e in range(40)]
     stream = [i for epoch in epochs for i in epoch]
     steps = read_by_all_ranks(
-        n, data_parallel_size=dp_size, grad_accumulation=accumulation, global_batch_size=batch, seed=3, steps=8
+        lambda: Numbers(n),
+        data_parallel_size=dp_size,
+        grad_accumulation=accumulation,
+        global_batch_size=batch,
+        seed=3,
+        steps=8,
     )
     assert steps == [stream[k * batch : (k + 1) * batch] for k in range(8)]
 
@@ -135,9 +97,9 @@ def test_all_ranks_together_read_the_stream(n: int, batch: int, dp_size: int, ac
 @pytest.mark.parametrize(("dp_size", "accumulation"), LAYOUTS)
 @pytest.mark.parametrize("done", [1, 3, 7])
 def test_any_layout_resumes_at_the_next_sample(done: int, dp_size: int, accumulation: int) -> None:
-    whole = read_by_all_ranks(37, data_parallel_size=2, global_batch_size=13, steps=10)
+    whole = read_by_all_ranks(lambda: Numbers(37), data_parallel_size=2, global_batch_size=13, steps=10)
     rest = read_by_all_ranks(
-        37,
+        lambda: Numbers(37),
         data_parallel_size=dp_size,
         grad_accumulation=accumulation,
         global_batch_size=13,
@@ -149,7 +111,9 @@ def test_any_layout_resumes_at_the_next_sample(done: int, dp_size: int, accumula
 
 def test_a_changed_batch_size_resumes_at_the_next_sample() -> None:
     order = SampleOrder(n=37, seed=0)
-    steps = read_by_all_ranks(37, data_parallel_size=2, global_batch_size=20, samples_consumed=39, steps=2)
+    steps = read_by_all_ranks(
+        lambda: Numbers(37), data_parallel_size=2, global_batch_size=20, samples_consumed=39, steps=2
+    )
     assert steps == [order.indices(39, 20), order.indices(59, 20)]
 
 
@@ -317,6 +281,7 @@ def test_loader_processes_die_with_their_worker_and_not_by_ctrl_c() -> None:
     worker = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=os.path.dirname(__file__),  # noqa: PTH120
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         stdout=subprocess.PIPE,
     )
     assert worker.stdout is not None
@@ -401,7 +366,7 @@ def test_samples_of_weight_0_are_not_drawn_at_the_ends_either(monkeypatch: pytes
 def test_any_layout_draws_the_same_and_resumes_at_the_next_sample(dp_size: int, accumulation: int) -> None:
     whole = SampleOrder(n=100, seed=0, weights=WEIGHTS).indices(0, 39 * 6)
     rest = read_by_all_ranks(
-        100,
+        lambda: Numbers(100),
         data_parallel_size=dp_size,
         grad_accumulation=accumulation,
         global_batch_size=39,

@@ -263,9 +263,9 @@ def test_secrets_of_the_environment_are_known(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DB_PASSWORD", "root")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:proxy-password@proxy")
     monkeypatch.setenv("BROKEN_API_TOKEN", "not utf-8: \udcff\udcfe")
-    monkeypatch.setenv("PWD", "/home/somebody/project")
-    text = "from-environment-1 /root/x proxy-password /home/somebody/project"
-    assert Redactor.of_process().text(text) == f"{MASK} /root/x {MASK} /home/somebody/project"
+    monkeypatch.setenv("PWD", "/srv/somebody/project")
+    text = "from-environment-1 /srv/root/x proxy-password /srv/somebody/project"
+    assert Redactor.of_process().text(text) == f"{MASK} /srv/root/x {MASK} /srv/somebody/project"
 
 
 def test_a_stream_masks_what_is_written() -> None:

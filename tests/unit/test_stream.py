@@ -12,53 +12,27 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from helpers import batches
+from helpers.batches import LAYOUTS
 from helpers.streams import KINDS, Counting, Epochs, Plain, Stateful
 from helpers.toys import Rows
 from orchestrator.strategies.datasets import check_dataset, first_item, is_stream, known_length
-from orchestrator.worker.data import eval_batches, train_batches
 from orchestrator.worker.loader import DataError
 from orchestrator.worker.stream import MAX_STATE_BYTES, Mark, StreamReader
 
-LAYOUTS = [(1, 1), (2, 1), (1, 3), (3, 2), (4, 1), (5, 2)]  # data_parallel_size, grad_accumulation
+STREAMED: dict[str, Any] = {"collate": list, "steps": 6, "global_batch_size": 13}
 
 
 def train(dataset: Any, **changes: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "collate": list,
-        "seed": 0,
-        "samples_consumed": 0,
-        "steps": 6,
-        "global_batch_size": 13,
-        "data_parallel_size": 1,
-        "dp_rank": 0,
-        "grad_accumulation": 1,
-        "num_workers": 0,
-        "pin_memory": False,
-        "timeout_s": 30.0,
-    }
-    return train_batches(dataset, **(defaults | changes))
+    return batches.train(dataset, **{**STREAMED, **changes})
 
 
 def evaluate(dataset: Any, **changes: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "collate": list,
-        "batch_size": 8,
-        "data_parallel_size": 1,
-        "dp_rank": 0,
-        "num_workers": 0,
-        "pin_memory": False,
-        "timeout_s": 30.0,
-    }
-    return eval_batches(dataset, **(defaults | changes))
+    return batches.evaluate(dataset, **{"collate": list, **changes})
 
 
-def read_by_all_ranks(kind: type[Plain], n: int, *, data_parallel_size: int, **changes: Any) -> list[list[int]]:
-    ranks = [
-        list(train(kind(range(n)), data_parallel_size=data_parallel_size, dp_rank=rank, **changes))
-        for rank in range(data_parallel_size)
-    ]
-    steps = zip(*ranks, strict=True)
-    return [[i for micro_batches in step for batch in micro_batches for i in batch] for step in steps]
+def read_by_all_ranks(kind: type[Plain], n: int, **changes: Any) -> list[list[int]]:
+    return batches.read_by_all_ranks(lambda: kind(range(n)), **{**STREAMED, **changes})
 
 
 def order_of(kind: type[Plain], n: int, *, epochs: int) -> list[int]:

@@ -1,0 +1,68 @@
+"""The batches that the training loop reads, with defaults for what a test does not care about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from orchestrator.protocol.messages import EvalPoint
+from orchestrator.strategies.base import Strategy
+from orchestrator.worker import evaluation
+from orchestrator.worker.data import eval_batches, train_batches
+
+LAYOUTS = [(1, 1), (2, 1), (1, 3), (3, 2), (4, 1), (5, 2)]
+"""``data_parallel_size`` and ``grad_accumulation``."""
+
+_LOADING: dict[str, Any] = {
+    "collate": None,
+    "data_parallel_size": 1,
+    "dp_rank": 0,
+    "num_workers": 0,
+    "pin_memory": False,
+    "timeout_s": 30.0,
+}
+_TRAINING: dict[str, Any] = {
+    "seed": 0,
+    "samples_consumed": 0,
+    "steps": 4,
+    "global_batch_size": 8,
+    "grad_accumulation": 1,
+}
+
+
+def train(dataset: Any, **changes: Any) -> Any:
+    return train_batches(dataset, **{**_LOADING, **_TRAINING, **changes})
+
+
+def evaluate(dataset: Any, **changes: Any) -> Any:
+    return eval_batches(dataset, **{**_LOADING, "batch_size": 8, **changes})
+
+
+def read_by_all_ranks(make: Callable[[], Any], *, data_parallel_size: int, **changes: Any) -> list[list[int]]:
+    """The samples of each step, the micro-batches of all ranks one after the other."""
+    ranks = [
+        list(train(make(), data_parallel_size=data_parallel_size, dp_rank=rank, **changes))
+        for rank in range(data_parallel_size)
+    ]
+    return [
+        [int(i) for micro_batches in step for batch in micro_batches for i in batch]
+        for step in zip(*ranks, strict=True)
+    ]
+
+
+def validated(strategy: Strategy, rank: int, dataset: Any, *, step: int = 0) -> EvalPoint:
+    """Evaluate on this rank as the training loop does."""
+    mesh = strategy.context.mesh
+    with strategy.quiesced():
+        batches = evaluate(
+            dataset,
+            collate=strategy.job.collate,
+            batch_size=strategy.eval_batch_size,
+            data_parallel_size=mesh.data_parallel_size,
+            dp_rank=mesh.dp_rank(rank),
+            timeout_s=10,
+            read=strategy.reads_data,
+        )
+        return evaluation.evaluate(strategy, batches, step=step, device=torch.device("cpu"))
