@@ -104,8 +104,10 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
     outcome = loop.run({})
     loop.strategy.close()
     loop.finish(timeout_s=5)
-    assert loop._stream is not None
-    return ran(outcome, outbox, training=True, owns_reducer=False), loop._stream._stream.yielded
+    assert loop._data is not None
+    reader = loop._data._reader
+    assert reader is not None
+    return ran(outcome, outbox, training=True, owns_reducer=False), reader._stream.yielded
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Counting", "Epochs", "Stateful"])
