@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from orchestrator.protocol.core_metrics import LOSS
 from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.control import Outbox
-from orchestrator.worker.spool import Spool, read_spool, remove_spool
+from orchestrator.worker.spool import Spool, _ReportUnpickler, read_spool, remove_spool
 
 DYING = """
 import os, signal, sys
@@ -87,6 +91,37 @@ def test_nothing_but_points_is_read(tmp_path: Path) -> None:
     with path.with_name("node-7.1").open("ab") as file:
         file.write(pickle.dumps((3, point(4)))[:-5])
     assert list(read_spool(path)) == [(0, point(1))], "the last point is cut off"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("orchestrator.protocol.metrics", "dataclasses.types.FunctionType"),
+        ("orchestrator.protocol.events", "Mapping.register"),
+        ("orchestrator.protocol.messages", "Config"),
+        ("orchestrator.worker.spool", "Spool"),
+        ("os", "mkdir"),
+    ],
+)
+def test_only_classes_that_the_protocol_defines_are_found(tmp_path: Path, module: str, name: str) -> None:
+    path = tmp_path / "node-7"
+    spool = Spool(path)
+    spool.append(0, point(1))
+    reference = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name)) + b"\x93"
+    with path.with_name("node-7.0").open("ab") as file:
+        file.write(reference + pickle.TUPLE1 + b"(K\x01K\x02t.")
+    assert list(read_spool(path)) == [(0, point(1))]
+    with pytest.raises(pickle.UnpicklingError, match=re.escape(f"{module}.{name} is not part of a report")):
+        _ReportUnpickler(io.BytesIO(reference + b".")).load()
+
+
+def test_damage_ends_the_reading(tmp_path: Path) -> None:
+    """A damaged length makes the unpickler raise OverflowError."""
+    path = tmp_path / "node-7"
+    Spool(path).append(0, point(1))
+    with path.with_name("node-7.0").open("ab") as file:
+        file.write(b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f")
+    assert list(read_spool(path)) == [(0, point(1))]
 
 
 def test_events_are_kept_too(tmp_path: Path) -> None:
