@@ -299,11 +299,8 @@ class Run:
         if failed_rank is not None:
             for rank in decision.lost:
                 self._faults = without_next(self._faults, rank)
-        grace_s = self.config.cluster.stop_grace_s
-        if generation.paused is not None or generation.stop_sent:
-            self._gang.poll(Worker.open_gate, ranks=generation.returned, timeout_s=grace_s)
         # A stop is obeyed in the next generation, which can save what survivors hold. Here it ends only the pause.
-        self._monitor.grace_s = grace_s if decision.sources is not None else 0.0
+        self._monitor.grace_s = self.config.cluster.stop_grace_s if decision.sources is not None else 0.0
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and self._stop.received is None:
             time.sleep(0.1)

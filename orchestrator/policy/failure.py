@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from orchestrator.protocol.messages import Failure, Outcome
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.protocol.messages import Failure, Outcome, Phase, WorkerInfo
 
 CauseOfDeath = Literal["out of memory", "node lost", "unknown"]
 """What Ray knows about the death of a process; it knows the cause only if it killed the process itself."""
@@ -91,6 +92,16 @@ def describe_crash(report: str) -> str:
     return ", ".join(what) + where
 
 
+def unreachable_addresses(workers: Iterable[WorkerInfo], lost_nodes: Collection[str]) -> tuple[str, ...]:
+    """Return the IP addresses of the nodes whose ids are in ``lost_nodes``.
+
+    Nodes on one machine share an address. One that another node still has is left out.
+    """
+    places = {(worker.node_id, worker.node_ip) for worker in workers}
+    lost = {ip for node_id, ip in places if node_id in lost_nodes}
+    return tuple(sorted(lost - {ip for node_id, ip in places if node_id not in lost_nodes}))
+
+
 def failed_call(error: str, *, pid: int, hostname: str, time: float, traceback: str) -> Failure:
     """Describe a worker that lives, but could not carry out or answer a call of the driver; ``error`` says why."""
     text = (
@@ -144,11 +155,16 @@ def too_slow(slower_by: float, *, time: float) -> Failure:
     return _seen_by_driver(f"it was {slower_by:.1f} times slower than the others (recovery.replace_stragglers)", time)
 
 
-def standstill(timeout_s: float, *, time: float) -> Failure:
-    """Describe a process that answers and makes no progress, until the others time out in a collective operation."""
-    return _seen_by_driver(
-        f"no progress while the others waited {timeout_s:g} s for it (cluster.collective_timeout_s)", time
-    )
+def standstill(config: ClusterConfig, phase: Phase | None, *, time: float) -> Failure:
+    """Describe a process that answers and makes no progress, until the others no longer wait for it.
+
+    ``phase``: its phase at its last heartbeat; None if it has sent none.
+    """
+    if phase in ("start", "join"):
+        key, timeout_s = "rendezvous_timeout_s", config.rendezvous_timeout_s
+    else:
+        key, timeout_s = "collective_timeout_s", config.collective_timeout_s
+    return _seen_by_driver(f"no progress while the others waited {timeout_s:g} s for it (cluster.{key})", time)
 
 
 def _seen_by_driver(message: str, time: float) -> Failure:

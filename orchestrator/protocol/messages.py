@@ -18,7 +18,7 @@ from orchestrator.timeline.spans import Span
 ANY_RANK = -1
 """Stands for each rank of a run, where the state of one is that of all others, too."""
 
-Phase = Literal["start", "join", "build", "train", "eval", "sample", "checkpoint", "callback", "end"]
+Phase = Literal["start", "join", "connect", "build", "train", "eval", "sample", "checkpoint", "callback", "end"]
 """What a worker does. In ``sample`` and ``callback`` it runs code of the job that may take any time."""
 
 
@@ -65,7 +65,6 @@ class Assignment:
 
     generation: int
     global_rank: int
-    local_rank: int
     store_host: str
     store_port: int
     backend: Literal["gloo", "nccl"]
@@ -88,10 +87,10 @@ class Assignment:
         return zlib.compress(pickle.dumps(self), level=1)
 
     @classmethod
-    def unpacked(cls, data: bytes, *, global_rank: int, local_rank: int) -> Assignment:
+    def unpacked(cls, data: bytes, *, global_rank: int) -> Assignment:
         """Return the assignment that :meth:`packed` has packed, for another rank."""
         packed: Assignment = pickle.loads(zlib.decompress(data))
-        return replace(packed, global_rank=global_rank, local_rank=local_rank)
+        return replace(packed, global_rank=global_rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,19 +105,19 @@ class Worker:
         return replace(heartbeat, events=self.redactor.data(heartbeat.events, by_key=False))
 
     @ray.method(concurrency_group="control")
-    def hold(self) -> int:
+    def hold(self, generation: int) -> int:
         """See :meth:`StepGate.hold`."""
-        return self.gate.hold()
+        return self.gate.hold(generation)
 
     @ray.method(concurrency_group="control")
-    def finish_step(self, step: int, save: bool) -> None:
+    def finish_step(self, generation: int, step: int, save: bool) -> None:
         """See :meth:`StepGate.finish_step`."""
-        self.gate.finish_step(step, save)
+        self.gate.finish_step(generation, step, save)
 
     @ray.method(concurrency_group="control")
-    def open_gate(self) -> None:
+    def open_gate(self, generation: int) -> None:
         """See :meth:`StepGate.open`."""
-        self.gate.open()
+        self.gate.open(generation)
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int, unreachable: tuple[str, ...]) -> None:
@@ -148,7 +148,7 @@ class Worker:
             print(self.redactor.text(traceback.format_exc()), file=sys.stderr)
         return _worker_info()
 
-    def train(self, packed: bytes, global_rank: int, local_rank: int) -> Outcome:
+    def train(self, packed: bytes, global_rank: int) -> Outcome:
         """Train one rank's part of a generation. Never raises: the outcome reports a failure.
 
         The process keeps its model and its position in the data, with which the next generation continues.
@@ -156,9 +156,8 @@ class Worker:
         Args:
             packed: the assignment, packed, which is the same for all workers but for their ranks.
             global_rank: the rank of this worker.
-            local_rank: its rank on this node.
         """
-        assignment = Assignment.unpacked(packed, global_rank=global_rank, local_rank=local_rank)
+        assignment = Assignment.unpacked(packed, global_rank=global_rank)
         run_dir = RunDir(Path(assignment.run_dir))
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
@@ -236,13 +235,9 @@ class Worker:
         step = 0 if self.loop is None else self.loop.position.step
         self.outbox.enter(step, "join")
         inject_fault(assignment.faults, rank=rank, phase="join", step=step)
-        self.store = rendezvous.join(
-            assignment,
-            node_ip=ray.util.get_node_ip_address(),
-            store=self.own_store if rank == 0 else None,
-            device=self.device,
-            gate=self.gate,
-        )
+        self.store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
+        self.outbox.enter(step, "connect")
+        rendezvous.connect(assignment, self.store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         startup["rendezvous_s"] = time.perf_counter() - began
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import ray.cloudpickle as cloudpickle
+
+from helpers.runs import wait_for
+from orchestrator.protocol.events import Event, Warned, WorkerLost
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -24,12 +29,27 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
     cloudpickle.unregister_pickle_by_value(module)
 
 
-def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path) -> None:
-    run, watcher = simulation.prepared_run(192, tmp_path)
+@contextmanager
+def training(simulation: Any, folder: Path, *words: str) -> Iterator[Any]:
+    """A run of 192 ranks that trains: its watcher. The run ends with the block."""
+    run, watcher = simulation.prepared_run(192, folder, *words)
     thread = threading.Thread(target=run.execute)
     thread.start()
     try:
         assert watcher.first_step.wait(60)
+        yield watcher
+    finally:
+        ray.get([host.finish_all.remote() for host in simulation.SimulatedSlots.hosts])
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def messages(watcher: Any, kind: type[Event], field: str) -> list[str]:
+    return [getattr(event, field) for event in watcher.events if isinstance(event, kind)]
+
+
+def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path) -> None:
+    with training(simulation, tmp_path) as watcher:
         workers = dict(simulation.SimulatedSlots.workers)
         for slot in (1, 5):
             workers[slot].die()
@@ -39,7 +59,35 @@ def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path)
         assert set(recovered.replaced) == {1, 5}
         anew = {slot for slot, worker in simulation.SimulatedSlots.workers.items() if worker is not workers[slot]}
         assert anew == {1, 5}
-    finally:
-        ray.get([host.finish_all.remote() for host in simulation.SimulatedSlots.hosts])
-        thread.join(60)
-    assert not thread.is_alive()
+
+
+def test_one_pause_is_enough_for_workers_that_leave_together(simulation: Any, tmp_path: Path) -> None:
+    """They are in different thirds of the gang, each of which is asked in another round."""
+    with training(simulation, tmp_path) as watcher:
+        simulation.change([3, 70, 150], leaving=True)
+        assert watcher.healed.wait(60)
+        (recovered,) = watcher.recovered
+        assert (recovered.planned, set(recovered.replaced)) == ("preempted", {3, 70, 150})
+
+
+def test_ranks_train_on_if_one_cannot_be_held_and_pause_later(simulation: Any, tmp_path: Path) -> None:
+    with training(simulation, tmp_path, "cluster.stop_grace_s=1") as watcher:
+        simulation.change([7], deaf=True)
+        simulation.change([3], leaving=True)
+        wait_for(lambda: any("did not answer" in m for m in messages(watcher, Warned, "message")), "a warning")
+        hosts = simulation.SimulatedSlots.hosts
+        wait_for(lambda: sum(ray.get([host.num_held.remote() for host in hosts])) == 0, "open gates")
+        simulation.change([7], deaf=False)
+        assert watcher.healed.wait(60)
+        (recovered,) = watcher.recovered
+        assert (recovered.planned, recovered.replaced) == ("preempted", (3,))
+        assert messages(watcher, WorkerLost, "reason") == []
+
+
+def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path) -> None:
+    with training(simulation, tmp_path) as watcher:
+        simulation.change([9], broken=True)
+        assert watcher.healed.wait(60)
+        (reason,) = messages(watcher, WorkerLost, "reason")
+        assert "lives, but a call to it failed: RuntimeError: no heartbeat" in reason
+        assert watcher.recovered[0].replaced == (9,)
