@@ -94,6 +94,7 @@ class Host:
     def __init__(self) -> None:
         self.ranks: dict[int, SimulatedRank] = {}
         self.finished = False
+        self.max_workers: int | None = None
 
     async def call(self, worker: int, method: str, *args: Any) -> Any:
         return await getattr(self, method)(self.ranks.setdefault(worker, SimulatedRank(number=worker)), *args)
@@ -105,10 +106,11 @@ class Host:
     async def num_held(self) -> int:
         return sum(rank.held for rank in self.ranks.values())
 
-    async def finish_all(self) -> None:
+    async def finish_all(self, at_once: bool = True) -> None:
+        """Let all ranks complete the training: ``at_once``, or where they would pause."""
         self.finished = True
         for rank in self.ranks.values():
-            if rank.ended is not None:
+            if rank.ended is not None and at_once:
                 rank.ended.set()
 
     async def worker_info(self, rank: SimulatedRank) -> WorkerInfo:
@@ -116,7 +118,13 @@ class Host:
         pid = NO_PROCESS + rank.number  # the driver may kill it
         return WorkerInfo(node_id=node_id, node_ip="127.0.0.1", hostname="simulated", pid=pid)
 
+    async def limit_workers(self, count: int) -> None:
+        """Let every worker but the first ``count`` die as it starts."""
+        self.max_workers = count
+
     async def prepare(self, rank: SimulatedRank, _: Any) -> WorkerInfo:
+        if self.max_workers is not None and rank.number >= self.max_workers:
+            raise RuntimeError("no start")
         return await self.worker_info(rank)
 
     async def open_store(self, rank: SimulatedRank, *_: Any) -> tuple[str, int]:
@@ -235,11 +243,12 @@ class SimulatedSlots:
     hosts: list[Any]
     workers: dict[int, SimulatedWorker]
     """By slot."""
+    num_started: int
 
     def __init__(self, plan: Plan, **_: Any):
         type(self).hosts = [Host.remote() for _ in range(HOSTS)]  # type: ignore[attr-defined]
         type(self).workers = {}
-        self._started = 0
+        type(self).num_started = 0
 
     def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait) -> list[int]:
         return list(range(count))
@@ -248,8 +257,8 @@ class SimulatedSlots:
         return max(self.workers) + 1
 
     def start(self, slot: int) -> Any:
-        self.workers[slot] = SimulatedWorker(self.hosts[self._started % HOSTS], self._started)
-        self._started += 1
+        self.workers[slot] = SimulatedWorker(self.hosts[self.num_started % HOSTS], self.num_started)
+        type(self).num_started += 1
         return self.workers[slot].worker_info.remote()
 
     def start_and_wait(self, slots: Sequence[int], wait: ResourceWait) -> dict[int, WorkerInfo]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,9 +10,9 @@ from typing import Any, cast
 import ray
 import ray.exceptions
 
-from orchestrator.driver.calls import GangError, all_answers, answers_in_time, cause_of_death
+from orchestrator.driver.calls import GangError, all_answers, answers_in_time, cause_of_death, describe_error
 from orchestrator.driver.node_watch import NodeWatch
-from orchestrator.driver.slots import Slots, kill_process
+from orchestrator.driver.slots import START_ATTEMPTS, Slots, kill_process
 from orchestrator.driver.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
@@ -59,6 +60,8 @@ class Gang:
         self._spares: dict[int, WorkerInfo] = {}  # by slot
         self._unprepared: set[int] = set()  # slots of spares
         self._vacant: list[int] = []
+        self._failed_starts: Counter[int] = Counter()  # by slot: those in a row
+        self._given_up: set[int] = set()  # slots in which no worker starts
         self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
         self._next_asked = 0  # the rank with which the next round of heartbeats begins
 
@@ -156,12 +159,13 @@ class Gang:
 
         Vacant slots come first, then new ones wherever the cluster has room or will have it. New workers, and spares
         that have not done so, load what every rank needs. Do not call this while a generation starts: loading takes
-        CPU time from it.
+        CPU time from it. A slot in which :data:`START_ATTEMPTS` workers in a row died counts as one of them.
         """
         for slot in self._unprepared.intersection(self._spares):
             self._slots.actor(slot).prepare.remote(self._environment)
         self._unprepared = set()
-        for _ in range(workers - len(self.members) - len(self._starting) - len(self._spares)):
+        present = len(self.members) + len(self._starting) + len(self._spares) + len(self._given_up)
+        for _ in range(workers - present):
             slot = self._vacant.pop() if self._vacant else self._slots.reserve()
             self._slots.start(slot)
             self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
@@ -173,8 +177,9 @@ class Gang:
             slot = self._starting.pop(reference)
             try:
                 self._spares[slot] = cast(WorkerInfo, ray.get(reference))
-            except ray.exceptions.RayError:
-                self._vacant.append(slot)
+                del self._failed_starts[slot]
+            except ray.exceptions.RayError as e:
+                self._record_failed_start(slot, e)
         draining = self._nodes.draining
         return sum(info.node_id not in draining for info in self._spares.values())
 
@@ -265,6 +270,18 @@ class Gang:
     def _vacate(self, lost: Member, draining: Collection[str]) -> None:
         if lost.info.node_id not in draining:
             self._vacant.append(lost.slot)
+
+    def _record_failed_start(self, slot: int, error: ray.exceptions.RayError) -> None:
+        self._failed_starts[slot] += 1
+        if self._failed_starts[slot] < START_ATTEMPTS:
+            self._vacant.append(slot)
+            return
+        if not self._given_up:
+            self._monitor.warn(
+                f"{START_ATTEMPTS} additional workers in a row died while they started ({describe_error(error)}); the "
+                "run continues with fewer; see Ray's logs"
+            )
+        self._given_up.add(slot)
 
     def _live_spares(self) -> list[int]:
         """The slots of the spares that answer and are not on a draining node, in ascending order."""

@@ -41,13 +41,14 @@ from orchestrator.policy.failure import (
     unreachable_addresses,
 )
 from orchestrator.policy.hang import HangDetector, WatchedTime, culprit
-from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan
-from orchestrator.protocol.events import Event, GenerationStarted, StopRequested
+from orchestrator.policy.recovery import RecoveryPlan
+from orchestrator.protocol.events import Event, GenerationStarted, PauseReason, StopRequested
 from orchestrator.protocol.messages import (
     Assignment,
     Failure,
     Heartbeat,
     Outcome,
+    RecoverableSteps,
     Stacks,
     WorkerEnvironment,
     WorkerInfo,
@@ -64,7 +65,6 @@ POLL_AFTER_FAILURE_S = 0.1
 STACKS_TIMEOUT_S = 2.0
 LONGEST_ROUND_FACTOR = 4.0
 """A round of heartbeats that takes more than this many times its interval says nothing about the workers."""
-Pause = Literal["preempted", "growing"]
 
 
 class Generation:
@@ -98,7 +98,7 @@ class Generation:
         self.outcomes: dict[int, Outcome] = {}
         self.returned: set[int] = set()
         self.stop_sent = False
-        self.paused: Pause | None = None
+        self.paused: PauseReason | None = None
         self.paused_at = 0.0
         self.draining: tuple[int, ...] = ()
         self.hung_at: int | None = None
@@ -395,10 +395,10 @@ class Generation:
                 "the run saves a checkpoint and replaces it"
             )
             self._pause("preempted", save=True)
-        elif (larger := self._growth.find()) is not None:
+        elif (larger := self._growth.start_and_find()) is not None:
             self._pause("growing", save=larger.state_sources is None)
 
-    def _pause(self, why: Pause, *, save: bool) -> None:
+    def _pause(self, why: PauseReason, *, save: bool) -> None:
         """End the generation after a step.
 
         If some ranks do not answer, the others train on. The next attempt is made when these have answered again.

@@ -116,10 +116,10 @@ class Telemetry:
             if member.global_rank not in returned:
                 spool = run_dir.spool(member.info.node_id, member.info.pid)
                 received = self._received.get(member.info, 0)
-                left = [report for number, report in read_spool(spool) if number >= received]
-                points = [report for report in left if not isinstance(report, Event)]
+                unreceived = [report for number, report in read_spool(spool) if number >= received]
+                points = [report for report in unreceived if not isinstance(report, Event)]
                 self._add_points(member.global_rank, points, gang.members, nodes)
-                events += self._emit_events(report for report in left if isinstance(report, Event))
+                events += self._emit_events(report for report in unreceived if isinstance(report, Event))
                 remove_spool(spool)
         return tuple(events)
 

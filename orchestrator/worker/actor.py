@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -27,6 +26,7 @@ from orchestrator.protocol.messages import (
     Heartbeat,
     Outcome,
     PendingCheckpoint,
+    RecoverableSteps,
     Stacks,
     WorkerEnvironment,
     WorkerInfo,
@@ -68,7 +68,7 @@ class Worker:
         self.redactor = Redactor.of_process()
         self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
-        self.outbox = Outbox()
+        self.outbox = Outbox(self.redactor)
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
         self.cpu = CpuMeter()
@@ -101,8 +101,7 @@ class Worker:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
         system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
         waiting = is_waiting(self.training_thread)
-        heartbeat = self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
-        return replace(heartbeat, events=self.redactor.data(heartbeat.events, by_key=False))
+        return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
 
     @ray.method(concurrency_group="control")
     def hold(self, generation: int) -> int:
@@ -149,13 +148,16 @@ class Worker:
         return _worker_info()
 
     def train(self, packed: bytes, global_rank: int) -> Outcome:
-        """Train one rank's part of a generation. Never raises: the outcome reports a failure.
+        """Train one rank's part of a generation. The outcome reports a failure.
 
         The process keeps its model and its position in the data, with which the next generation continues.
 
         Args:
             packed: the assignment, packed, which is the same for all workers but for their ranks.
             global_rank: the rank of this worker.
+
+        Raises:
+            Exception: the assignment cannot be read, because this node has another version of a class in it.
         """
         assignment = Assignment.unpacked(packed, global_rank=global_rank)
         run_dir = RunDir(Path(assignment.run_dir))
@@ -193,12 +195,10 @@ class Worker:
                 status="failed",
                 step=_step(self.loop, e),
                 failure=self.redactor.data(_failure(e, log), by_key=False),
-                recoverable_steps={} if self.loop is None else self.loop.recoverable_steps(update_complete=False),
+                recoverable_steps=_recoverable_steps(self.loop),
             )
         finally:
-            if self.loop is not None:
-                self.loop.strategy.close()
-            rendezvous.leave()
+            _leave(self.loop)
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job."""
@@ -288,6 +288,25 @@ def _redirect_output(path: Path, redactor: Redactor) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = os.fdopen(number, "w", buffering=1, closefd=False)
         setattr(sys, name, cast(TextIO, RedactingStream(stream, redactor)))
+
+
+def _leave(loop: Loop | None) -> None:
+    """Release what belongs to the generation. Errors are only printed, because the outcome is known."""
+    closing = [rendezvous.leave] if loop is None else [loop.strategy.close, rendezvous.leave]
+    for close in closing:
+        try:
+            close()
+        except Exception:  # a connection may be broken
+            traceback.print_exc()
+
+
+def _recoverable_steps(loop: Loop | None) -> RecoverableSteps:
+    """Return what this process can provide after an error; nothing if the strategy cannot say."""
+    try:
+        return {} if loop is None else loop.recoverable_steps(update_complete=False)
+    except Exception:
+        traceback.print_exc()
+        return {}
 
 
 def _step(loop: Loop | None, error: BaseException) -> int:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
 from orchestrator.worker.spool import Report, Spool
@@ -108,9 +109,13 @@ class StepGate:
 
 
 class Outbox:
-    """Progress that the training thread reports, until the driver collects it."""
+    """Progress that the training thread reports, until the driver collects it.
 
-    def __init__(self) -> None:
+    ``redactor``: masks secrets in events, before anything keeps them.
+    """
+
+    def __init__(self, redactor: Redactor) -> None:
+        self._redactor = redactor
         self._lock = threading.Lock()
         self._step = 0
         self._phase: Phase = "start"
@@ -166,6 +171,7 @@ class Outbox:
         self._batches_done += 1
 
     def put_point(self, point: TrainPoint | EvalPoint) -> None:
+        """Report a part of a logged point or of an evaluation."""
         with self._lock:
             self._add_to_spool(point)
             self._points.append(point)
@@ -174,6 +180,8 @@ class Outbox:
                 self._busy_ms = mean_ms * (1 - (point.comm_share or 0.0))
 
     def put_event(self, event: Event) -> None:
+        """Report an event, with secrets masked."""
+        event = self._redactor.data(event, by_key=False)
         with self._lock:
             self._add_to_spool(event)
             self._events.append(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, StepEnd
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase
+from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.base import Context, StepResult, Strategy
@@ -67,7 +67,7 @@ class Loop:
         device: torch.device,
         gate: StepGate,
         outbox: Outbox,
-        redactor: Redactor | None = None,
+        redactor: Redactor,
     ):
         self.config: Config = assignment.config
         self.job = job
@@ -86,7 +86,7 @@ class Loop:
             outbox=outbox,
             device=device,
             seed=self.config.seed,
-            redactor=redactor or Redactor(),
+            redactor=redactor,
         )
         self.reassign(assignment)
 
@@ -141,8 +141,8 @@ class Loop:
             recoverable_steps=self.recoverable_steps(update_complete=True),
         )
 
-    def recoverable_steps(self, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
-        """Return the state that this rank can hand over, as :meth:`Strategy.recoverable_steps` does.
+    def recoverable_steps(self, *, update_complete: bool) -> RecoverableSteps:
+        """Return the steps whose state this rank can provide, as :meth:`Strategy.recoverable_steps` does.
 
         It is empty until the model has the state that the generation begins with.
         """

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.worker.control import AbandonedError, Outbox, PeersMissingError, StepGate
@@ -92,7 +93,7 @@ def restless_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("restless_threads")
 def test_nothing_is_lost_or_doubled_between_two_threads():
-    outbox, count = Outbox(), 20_000
+    outbox, count = Outbox(Redactor()), 20_000
 
     def produce() -> None:
         for step in range(count):
@@ -122,7 +123,7 @@ def test_nothing_is_lost_or_doubled_between_two_threads():
 
 
 def test_busy_time_is_that_without_waiting_for_others():
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
     outbox.put_point(train_point(1))
     assert outbox.collect({}).busy_ms is None
     outbox.put_point(train_point(2, step_ms=(10.0, 14.0), comm_share=0.25))

@@ -7,6 +7,7 @@ from math import fsum
 from pathlib import Path
 
 from helpers.toys import CPU, Case, assignment, made, make, model_of
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
 from orchestrator.worker.control import Outbox, StepGate
@@ -35,7 +36,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         checkpoint=checkpoint,
         checkpoint_every=every,
     )
-    strategy, outbox = make(case, rank), Outbox()
+    strategy, outbox = make(case, rank), Outbox(Redactor())
     loop = Loop(
         assignment=orders,
         job=case.job,
@@ -43,6 +44,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         device=CPU,
         gate=StepGate(timeout_s=5),
         outbox=outbox,
+        redactor=Redactor(),
     )
     try:
         outcome = loop.run({})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.runs import wait_for
-from orchestrator.protocol.events import Event, Warned, WorkerLost
+from orchestrator.driver.run import CHECKPOINT_LOST
+from orchestrator.driver.slots import START_ATTEMPTS
+from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -84,6 +88,28 @@ def test_ranks_train_on_if_one_cannot_be_held_and_pause_later(simulation: Any, t
         assert messages(watcher, WorkerLost, "reason") == []
 
 
+def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
+    simulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, watcher = simulation.prepared_run(4, tmp_path)
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Warned) and "must leave" in event.message:
+            run._stop.received = signal.SIGTERM
+        if isinstance(event, FirstStepDone):
+            watcher.first_step.set()
+
+    monkeypatch.setattr(watcher, "emit", emit)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(run.execute)
+        assert watcher.first_step.wait(60)
+        ray.get([host.finish_all.remote(at_once=False) for host in simulation.SimulatedSlots.hosts])
+        simulation.change([1], leaving=True)
+        ended = result.result(60)
+    assert "all 1000000 steps are done" in ended.reason
+    assert ended.exit_code == CHECKPOINT_LOST, "simulated workers save nothing"
+
+
 def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path) -> None:
     with training(simulation, tmp_path) as watcher:
         simulation.change([9], broken=True)
@@ -91,3 +117,22 @@ def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path
         (reason,) = messages(watcher, WorkerLost, "reason")
         assert "lives, but a call to it failed: RuntimeError: no heartbeat" in reason
         assert watcher.recovered[0].replaced == (9,)
+
+
+def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any, tmp_path: Path) -> None:
+    run, watcher = simulation.prepared_run(2, tmp_path)
+    with run._gang as gang:
+        gang.acquire()
+        slots = simulation.SimulatedSlots
+        ray.get([host.limit_workers.remote(2) for host in slots.hosts])
+
+        def no_more_are_started() -> bool:
+            gang.ready()
+            gang.refill(4)
+            return not gang._starting
+
+        wait_for(no_more_are_started)
+        assert len(slots.workers) == 4, "two slots beyond those of the members"
+        assert slots.num_started == 2 + 2 * START_ATTEMPTS
+        (warning,) = messages(watcher, Warned, "message")
+        assert "died while they started (RuntimeError: no start)" in warning

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.runs import wait_for
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import RecoveryConfig
 from orchestrator.policy.hang import HangDetector, WatchedTime, culprit, limit_of
 from orchestrator.protocol.messages import Heartbeat, Phase
@@ -175,7 +176,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_each_phase_has_its_own_usual_time(clock: SimpleNamespace) -> None:
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
 
     def ticks(*durations_s: float) -> float | None:
         for seconds in durations_s:
@@ -306,7 +307,7 @@ def simulate(
     seed: str, clock: SimpleNamespace, *, synchronous: bool, hang_after: int | None = None
 ) -> tuple[float, int] | None:
     chance = random.Random(seed)
-    outboxes = [Outbox() for _ in range(chance.choice([1, 2, 4]))]
+    outboxes = [Outbox(Redactor()) for _ in range(chance.choice([1, 2, 4]))]
     culprits = [chance.randrange(len(outboxes))]
     ranks = [
         slow_run(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.core_metrics import LOSS
 from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
@@ -23,8 +24,8 @@ from orchestrator.worker.spool import Spool, _ReportUnpickler, read_spool, remov
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from test_spool import Outbox, Spool, point
-outbox = Outbox()
+from test_spool import Outbox, Redactor, Spool, point
+outbox = Outbox(Redactor())
 outbox.keep_in(Spool(Path(sys.argv[1])))
 for step in range(1, 6):
     outbox.put_point(point(step))
@@ -61,7 +62,7 @@ def test_what_a_killed_process_had_not_handed_over_is_read(tmp_path: Path) -> No
 
 
 def test_heartbeats_number_the_points(tmp_path: Path) -> None:
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
     outbox.keep_in(Spool(tmp_path / "node-7"))
     points = [point(1), EvalPoint(step=1, time=1.0, loss_sum=1.0, weight=1.0, sums={}), point(2)]
     outbox.put_point(points[0])
@@ -126,10 +127,21 @@ def test_damage_ends_the_reading(tmp_path: Path) -> None:
 
 def test_events_are_kept_too(tmp_path: Path) -> None:
     path = tmp_path / "node-7"
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
     outbox.keep_in(Spool(path))
     warning = Warned(message="a warning")
     outbox.put_point(point(1))
     outbox.put_event(warning)
     outbox.put_point(point(2))
     assert list(read_spool(path)) == [(0, point(1)), (1, warning), (2, point(2))]
+
+
+def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "node-7"
+    outbox = Outbox(Redactor(["hunter2-hunter2"]))
+    outbox.keep_in(Spool(path))
+    outbox.put_event(Warned(message="the password is hunter2-hunter2"))
+    (warning,) = outbox.collect({}).events
+    assert isinstance(warning, Warned)
+    assert warning.message == "the password is ***"
+    assert list(read_spool(path)) == [(0, warning)]
