@@ -35,10 +35,11 @@ from orchestrator.records.run_dir import RunDir, log_header, log_tail
 from orchestrator.strategies import registry
 from orchestrator.strategies.datasets import DatasetError
 from orchestrator.worker import rendezvous
+from orchestrator.worker.context import context_of
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
 from orchestrator.worker.job_calls import ModelChangedError
-from orchestrator.worker.loop import Loop, context_of
+from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.preemption import TerminationNotice

@@ -30,8 +30,9 @@ from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.single import Single
+from orchestrator.worker.context import context_of
 from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.loop import Loop, context_of
+from orchestrator.worker.loop import Loop
 
 
 @pytest.mark.parametrize("val_size", [2, 7, 33])

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import Dataset
 
+from helpers.batches import opened
 from jobs.digits import Digits, Images
 from jobs.gpt import GPT, Windows
 from orchestrator.config import schema
@@ -30,8 +31,8 @@ from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.replicated.ddp import DDPConfig
 from orchestrator.strategies.replicated.single import SingleConfig
 from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.worker.context import seed_step
 from orchestrator.worker.data import checked_weights, train_batches
-from orchestrator.worker.loop import seed_step
 
 CPU = torch.device("cpu")
 
@@ -205,11 +206,12 @@ def steps(
     context = strategy.context
     train, mesh = context.train, context.mesh
     last = train.steps if last is None else last
+    samples_consumed = (first - 1) * train.global_batch_size
     batches = train_batches(
-        strategy.job.dataset("train"),
+        opened(strategy.job.dataset("train"), samples_consumed),
         collate=strategy.job.collate,
         seed=context.seed,
-        samples_consumed=(first - 1) * train.global_batch_size,
+        samples_consumed=samples_consumed,
         steps=last - first + 1,
         global_batch_size=train.global_batch_size,
         data_parallel_size=mesh.data_parallel_size,

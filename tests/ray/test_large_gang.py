@@ -34,9 +34,9 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @contextmanager
-def training(simulation: Any, folder: Path, *words: str) -> Iterator[Any]:
-    """A run of 192 ranks that trains: its watcher. The run ends with the block."""
-    run, watcher = simulation.prepared_run(192, folder, *words)
+def training(simulation: Any, num_ranks: int, folder: Path, *words: str) -> Iterator[Any]:
+    """A run that trains: its watcher. The run ends with the block."""
+    run, watcher = simulation.prepared_run(num_ranks, folder, *words)
     thread = threading.Thread(target=run.execute)
     thread.start()
     try:
@@ -53,7 +53,7 @@ def messages(watcher: Any, kind: type[Event], field: str) -> list[str]:
 
 
 def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path) -> None:
-    with training(simulation, tmp_path) as watcher:
+    with training(simulation, 192, tmp_path) as watcher:
         workers = dict(simulation.SimulatedSlots.workers)
         for slot in (1, 5):
             workers[slot].die()
@@ -67,7 +67,7 @@ def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path)
 
 def test_one_pause_is_enough_for_workers_that_leave_together(simulation: Any, tmp_path: Path) -> None:
     """They are in different thirds of the gang, each of which is asked in another round."""
-    with training(simulation, tmp_path) as watcher:
+    with training(simulation, 192, tmp_path) as watcher:
         simulation.change([3, 70, 150], leaving=True)
         assert watcher.healed.wait(60)
         (recovered,) = watcher.recovered
@@ -75,7 +75,7 @@ def test_one_pause_is_enough_for_workers_that_leave_together(simulation: Any, tm
 
 
 def test_ranks_train_on_if_one_cannot_be_held_and_pause_later(simulation: Any, tmp_path: Path) -> None:
-    with training(simulation, tmp_path, "cluster.stop_grace_s=1") as watcher:
+    with training(simulation, 16, tmp_path, "cluster.stop_grace_s=1") as watcher:
         simulation.change([7], deaf=True)
         simulation.change([3], leaving=True)
         wait_for(lambda: any("did not answer" in m for m in messages(watcher, Warned, "message")), "a warning")
@@ -111,7 +111,7 @@ def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
 
 
 def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path) -> None:
-    with training(simulation, tmp_path) as watcher:
+    with training(simulation, 16, tmp_path) as watcher:
         simulation.change([9], broken=True)
         assert watcher.healed.wait(60)
         (reason,) = messages(watcher, WorkerLost, "reason")
