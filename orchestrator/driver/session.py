@@ -288,6 +288,12 @@ def _all_sizes(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list
 def _run(
     candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
 ) -> RunResult:
+    """Execute one run, from its directory and records to the verdict.
+
+    Raises:
+        ConfigError: the run directory cannot be written, or another process drives the run.
+        KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
+    """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
     as_job = candidate.given.display if candidate.given is not None else ""
     command = prepare.command(candidate.overrides, redactor, job=as_job)

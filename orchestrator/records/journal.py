@@ -263,10 +263,9 @@ def clean_name(name: str) -> str:
 
 
 def metric_name(name: str) -> str:
-    """Return ``name`` as the journal and MLflow have it."""
+    """Return ``name`` as the journal and MLflow have it; ``_step`` for ``step``, which is another key of a line."""
     name = clean_name(name)
-    assert name not in ("", "step", "time"), f"{name!r} cannot be the name of a metric"
-    return name
+    return f"_{name}" if name in ("", "step", "time") else name
 
 
 def _event_line(event: Event) -> bytes:

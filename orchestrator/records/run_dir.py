@@ -158,7 +158,7 @@ class RunDir:
         try:
             now = now_on(self.path)
         except OSError:
-            now = time.time()  # this process may not write there; its clock is the best there is
+            now = time.time()  # this process may not write there; its clock is the only one available
         return now - renewed < LEASE_S
 
     def read_record(self) -> dict[str, Any]:

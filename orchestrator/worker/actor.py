@@ -64,7 +64,7 @@ class Worker:
     """
 
     def __init__(self, label: str, *, heartbeat_timeout_s: float):
-        deferred_dynamo.install()  # before a strategy arrives with its orders, and imports what it needs
+        deferred_dynamo.install()  # before any strategy is imported
         self.label = label
         self.redactor = Redactor.of_process()
         self.own_store: dist.TCPStore | None = None
@@ -172,7 +172,7 @@ class Worker:
             if log != self.log:
                 _redirect_output(log, self.redactor)
                 self.log = log
-                with contextlib.suppress(OSError):  # without a spool, this process's last points end with it
+                with contextlib.suppress(OSError):  # without a spool, unreceived reports are lost if the process dies
                     node_id = ray.get_runtime_context().get_node_id()
                     self.outbox.keep_in(Spool(run_dir.spool(node_id, os.getpid())))
             if self.job is None:

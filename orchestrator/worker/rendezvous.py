@@ -24,7 +24,8 @@ POLL_S = 0.5
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
     """Open the store of a generation in this process, on a free port of the address ``host``.
 
-    torch would listen on all interfaces, and whoever reaches the store can read and change what the ranks exchange.
+    By default torch listens on all interfaces, and any process that can connect to the store can read and change its
+    contents.
     """
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, 0), family=family)

@@ -247,6 +247,7 @@ def test_secrets_are_masked_on_the_way_to_the_journal(run_dir):
         ("loss(é)%", "loss____"),
         ("/a//b/../c", "a/c"),
         ("x" * 300, "x" * 250),
+        ("train/../step", "_step"),
     ],
 )
 def test_metric_names_are_what_mlflow_accepts(given, expected):
