@@ -210,8 +210,7 @@ class Generation:
         watched = WatchedTime(time.monotonic(), longest_round_s=longest_round_s)
         while self._pending:
             ready = completed(self._pending, max(0.0, next_round - time.monotonic()))
-            check_ray()
-            self._lease.check()
+            self._check_driver()
             for reference in ready:
                 self._record_outcome(reference, self._pending.pop(reference))
             if ready and abandoned and not self.stop_sent:  # a large gang takes longer
@@ -280,6 +279,16 @@ class Generation:
         failure = self.outcomes[rank].failure
         assert failure is not None
         return failure
+
+    def _check_driver(self) -> None:
+        """Check that this driver can go on.
+
+        Raises:
+            GangError: Ray is dead.
+            SupersededError: another driver has taken over the run.
+        """
+        check_ray()
+        self._lease.check()
 
     def _failed(self) -> bool:
         return any(o.status == "failed" for o in self.outcomes.values())
@@ -422,11 +431,11 @@ class Generation:
         """
         everyone = range(self._plan.world_size)
         timeout_s = self._config.cluster.stop_grace_s
-        begun = self._gang.poll(Worker.hold, self.number, ranks=everyone, timeout_s=timeout_s, check=self._lease.check)
+        begun = self._gang.poll(Worker.hold, self.number, ranks=everyone, timeout_s=timeout_s, check=self._check_driver)
         self._not_held = set(everyone) - begun.keys()
         if self._not_held:
             who = " and ".join(self._plan.display_name(rank) for rank in sorted(self._not_held))
-            self._events.warn(f"{who} did not answer the request to stop within {timeout_s:g} s (cluster.stop_grace_s)")
+            self._events.warn(f"{who} did not answer the request to stop (cluster.stop_grace_s={timeout_s:g})")
             return False
         self._gang.tell(Worker.finish_step, self.number, max(begun.values()), save, ranks=everyone)
         return True
