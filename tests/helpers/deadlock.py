@@ -22,6 +22,7 @@ class Operation:
     ranks: tuple[int, ...]
 
     def seen_by(self, rank: int) -> str:
+        """Return what the operation is for ``rank``, which takes part in it."""
         if self.name != "transfer":
             return f"{self.name} of the ranks {', '.join(map(str, self.ranks))} in group {self.group}"
         sender, receiver = self.ranks
