@@ -170,7 +170,7 @@ def plan_of(config: schema.Config) -> Plan:
     )
 
 
-def make(case: Case, rank: int) -> Strategy:
+def make(case: Case, rank: int, *, peer_copy_every: int = 0) -> Strategy:
     """The strategy of ``case`` on this rank of the default group, set up."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = config_of(case, world_size)
@@ -184,6 +184,7 @@ def make(case: Case, rank: int) -> Strategy:
         options=config.strategy,
         pipeline=plan.pipeline,
         num_devices=plan.devices_per_worker,
+        peer_copy_every=peer_copy_every,
     )
     strategy = registry.load(config.strategy.name).create(context, case.job)
     made.append(strategy)
