@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import pytest
 
 from helpers.gang import Gang
+from helpers.schedules import live_microbatches
 from helpers.toys import Case, having, make, steps
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
-from orchestrator.timeline.ideal import live_microbatches, order_of, theoretical_bubble
+from orchestrator.timeline.ideal import order_of, theoretical_bubble
 from orchestrator.timeline.spans import Span, bubble
 
 P, M = 4, 8
