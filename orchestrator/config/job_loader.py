@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.build import build, did_you_mean, format_override, with_key
+from orchestrator.config.build import build, with_key
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret
+from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.job import Job
 
 

@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import pytest
 
-from orchestrator.config.build import format_override
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import masked
@@ -30,6 +29,7 @@ from orchestrator.config.redact import (
 )
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
+from orchestrator.config.text import format_override
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
