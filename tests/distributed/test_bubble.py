@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.schedules import live_microbatches
-from helpers.toys import Case, having, make, steps
+from helpers.training import make, steps
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
 from orchestrator.timeline.ideal import order_of, theoretical_bubble
