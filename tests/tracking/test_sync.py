@@ -59,9 +59,21 @@ def test_a_run_that_the_server_has_lost_is_uploaded_again(tmp_path, uri, empty_d
     assert history(uri, first) == expected(run_dir)
 
 
+def test_sync_of_a_run_whose_record_cannot_be_written(tmp_path, uri, capsys):
+    run_dir = ended_run(tmp_path, uri)
+    run_dir.lock_file.unlink()
+    run_dir.lock_file.mkdir()
+    assert sync.main([str(run_dir.path)]) == 0
+    assert "all 20 are on" in capsys.readouterr().out
+
+
 def test_sync_refuses_what_it_cannot_do(tmp_path, capsys):
     assert sync.main([str(tmp_path)]) == 2
     assert "not a run directory" in capsys.readouterr().err
+    damaged = ended_run(tmp_path, None)
+    damaged.record_file.write_text('{"state": "fin')
+    assert sync.main([str(damaged.path)]) == 2
+    assert f"{damaged.record_file} is damaged" in capsys.readouterr().err
     masked = ended_run(tmp_path, "postgresql://me:***@db/mlflow")
     assert sync.main([str(masked.path)]) == 2
     assert "--uri" in capsys.readouterr().err
