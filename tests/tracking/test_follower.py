@@ -2,14 +2,28 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 from helpers.runs import wait_for
-from helpers.tracked_runs import end, expected, follower_of, history, log, new_run, run_of, start, tracking
+from helpers.tracked_runs import (
+    end,
+    ended_run,
+    expected,
+    follower_of,
+    history,
+    log,
+    new_run,
+    run_of,
+    start,
+    tracking,
+)
 from orchestrator.records.journal import Journal
+from orchestrator.records.process import this_process
+from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.transfer import exclusive, read_cursor
 from orchestrator.tracking.uploader import Uploader
 
@@ -68,6 +82,32 @@ def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
     time.sleep(0.2)
     upload = uploader.finish(30)
     assert (upload.uploaded, upload.missing, upload.complete) == (12, 0, True)
+
+
+class SlowSecrets(tuple):
+    """Options with these are sent when a process that does not read them has ended."""
+
+    def __iter__(self):
+        time.sleep(0.5)
+        return super().__iter__()
+
+
+def test_a_follower_that_does_not_start_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    run_dir = ended_run(tmp_path, uri := "http://127.0.0.1:9")
+    options = FollowerOptions(
+        uri=uri,
+        request_timeout_s=1,
+        upload_every_s=0,
+        flush_timeout_s=1,
+        events_offset=0,
+        driver=this_process(),
+        secrets=SlowSecrets(),
+    )
+    uploader = Uploader(run_dir, options)
+    assert "died; another one continues" in wait_for(uploader.problem)
+    upload = uploader.finish(10)
+    assert (upload.missing, upload.complete) == (20, False)
 
 
 DRIVER = """

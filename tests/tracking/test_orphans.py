@@ -1,5 +1,10 @@
 """Runs whose drivers died with their machine: marked, and uploaded in the background."""
 
+import shutil
+import sys
+
+import psutil
+
 from helpers.runs import wait_for
 from helpers.tracked_runs import DEAD_PROCESS, ended_run, history, log, new_run, run_of, start
 from orchestrator.records.journal import Journal
@@ -30,10 +35,23 @@ def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_backgrou
     assert (run.info.status, len(history(uri, run.info.run_id))) == ("KILLED", 3)
 
 
-def test_any_number_of_orphans_is_uploaded_by_one_process(tmp_path, uri):
-    orphans = [new_run(tmp_path, uri, driver=DEAD_PROCESS) for _ in range(6)]
-    assert len(recover_orphans(tmp_path / "outputs")) == 6
-    wait_for(lambda: all(read_cursor(orphan).closed_at for orphan in orphans))
-    assert {run_of(uri, orphan).info.status for orphan in orphans} == {"KILLED"}
-    with exclusive(orphans[0], timeout_s=20) as ended:
-        assert ended
+def test_an_orphan_whose_server_does_not_answer_holds_up_no_other(tmp_path, uri):
+    nowhere = {"uri": "http://127.0.0.1:9", "experiment": "tests", "request_timeout_s": 5.0, "flush_timeout_s": 1.0}
+    before = set(psutil.Process().children())
+    first = new_run(tmp_path, uri, driver=DEAD_PROCESS)
+    unreachable = new_run(tmp_path, None, driver=DEAD_PROCESS, tracking=nowhere)
+    last = new_run(tmp_path, uri, driver=DEAD_PROCESS)
+    assert recover_orphans(tmp_path / "outputs") == [last, unreachable, first]
+    wait_for(lambda: read_cursor(last).closed_at)
+    wait_for(lambda: read_cursor(first).closed_at)
+    assert {run_of(uri, orphan).info.status for orphan in (first, last)} == {"KILLED"}
+    assert not read_cursor(unreachable).closed_at
+    wait_for(lambda: set(psutil.Process().children()) <= before, "the process that started the upload to be reaped")
+
+
+def test_orphans_are_marked_also_if_no_follower_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    long_uri = f"http://127.0.0.1:9/{'x' * 3000}"  # together, the options are more than a pipe holds
+    orphans = [new_run(tmp_path, long_uri, driver=DEAD_PROCESS) for _ in range(30)]
+    assert len(recover_orphans(tmp_path / "outputs")) == 30
+    assert {orphan.read_record()["state"] for orphan in orphans} == {"killed"}
