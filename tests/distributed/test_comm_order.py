@@ -11,12 +11,15 @@ import torch.distributed as dist
 
 import helpers.stage_toys as of
 from helpers.batches import validated
+from helpers.cases import DDP, Case, having
 from helpers.deadlock import Launch, find_deadlock
 from helpers.gang import Gang
 from helpers.launches import recorded
 from helpers.layouts import LAYOUTS, MODEL_PARALLEL, Layout, ddp_pipeline, layout, pipeline
+from helpers.quick_jobs import digits
 from helpers.step_toys import Contrastive
-from helpers.toys import DDP, Case, Normed, Tokens, Toy, Wide, digits, having, make, steps
+from helpers.toys import Normed, Tokens, Toy, Wide
+from helpers.training import make, steps
 from orchestrator.planning.schedules import SCHEDULES
 
 GRIDS: dict[str, Callable[[str], Layout]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.toys import CPU
+from helpers.training import CPU
 from orchestrator.worker.job_calls import ModelChangedError, call_without_effect, describe
 
 
