@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.gang import Gang
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of, receive_state, send_state
+from orchestrator.strategies.peer_copies import PeerCopies
 
 CPU = torch.device("cpu")
 
@@ -65,3 +67,19 @@ def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
         ours, theirs = getattr(received, part), getattr(sent, part)
         assert list(ours) == list(theirs)
         assert [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])] == []
+
+
+def submitted_after_a_failure(rank: int) -> str:
+    """The error of the second snapshot, after an exchange with the rank itself, which torch refuses."""
+    copies = PeerCopies()
+    assert dist.group.WORLD is not None
+    copies.attach(dist.group.WORLD, [rank], rank=rank)
+    copies.submit(lambda into: state())
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is that of torch
+        copies.submit(lambda into: state())
+    copies.detach()
+    return str(error.value)
+
+
+def test_copies_that_cannot_be_exchanged_are_reported(gang: Gang) -> None:
+    assert all("destination rank" in text for text in gang.run(submitted_after_a_failure, world_size=2))
