@@ -13,7 +13,7 @@ from torch import Tensor
 from orchestrator.state.train_state import TrainState
 
 CPU = torch.device("cpu")
-"""The device of gloo, and of states between a rank and its model."""
+"""Host memory, where snapshots are kept and from which gloo sends."""
 
 MESSAGE_BYTES = 4 * 2**20
 """Small tensors are packed into messages of up to this size."""
