@@ -7,11 +7,11 @@ from torch import nn
 
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.schema import Config
+from orchestrator.config.text import first_of
 from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
 from orchestrator.model.modes import in_train_mode, note_on_dropout
-from orchestrator.model.names import first_of
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import FLOAT32
 from orchestrator.model.sequence import LayerSequence

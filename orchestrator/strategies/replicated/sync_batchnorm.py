@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from orchestrator.compat.torch import BatchNorm
+from orchestrator.config.text import first_of
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.modes import in_train_mode
-from orchestrator.model.names import first_of
 from orchestrator.planning.plan import Plan
 
 
