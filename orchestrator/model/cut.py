@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.config.build import did_you_mean
+from orchestrator.config.text import did_you_mean
 
 MEASURED_WITHIN = 0.02
 """The relative error of measured costs: stages whose costs differ by less count as equal."""
@@ -30,6 +30,7 @@ class Cut:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages."""
         return len(self.starts)
 
     def layers_of(self, stage: int, num_layers: int) -> range:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from helpers.cases import DDP, Case, assignment, having
 from helpers.layouts import LAYOUTS, SGD, assert_as_alone
 from helpers.loops import Ran, evaluation, losses_by_step, ran, run_loop
 from helpers.streams import StreamToy, Unvalidated, Weighed
-from helpers.toys import CPU, DDP, Case, Toy, assignment, having
+from helpers.toys import Toy
+from helpers.training import CPU
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.messages import Assignment, EvalPoint
 from orchestrator.state.checkpoint import load

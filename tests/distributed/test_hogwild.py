@@ -13,23 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
-from helpers.toys import (
-    DDP,
-    AdamDigits,
-    Case,
-    Toy,
-    assert_same,
-    assert_same_state,
-    digits,
-    having,
-    losses,
-    made,
-    make,
-    snapshot,
-    steps,
-    train,
-)
+from helpers.quick_jobs import AdamDigits, digits
+from helpers.toys import Toy
+from helpers.training import assert_same, assert_same_state, losses, made, make, snapshot, steps, train
 from orchestrator.config import schema
 from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.train_state import TrainState
@@ -56,7 +44,7 @@ def test_all_have_one_model_and_it_learns(gang: Gang, options: schema.StrategyCo
 
 
 def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
-    from helpers.toys import watched
+    from helpers.training import watched
 
     strategy = make(case, rank)
     seen = watched(strategy, steps(strategy))
@@ -97,6 +85,36 @@ class Slow(Toy):
     def loss(self, output: Any, target: Any) -> torch.Tensor:
         time.sleep(0.02)
         return super().loss(output, target)
+
+
+def test_a_worker_whose_batch_has_no_weight_changes_nothing(gang: Gang) -> None:
+    case = Case(job=Weightless(), train=having(global_batch_size=20, steps=3), options=HOGWILD)
+    for rank in gang.run(train_to_the_end, case, world_size=2):
+        assert_same(rank["model"], snapshot(seeded_model(case)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weightless(Toy):
+    def weight(self, target: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+def seeded_model(case: Case) -> torch.nn.Module:
+    torch.manual_seed(case.seed)
+    return case.job.model()
+
+
+def test_a_skipped_update_is_not_stale(gang: Gang) -> None:
+    case = Case(job=Diverging(), train=having(global_batch_size=20, steps=3, on_nonfinite="skip"), options=LOCKED)
+    for rank in gang.run(train_to_the_end, case, world_size=2):
+        assert rank["steps"].skipped == [True] * 3
+        assert "async/staleness_max" not in rank["figures"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diverging(Toy):
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        return super().loss(output, target) * torch.inf
 
 
 def test_one_worker_is_single(gang: Gang) -> None:

@@ -21,12 +21,12 @@ RULES = {
     # package       ours                                                                       libraries
     "version":      ("",                                                                       ""),
     "job":          ("",                                                                       "(torch)"),
-    "config":       ("job",                                                                    "hydra omegaconf"),
+    "compat":       ("",                                                                       "hydra torch ray"),
+    "config":       ("job compat",                                                             "hydra omegaconf"),
     "planning":     ("config",                                                                 "(torch)"),
     "timeline":     ("",                                                                       ""),
     "protocol":     ("config planning timeline",                                               ""),
     "records":      ("protocol",                                                               ""),
-    "compat":       ("",                                                                       "torch ray"),
     "state":        ("",                                                                       "torch"),
     "model":        ("config compat",                                                          "torch"),
     "strategies":   ("job config planning timeline protocol compat state model",               "torch"),
@@ -47,6 +47,7 @@ KNOWS = {
     ("tracking", "mlflow"): {"tracking.mlflow"},
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {"compat.ray"},
+    ("compat", "hydra"): {"compat.hydra"},
 }
 
 

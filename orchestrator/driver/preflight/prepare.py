@@ -20,11 +20,12 @@ from typing import Any
 from safetensors import safe_open
 
 from orchestrator.compat import deferred_dynamo
-from orchestrator.config.build import ConfigError, did_you_mean
+from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import to_dict, to_yaml
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Plan
@@ -273,9 +274,14 @@ def _named_run(output_dir: Path, text: str) -> RunDir:
 
 
 def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
-    """Return how the job's model and optimizer differ from those of the checkpoint, without allocating either."""
+    """Return how the job's model and optimizer differ from those of the checkpoint, without allocating either.
+
+    Empty if the model cannot be built without memory: the workers then find out when they restore it.
+    """
     deferred_dynamo.install()
     model = on_meta_device(job.model)
+    if model is None:
+        return []
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
     with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping

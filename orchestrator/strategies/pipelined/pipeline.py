@@ -14,7 +14,7 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
@@ -33,12 +33,13 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import StageSummary
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state import train_state
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state, gather_states, receive_state, send_state
+from orchestrator.state.transport import broadcast_state, broadcast_tensors, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.datasets import first_item
+from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
@@ -55,6 +56,8 @@ from orchestrator.timeline.spans import Span
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(PipelinedConfig):
+    """The keys of ``pipeline``."""
+
     name: Literal["pipeline"]
 
 
@@ -110,8 +113,7 @@ class Pipeline(OptimizerStep):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context = self.context
-        collate = self.job.collate or default_collate
-        inputs, target = split_batch(to_device(collate([first_item(train_set)] * self._rows), context.device))
+        inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
             self.job,
             inputs,
@@ -170,8 +172,8 @@ class Pipeline(OptimizerStep):
     @torch.no_grad()
     def sync_initial_state(self) -> None:
         if self.context.mesh.data_parallel_size > 1:
-            for tensor in (*self.state_module().parameters(), *self._buffers()):
-                dist.broadcast(tensor, group=self._connected.replicas, group_src=0)
+            tensors = (*self.state_module().parameters(), *self._buffers())
+            broadcast_tensors(tensors, source=0, device=self.context.device, group=self._connected.replicas)
         self._connected.sharing.sync_initial_state()
 
     def state_module(self) -> nn.Module:
@@ -223,7 +225,7 @@ class Pipeline(OptimizerStep):
         if copies is not None and step % every == 0:
             copies.submit(lambda into: self.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
         """Offer this rank's stages to all their replicas, and the peer copies of these and of the preceding rank's."""
         mesh, pp_rank = self.context.mesh, self.context.pp_rank
         of_stage: dict[int, tuple[int, ...]] = {}
