@@ -16,6 +16,7 @@ from helpers.job_trials import trained
 from helpers.runs import ROOT, losses
 
 
+@pytest.mark.campaign
 def test_a_copied_port_trains_as_it_does_without_ray(tmp_path: Path) -> None:
     shutil.copy(digits_job.__file__, tmp_path)
     job = "job._target_=digits_job.Digits"

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from helpers.runs import PYTHONPATH
+from orchestrator.launch import main
 
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nQEFAASCBKcwggSjAgEAAo\nXyz=\n-----END PRIVATE KEY-----\n"
 
@@ -129,8 +130,14 @@ def test_a_run_that_fails_writes_none_of_its_secrets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["plan=true"], ["--help"], ["train.stepss=3", "job.api_keys=[api-Ee55]"]])
-def test_other_output_has_no_secrets(tmp_path: Path, words: list[str]) -> None:
+def test_other_output_has_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
     uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
-    shown = launch(tmp_path, uri, *words)
-    assert shown.stdout
-    assert list(leaks(tmp_path, shown.stdout)) == []
+    main([*OVERRIDES, uri, *words])
+    shown = "".join(capsys.readouterr())
+    assert shown
+    assert list(leaks(tmp_path, shown)) == []

@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from helpers.faulty_jobs import Slow
-from helpers.runs import PYTHONPATH, losses, wait_for
+from helpers.runs import PYTHONPATH, in_campaign, losses, wait_for
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import read_json
 from orchestrator.state.checkpoint import save
@@ -75,23 +75,7 @@ def killed_run(folder: Path) -> tuple[MlflowClient, Any]:
     return client, found[0]
 
 
-def test_a_stop_of_the_whole_group_checkpoints_and_ends(launch: Callable[..., Any], tmp_path: Path) -> None:
-    process = launch(*SLOW)
-    run_dir = wait_for(lambda: has_step(tmp_path, 20))
-    everyone = family(process.pid)
-    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does it, and a terminal with SIGINT
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 143, output
-    lines = output.strip().splitlines()
-    assert "stopped by SIGTERM at step" in output
-    assert f"resume={run_dir}" in "".join(lines[-4:])
-    assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
-    assert list((run_dir / "checkpoints").glob("step-*"))
-    assert not psutil.wait_procs(everyone, timeout=20)[1]
-    assert killed_run(tmp_path)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), *in_campaign((signal.SIGINT, 130))])
 def test_a_stop_while_ray_starts_starts_nothing(
     launch: Callable[..., Any], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -115,9 +99,11 @@ def test_a_ray_that_dies_with_the_signal_does_not_hold_the_end_up(launch: Callab
     output, _ = process.communicate(timeout=50)  # Ray by itself would wait 60 s, and then abort
     assert process.returncode == 143, output
     assert "stopped by SIGTERM" in output
+    assert f"resume={run_dir}" in "".join(output.strip().splitlines()[-4:])
     assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
     assert list((run_dir / "checkpoints").glob("step-*"))
     assert not psutil.wait_procs(everyone, timeout=20)[1]
+    assert killed_run(tmp_path)
 
 
 def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) -> None:

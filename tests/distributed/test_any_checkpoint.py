@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD
+from helpers.runs import in_campaign
 from helpers.stage_toys import ScheduledChain, plain
 from helpers.toys import Case, Steps, digits, having, losses, piece, train
 from orchestrator.state.checkpoint import load, save
@@ -44,7 +45,7 @@ def uninterrupted(gang: Gang, case: Case) -> tuple[Steps, TrainState]:
 
 
 @pytest.mark.parametrize("continued_by", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["adamw-scheduled", *in_campaign("sgd-momentum")])
 def test_any_layout_continues_others(gang: Gang, name: str, continued_by: str) -> None:
     case, rtol = CASES[name]
     alone, end = uninterrupted(gang, case)

@@ -52,6 +52,7 @@ def test_digits_at_defaults(run: Callable[..., Any]) -> None:
     assert not any(v.startswith("/") for v in tracked.data.params.values())
 
 
+@pytest.mark.campaign
 def test_equal_loss_at_uneven_shares(run: Callable[..., Any]) -> None:
     common = ("train.steps=20", "train.log_every=1", "train.global_batch_size=65", "job.hidden=64")
     alone = losses(run("strategy=single", *common).run_dir)
