@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from helpers.runs import ROOT, events_below
+
 BIN = Path(sys.executable).parent
 START = ROOT / "cluster" / "start.sh"
 
@@ -119,13 +120,8 @@ def test_over_two_uneven_nodes(head: Head, tmp_path: Path) -> None:
         assert "1 CPUs and 0 GPUs" in asked.stderr
         done = command(head, *words, "strategy.num_workers=3", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = tmp_path.glob("outputs/*/*/run.json")
-    (started,) = [
-        json.loads(line)["workers"]
-        for line in (record.parent / "events.jsonl").read_text().splitlines()
-        if "generation_started" in line
-    ]
-    assert len(started) == 3
+    (started,) = events_below(tmp_path, "generation_started")
+    assert len(started["workers"]) == 3
 
 
 def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:
