@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +62,7 @@ __all__ = [
     "storage_key",
     "unset_fake_temporarily",
     "version_of",
+    "without_buffer_broadcasts",
     "without_fake_tensor_logs",
 ]
 
@@ -193,6 +195,13 @@ def loads_through(load: Callable[..., Any]) -> Iterator[None]:
 
 
 # DistributedDataParallel
+
+
+def without_buffer_broadcasts() -> dict[str, Any]:
+    """Return the arguments with which DDP leaves the buffers alone in the forward pass."""
+    arguments = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"  # torch 2.11
+    return {name: False}
 
 
 def set_ddp_timing(replica: DistributedDataParallel, *, enabled: bool) -> None:

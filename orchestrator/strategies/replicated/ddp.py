@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from orchestrator.compat.torch import broadcast_ddp_buffers, ddp_comm_ms, release_ddp, set_ddp_timing
+from orchestrator.compat.torch import (
+    broadcast_ddp_buffers,
+    ddp_comm_ms,
+    release_ddp,
+    set_ddp_timing,
+    without_buffer_broadcasts,
+)
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
@@ -100,7 +106,7 @@ class DDP(WholeModel):
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=True,
             init_sync=False,  # ranks may still be at different steps
-            forward_sync_buffers=False,  # evaluation comes before the next forward pass
+            **without_buffer_broadcasts(),  # evaluation comes before the next forward pass
         )
         self.replica = self.forward_model = replica
         # Lambdas, because DDP compares a hook's annotations with types, and here annotations are strings.
