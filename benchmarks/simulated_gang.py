@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +44,8 @@ from orchestrator.tracking.uploader import Uploader
 
 HOSTS = 2
 STEP_S = 0.2
+NO_PROCESS = 1 << 22
+"""Linux has no process ids from this number on."""
 LOG_EVERY = 10
 
 
@@ -60,9 +61,19 @@ def simulated_gangs() -> Iterator[None]:
 
 @dataclass
 class SimulatedRank:
-    """The state of a rank. ``resumed_at``: the step and time from which it trains; None while it does not."""
+    """The state of a rank.
 
+    ``resumed_at``: the step and time from which it trains; None while it does not.
+    ``leaving``, ``deaf``, ``broken``: it has received SIGTERM, it does not answer ``hold``, its heartbeats raise.
+    """
+
+    number: int
     generation: int = 0
+    leaving: bool = False
+    deaf: bool = False
+    broken: bool = False
+    held: bool = False
+    stops_after: int | None = None
     resumed_at: tuple[int, float] | None = None
     reported: int = 0
     first_step_reported: bool = True
@@ -83,43 +94,64 @@ class Host:
     def __init__(self) -> None:
         self.ranks: dict[int, SimulatedRank] = {}
         self.finished = False
+        self.max_workers: int | None = None
 
     async def call(self, worker: int, method: str, *args: Any) -> Any:
-        return await getattr(self, method)(self.ranks.setdefault(worker, SimulatedRank()), *args)
+        return await getattr(self, method)(self.ranks.setdefault(worker, SimulatedRank(number=worker)), *args)
 
-    async def finish_all(self) -> None:
+    async def change(self, worker: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self.ranks[worker], name, value)
+
+    async def num_held(self) -> int:
+        return sum(rank.held for rank in self.ranks.values())
+
+    async def finish_all(self, at_once: bool = True) -> None:
+        """Let all ranks complete the training: ``at_once``, or where they would pause."""
         self.finished = True
         for rank in self.ranks.values():
-            if rank.ended is not None:
+            if rank.ended is not None and at_once:
                 rank.ended.set()
 
     async def worker_info(self, rank: SimulatedRank) -> WorkerInfo:
         node_id = ray.get_runtime_context().get_node_id()
-        return WorkerInfo(node_id=node_id, node_ip="127.0.0.1", hostname="simulated", pid=os.getpid())
+        pid = NO_PROCESS + rank.number  # the driver may kill it
+        return WorkerInfo(node_id=node_id, node_ip="127.0.0.1", hostname="simulated", pid=pid)
+
+    async def limit_workers(self, count: int) -> None:
+        """Let every worker but the first ``count`` die as it starts."""
+        self.max_workers = count
 
     async def prepare(self, rank: SimulatedRank, _: Any) -> WorkerInfo:
+        if self.max_workers is not None and rank.number >= self.max_workers:
+            raise RuntimeError("no start")
         return await self.worker_info(rank)
 
     async def open_store(self, rank: SimulatedRank, *_: Any) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    async def train(self, rank: SimulatedRank, packed: bytes, global_rank: int, local_rank: int) -> Outcome:
-        assignment = Assignment.unpacked(packed, global_rank=global_rank, local_rank=local_rank)
+    async def train(self, rank: SimulatedRank, packed: bytes, global_rank: int) -> Outcome:
+        assignment = Assignment.unpacked(packed, global_rank=global_rank)
         rank.generation, rank.ended, rank.first_step_reported = assignment.generation, asyncio.Event(), False
         step = assignment.source_step if assignment.sources is not None else 0
         rank.resumed_at, rank.reported = (step, time.monotonic()), step
+        rank.held, rank.stops_after = False, None
         if not self.finished:
             await rank.ended.wait()
         step = rank.step
         rank.resumed_at = (step, float("inf"))
         if self.finished:
             return Outcome(status="done", step=step)
+        if (last := rank.stops_after) is not None:
+            return Outcome(status="stopped", step=last, recoverable_steps={ANY_RANK: (last,)})
         failure = Failure(
             message="Connection closed by peer", traceback="", time=time.time(), collateral=True, log_tail=""
         )
         return Outcome(status="failed", step=0, failure=failure, recoverable_steps={ANY_RANK: (0,)})
 
     async def heartbeat(self, rank: SimulatedRank, _: bool) -> Heartbeat:
+        if rank.broken:
+            raise RuntimeError("no heartbeat")
         step = rank.step if rank.resumed_at is None or rank.resumed_at[1] < float("inf") else rank.reported
         events: tuple[Event, ...] = ()
         if not rank.first_step_reported and step > 0:
@@ -142,21 +174,33 @@ class Host:
         )
         rank.reported = step
         return Heartbeat(
-            step=step, phase="train", ticks=step, usual_tick_s=STEP_S, busy_ms=180.0, points=points, events=events
+            step=step,
+            phase="train",
+            ticks=step,
+            usual_tick_s=STEP_S,
+            busy_ms=180.0,
+            points=points,
+            events=events,
+            leaving=rank.leaving,
         )
 
     async def abandon(self, rank: SimulatedRank, *_: Any) -> None:
         if rank.ended is not None:
             rank.ended.set()
 
-    async def hold(self, rank: SimulatedRank) -> int:
+    async def hold(self, rank: SimulatedRank, _: int) -> int:
+        if rank.deaf:
+            await asyncio.Event().wait()
+        rank.held = True
         return rank.step
 
-    async def finish_step(self, rank: SimulatedRank, *_: Any) -> None:
-        pass
+    async def finish_step(self, rank: SimulatedRank, _: int, step: int, save: bool) -> None:
+        rank.stops_after = step
+        if rank.ended is not None:
+            rank.ended.set()
 
-    async def open_gate(self, rank: SimulatedRank) -> None:
-        pass
+    async def open_gate(self, rank: SimulatedRank, _: int) -> None:
+        rank.held = False
 
     async def finish(self, rank: SimulatedRank, *_: Any) -> None:
         pass
@@ -199,11 +243,12 @@ class SimulatedSlots:
     hosts: list[Any]
     workers: dict[int, SimulatedWorker]
     """By slot."""
+    num_started: int
 
     def __init__(self, plan: Plan, **_: Any):
         type(self).hosts = [Host.remote() for _ in range(HOSTS)]  # type: ignore[attr-defined]
         type(self).workers = {}
-        self._started = 0
+        type(self).num_started = 0
 
     def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait) -> list[int]:
         return list(range(count))
@@ -212,8 +257,8 @@ class SimulatedSlots:
         return max(self.workers) + 1
 
     def start(self, slot: int) -> Any:
-        self.workers[slot] = SimulatedWorker(self.hosts[self._started % HOSTS], self._started)
-        self._started += 1
+        self.workers[slot] = SimulatedWorker(self.hosts[self.num_started % HOSTS], self.num_started)
+        type(self).num_started += 1
         return self.workers[slot].worker_info.remote()
 
     def start_and_wait(self, slots: Sequence[int], wait: ResourceWait) -> dict[int, WorkerInfo]:
@@ -230,15 +275,22 @@ class SimulatedSlots:
             ray.kill(host)
 
 
+def change(workers: Iterable[int], **values: Any) -> None:
+    """Set attributes of the simulated ranks of ``workers``."""
+    ray.get([SimulatedSlots.hosts[worker % HOSTS].change.remote(worker, values) for worker in workers])
+
+
 class Watcher:
-    """A sink that tells when the first step and a recovery have happened."""
+    """A sink that tells when the first step and a recovery have happened, and keeps all events."""
 
     def __init__(self) -> None:
+        self.events: list[Event] = []
         self.first_step = threading.Event()
         self.recovered: list[Recovered] = []
         self.healed = threading.Event()
 
     def emit(self, event: Event) -> None:
+        self.events.append(event)
         if isinstance(event, FirstStepDone):
             self.first_step.set()
         if isinstance(event, Recovered):
@@ -249,8 +301,8 @@ class Watcher:
         pass
 
 
-def prepared_run(world_size: int, folder: Path) -> tuple[Run, Watcher]:
-    """Return a run of ``world_size`` ranks."""
+def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watcher]:
+    """Return a run of ``world_size`` ranks; ``words``: further overrides."""
     errors: list[str] = []
     overrides = [
         "job=toy",
@@ -262,6 +314,7 @@ def prepared_run(world_size: int, folder: Path) -> tuple[Run, Watcher]:
         "tracking=none",
         "cluster.device=cpu",
         f"output_dir={folder}",
+        *words,
     ]
     config, _ = compose(overrides, errors, registry.config_class)
     assert config is not None, errors

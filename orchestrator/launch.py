@@ -1,7 +1,8 @@
 """Train a job: ``orchestrator launch strategy=ddp``, or ``python -m orchestrator.launch strategy=ddp``.
 
 Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, or the run to resume is running, and
-nothing was started; 3 all steps are done, but the last checkpoint is lost; 130 and 143 interrupted after a checkpoint.
+nothing was started; 3 all steps are done, but the last checkpoint is lost; 130 and 143 stopped by SIGINT or SIGTERM;
+the reason says whether a checkpoint was saved.
 """
 
 from __future__ import annotations

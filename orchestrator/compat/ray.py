@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import ray
+import ray.exceptions
 
 CHECKED_VERSION = "2.60.0"
 
@@ -52,6 +53,8 @@ INTERNALS = (
 )
 """The dotted names of all private objects that this module uses."""
 
+NODE_HAS_DIED = "its node has died"
+"""Part of the message by which the GCS server explains the death of an actor. The exception has no field for it."""
 
 _SIGNALS_OF_RAY = (
     signal.SIGTERM,
@@ -154,6 +157,13 @@ def own_ray_has_died() -> bool:
     """Return whether this process started a Ray whose GCS server or raylet is dead; no call to it would return."""
     node = find_internal(_NODE)
     return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+
+
+def died_with_node(error: ray.exceptions.RayError) -> bool:
+    """Return whether ``error`` reports a worker that died because its node did."""
+    if isinstance(error, ray.exceptions.NodeDiedError):
+        return True
+    return isinstance(error, ray.exceptions.ActorDiedError) and NODE_HAS_DIED in str(error)
 
 
 def draining_nodes() -> Collection[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Hashable, MutableMapping
 from typing import Any, TypeVar
@@ -10,8 +9,11 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray import own_ray_has_died
+from orchestrator.compat.ray import died_with_node, own_ray_has_died
 from orchestrator.policy.failure import CauseOfDeath
+
+CHECK_EVERY_S = 0.5
+"""The interval at which a wait for answers checks whether to stop."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -41,9 +43,7 @@ def cause_of_death(error: ray.exceptions.RayError) -> CauseOfDeath | None:
             return None
         case ray.exceptions.OutOfMemoryError():
             return "out of memory"
-        case ray.exceptions.NodeDiedError():
-            return "node lost"
-    return "unknown"
+    return "node lost" if died_with_node(error) else "unknown"
 
 
 def describe_error(error: ray.exceptions.RayError) -> str:
@@ -71,7 +71,7 @@ def all_answers(
     while pending:
         if check is not None:
             check()
-        _, pending = ray.wait(pending, num_returns=len(pending), timeout=0.5)
+        _, pending = _wait_for_all(pending, CHECK_EVERY_S)
         check_ray()
         if pending and time.monotonic() > deadline:
             late = f"{len(pending)} of {len(references)} workers did not answer within {timeout_s:g} s"
@@ -88,15 +88,37 @@ def completed(pending: Collection[Any], timeout_s: float) -> list[Any]:
     return ready
 
 
-def answers_in_time(pending: MutableMapping[Any, K], timeout_s: float) -> dict[K, Any]:
+def answers_in_time(
+    pending: MutableMapping[Any, K],
+    timeout_s: float,
+    *,
+    check: Callable[[], None] | None = None,
+    errors: MutableMapping[K, ray.exceptions.RayError] | None = None,
+) -> dict[K, Any]:
     """Return the answers that come within ``timeout_s``, under their keys; calls that fail are left out.
 
-    The calls that were answered, or failed, are removed from ``pending``.
+    Args:
+        pending: the calls. Those that were answered, or failed, are removed from it.
+        timeout_s: how long to wait for all of them.
+        check: called twice a second, and may raise to stop waiting.
+        errors: receives the errors of the calls that fail.
     """
-    ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s) if pending else ([], [])
+    deadline = time.monotonic() + timeout_s
+    ready, rest = _wait_for_all(pending, timeout_s if check is None else min(timeout_s, CHECK_EVERY_S))
+    while rest and check is not None and (left_s := deadline - time.monotonic()) > 0:
+        check()
+        ready, rest = _wait_for_all(pending, min(left_s, CHECK_EVERY_S))
     answers: dict[K, Any] = {}
     for reference in ready:
         key = pending.pop(reference)
-        with contextlib.suppress(ray.exceptions.RayError):
+        try:
             answers[key] = ray.get(reference)
+        except ray.exceptions.RayError as e:
+            if errors is not None:
+                errors[key] = e
     return answers
+
+
+def _wait_for_all(pending: Collection[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    """Return the pending calls that have completed within ``timeout_s``, and the others."""
+    return ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s) if pending else ([], [])

@@ -31,7 +31,7 @@ from orchestrator.planning.plan import Node
 CONNECT_TIMEOUT_S = 2.0
 
 EMBEDDED_ENVIRONMENT = {
-    # An embedded Ray has nobody to report to, and its reporting takes CPU time from the training.
+    # An embedded Ray needs no usage reports or metrics, and collecting them takes CPU time from the training.
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -10,7 +10,7 @@ from orchestrator.protocol.events import Event, MetricsLogged, Sink, SystemMetri
 
 
 class EventStream:
-    """Passes each event to every sink, in the order of ``sinks``. It decides nothing and never raises."""
+    """Passes each event to every sink, in order. Sinks must not raise."""
 
     def __init__(self, sinks: Sequence[Sink]):
         self._sinks = tuple(sinks)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
+import ray.exceptions
 
-from orchestrator.driver.calls import GangError, all_answers, answers_in_time
+from orchestrator.driver.calls import GangError, all_answers, answers_in_time, cause_of_death, describe_error
 from orchestrator.driver.node_watch import NodeWatch
-from orchestrator.driver.slots import Slots, kill_process
+from orchestrator.driver.slots import START_ATTEMPTS, Slots, kill_process
 from orchestrator.driver.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
@@ -30,7 +32,6 @@ class Member:
     """A worker with a rank: its actor, where that runs, and in which slot."""
 
     global_rank: int
-    local_rank: int
     actor: Any
     info: WorkerInfo
     slot: int
@@ -40,12 +41,14 @@ class Gang:
     """All workers of a run. Use as a context manager, which releases everything on exit.
 
     ``members``: the workers with a rank, by rank. The spares are kept apart.
+    ``failed_heartbeats``: by rank, the errors of the last round of heartbeats in which a worker lives.
     """
 
     def __init__(
         self, plan: Plan, environment: WorkerEnvironment, nodes: NodeWatch, monitor: WaitMonitor, *, label: str
     ):
         self.members: tuple[Member, ...] = ()
+        self.failed_heartbeats: dict[int, ray.exceptions.RayError] = {}
         self._plan = plan
         self._nodes = nodes
         self._monitor = monitor
@@ -57,6 +60,8 @@ class Gang:
         self._spares: dict[int, WorkerInfo] = {}  # by slot
         self._unprepared: set[int] = set()  # slots of spares
         self._vacant: list[int] = []
+        self._failed_starts: Counter[int] = Counter()  # by slot: those in a row
+        self._given_up: set[int] = set()  # slots in which no worker starts
         self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
         self._next_asked = 0  # the rank with which the next round of heartbeats begins
 
@@ -154,12 +159,13 @@ class Gang:
 
         Vacant slots come first, then new ones wherever the cluster has room or will have it. New workers, and spares
         that have not done so, load what every rank needs. Do not call this while a generation starts: loading takes
-        CPU time from it.
+        CPU time from it. A slot in which :data:`START_ATTEMPTS` workers in a row died counts as one of them.
         """
         for slot in self._unprepared.intersection(self._spares):
             self._slots.actor(slot).prepare.remote(self._environment)
         self._unprepared = set()
-        for _ in range(workers - len(self.members) - len(self._starting) - len(self._spares)):
+        present = len(self.members) + len(self._starting) + len(self._spares) + len(self._given_up)
+        for _ in range(workers - present):
             slot = self._vacant.pop() if self._vacant else self._slots.reserve()
             self._slots.start(slot)
             self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
@@ -171,8 +177,9 @@ class Gang:
             slot = self._starting.pop(reference)
             try:
                 self._spares[slot] = cast(WorkerInfo, ray.get(reference))
-            except ray.exceptions.RayError:
-                self._vacant.append(slot)
+                del self._failed_starts[slot]
+            except ray.exceptions.RayError as e:
+                self._record_failed_start(slot, e)
         draining = self._nodes.draining
         return sum(info.node_id not in draining for info in self._spares.values())
 
@@ -186,10 +193,11 @@ class Gang:
         Args:
             with_system_metrics: whether the first member of each node adds the system metrics of its node.
             wait_s: how long to wait for answers.
-            ranks: whom to ask. None for the next :data:`HEARTBEATS_PER_ROUND` members, so that the cost of a round does
-                not grow with the gang.
+            ranks: the ranks to ask. None for the next :data:`HEARTBEATS_PER_ROUND` members, so that the cost of a round
+                does not grow with the gang.
         """
-        earlier: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, 0.0)
+        errors: dict[int, ray.exceptions.RayError] = {}
+        earlier: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, 0.0, errors=errors)
         reporting: set[int] = set()
         if with_system_metrics:
             reporting = set({m.info.node_id: m.global_rank for m in reversed(self.members)}.values())
@@ -199,34 +207,41 @@ class Gang:
             self._pending_heartbeats[answer] = rank
         awaited = {r: rank for r, rank in self._pending_heartbeats.items() if ranks is None or rank in ranks}
         others = {r: rank for r, rank in self._pending_heartbeats.items() if r not in awaited}
-        latest: dict[int, Heartbeat] = answers_in_time(awaited, wait_s)
+        latest: dict[int, Heartbeat] = answers_in_time(awaited, wait_s, errors=errors)
         self._pending_heartbeats = others | awaited
+        self.failed_heartbeats = {rank: e for rank, e in errors.items() if cause_of_death(e) is None}
         return earlier | {rank: heartbeat.after(earlier.get(rank)) for rank, heartbeat in latest.items()}
 
     def unanswered(self) -> set[int]:
         """Return the ranks that have been asked for a heartbeat and have not answered yet."""
         return set(self._pending_heartbeats.values())
 
-    def ask(self, method: WorkerMethod, *args: Any, timeout_s: float) -> list[Any]:
-        """Call ``method`` of every member and return the answers by rank.
+    def ask_one(
+        self, rank: int, method: WorkerMethod, *args: Any, timeout_s: float, check: Callable[[], None] | None = None
+    ) -> Any:
+        """Call ``method`` of one member and return its answer; ``check()`` runs meanwhile.
 
         Raises:
             NoAnswerError: not in time.
             GangError: Ray is dead.
-            RayError: a worker is dead, or could not carry out the call.
+            RayError: the worker is dead, or could not carry out the call.
         """
-        return all_answers([_call(m, method, *args) for m in self.members], timeout_s)
-
-    def ask_one(
-        self, rank: int, method: WorkerMethod, *args: Any, timeout_s: float, check: Callable[[], None] | None = None
-    ) -> Any:
-        """Call ``method`` of one member and return its answer; ``check()`` runs meanwhile. Raises as :meth:`ask`."""
         return all_answers([_call(self.members[rank], method, *args)], timeout_s, check=check)[0]
 
-    def poll(self, method: WorkerMethod, *args: Any, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
-        """Call ``method`` of some members and return the answers that come in time, by rank."""
+    def poll(
+        self,
+        method: WorkerMethod,
+        *args: Any,
+        ranks: Collection[int],
+        timeout_s: float,
+        check: Callable[[], None] | None = None,
+    ) -> dict[int, Any]:
+        """Call ``method`` of some members and return the answers that come in time, by rank.
+
+        ``check()`` runs meanwhile, and may raise to stop waiting.
+        """
         pending = {_call(m, method, *args): m.global_rank for m in self.members if m.global_rank in ranks}
-        return answers_in_time(pending, timeout_s)
+        return answers_in_time(pending, timeout_s, check=check)
 
     def tell(self, method: WorkerMethod, *args: Any, ranks: Collection[int]) -> None:
         """Call ``method`` of some members without waiting for an answer."""
@@ -256,6 +271,18 @@ class Gang:
         if lost.info.node_id not in draining:
             self._vacant.append(lost.slot)
 
+    def _record_failed_start(self, slot: int, error: ray.exceptions.RayError) -> None:
+        self._failed_starts[slot] += 1
+        if self._failed_starts[slot] < START_ATTEMPTS:
+            self._vacant.append(slot)
+            return
+        if not self._given_up:
+            self._monitor.warn(
+                f"{START_ATTEMPTS} additional workers in a row died while they started ({describe_error(error)}); the "
+                "run continues with fewer; see Ray's logs"
+            )
+        self._given_up.add(slot)
+
     def _live_spares(self) -> list[int]:
         """The slots of the spares that answer and are not on a draining node, in ascending order."""
         self.ready()
@@ -271,15 +298,12 @@ class Gang:
 
     def _assign_ranks(self, workers: Sequence[tuple[int, WorkerInfo]]) -> None:
         """Make members of the workers, each with its slot, in the order of their ranks."""
-        members: list[Member] = []
-        on_node: dict[str, int] = {}
-        for rank, (slot, info) in enumerate(workers):
-            local_rank = on_node.setdefault(info.node_id, 0)
-            on_node[info.node_id] += 1
-            actor = self._slots.actor(slot)
-            members.append(Member(global_rank=rank, local_rank=local_rank, actor=actor, info=info, slot=slot))
+        members = tuple(
+            Member(global_rank=rank, actor=self._slots.actor(slot), info=info, slot=slot)
+            for rank, (slot, info) in enumerate(workers)
+        )
         unchanged = {m.global_rank for m, before in zip(members, self.members, strict=False) if m.info == before.info}
-        self.members = tuple(members)
+        self.members = members
         self._pending_heartbeats = {r: rank for r, rank in self._pending_heartbeats.items() if rank in unchanged}
         self._next_asked = 0
 

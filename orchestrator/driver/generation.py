@@ -13,7 +13,6 @@ import ray
 import ray.exceptions
 
 from orchestrator.driver.calls import (
-    GangError,
     NoAnswerError,
     cause_of_death,
     check_ray,
@@ -39,11 +38,21 @@ from orchestrator.policy.failure import (
     standstill,
     stopped,
     too_slow,
+    unreachable_addresses,
 )
 from orchestrator.policy.hang import HangDetector, WatchedTime, culprit
-from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan
-from orchestrator.protocol.events import Event, GenerationStarted, StopRequested
-from orchestrator.protocol.messages import Assignment, Failure, Heartbeat, Outcome, Stacks, WorkerEnvironment
+from orchestrator.policy.recovery import RecoveryPlan
+from orchestrator.protocol.events import Event, GenerationStarted, PauseReason, StopRequested
+from orchestrator.protocol.messages import (
+    Assignment,
+    Failure,
+    Heartbeat,
+    Outcome,
+    RecoverableSteps,
+    Stacks,
+    WorkerEnvironment,
+    WorkerInfo,
+)
 from orchestrator.records.lease import Lease
 from orchestrator.records.run_dir import RunDir, crash_report
 from orchestrator.strategies import registry
@@ -56,7 +65,6 @@ POLL_AFTER_FAILURE_S = 0.1
 STACKS_TIMEOUT_S = 2.0
 LONGEST_ROUND_FACTOR = 4.0
 """A round of heartbeats that takes more than this many times its interval says nothing about the workers."""
-Pause = Literal["preempted", "growing"]
 
 
 class Generation:
@@ -90,7 +98,7 @@ class Generation:
         self.outcomes: dict[int, Outcome] = {}
         self.returned: set[int] = set()
         self.stop_sent = False
-        self.paused: Pause | None = None
+        self.paused: PauseReason | None = None
         self.paused_at = 0.0
         self.draining: tuple[int, ...] = ()
         self.hung_at: int | None = None
@@ -107,7 +115,9 @@ class Generation:
         self._growth = growth
         self._pending: dict[Any, Member] = {}  # by the reference to its outcome
         self._heard_at: dict[int, float] = {}
-        self._unreachable: tuple[str, ...] = ()
+        self._lost_nodes: set[str] = set()
+        self._leaving: set[int] = set()  # the ranks that have received SIGTERM
+        self._not_held: set[int] = set()  # the ranks that did not answer when the others were held
         synchronous = registry.load(self._config.strategy.name).is_synchronous(self._config.strategy)
         self._hang_detector = HangDetector(self._config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
         self._oom_kills = kernel_oom_kills()
@@ -166,7 +176,6 @@ class Generation:
         assignment = Assignment(
             generation=self.number,
             global_rank=0,
-            local_rank=0,
             store_host=host,
             store_port=port,
             backend=backend,
@@ -182,8 +191,7 @@ class Generation:
         )
         packed = assignment.packed()  # once, not for every worker
         for member in members:
-            outcome = member.actor.train.remote(packed, member.global_rank, member.local_rank)
-            self._pending[outcome] = member
+            self._pending[member.actor.train.remote(packed, member.global_rank)] = member
 
     def watch(self) -> Iterator[Event]:
         """Yield the events that workers report, which have been emitted, until the generation is over.
@@ -196,14 +204,13 @@ class Generation:
             SupersededError: another driver has taken over the run.
         """
         give_up_at: float | None = None
-        abandoned, settle_s = False, MIN_SETTLE_S
+        abandoned, known_lost, settle_s = False, 0, MIN_SETTLE_S
         next_round = time.monotonic() + self._config.cluster.heartbeat_s
         longest_round_s = LONGEST_ROUND_FACTOR * self._config.cluster.heartbeat_s + HEARTBEAT_WAIT_S
         watched = WatchedTime(time.monotonic(), longest_round_s=longest_round_s)
         while self._pending:
             ready = completed(self._pending, max(0.0, next_round - time.monotonic()))
-            check_ray()
-            self._lease.check()
+            self._check_driver()
             for reference in ready:
                 self._record_outcome(reference, self._pending.pop(reference))
             if ready and abandoned and not self.stop_sent:  # a large gang takes longer
@@ -212,18 +219,18 @@ class Generation:
                 return
             if self._pending and time.monotonic() < next_round and (abandoned or not self._failed()):
                 continue
-            last_round = None if self._pending else range(self._plan.world_size)
-            collected = self._telemetry.collect(self._gang, ranks=last_round)
+            asks_all = not self._pending or (self._leaving and self.paused is None)
+            collected = self._telemetry.collect(self._gang, ranks=range(self._plan.world_size) if asks_all else None)
             yield from collected.events
             self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
             pause_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
             next_round = time.monotonic() + pause_s
-            if not abandoned and self._failed():
-                abandoned = True
+            if self._failed() and (not abandoned or len(self._lost_nodes) > known_lost):
+                abandoned, known_lost = True, len(self._lost_nodes)
                 settle_s = max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
                 give_up_at = time.monotonic() + settle_s
                 remaining = [m.global_rank for m in self._pending.values()]
-                self._gang.tell(Worker.abandon, self.number, self._unreachable, ranks=remaining)
+                self._gang.tell(Worker.abandon, self.number, self.unreachable(), ranks=remaining)
             stop_due = self._stop.received is not None and not self.stop_sent and self.paused is None
             if stop_due and not abandoned:  # a failed generation cannot stop in order; the next one can
                 assert self._stop.received is not None
@@ -242,7 +249,8 @@ class Generation:
         if failure is None or not failure.collateral or not unfinished:
             return rank
         rank = min(unfinished, key=lambda r: (self._telemetry.last_step.get(r, 0), r))
-        self._record_failure(rank, standstill(self._config.cluster.collective_timeout_s, time=time.time()))
+        phase = self._hang_detector.phase(rank)
+        self._record_failure(rank, standstill(self._config.cluster, phase, time=time.time()))
         return rank
 
     def survivors(self) -> dict[int, RecoverableSteps]:
@@ -262,11 +270,25 @@ class Generation:
         ended = [o.step for o in self.outcomes.values()]
         return max([*ended, *self._telemetry.last_step.values()], default=0)
 
+    def unreachable(self) -> tuple[str, ...]:
+        """Return the IP addresses of the nodes that were lost in this generation."""
+        return unreachable_addresses([m.info for m in self._gang.members], self._lost_nodes)
+
     def failure(self, rank: int) -> Failure:
         """Return the failure of a rank that has failed."""
         failure = self.outcomes[rank].failure
         assert failure is not None
         return failure
+
+    def _check_driver(self) -> None:
+        """Check that this driver can go on.
+
+        Raises:
+            GangError: Ray is dead.
+            SupersededError: another driver has taken over the run.
+        """
+        check_ray()
+        self._lease.check()
 
     def _failed(self) -> bool:
         return any(o.status == "failed" for o in self.outcomes.values())
@@ -294,10 +316,10 @@ class Generation:
         """Record that a call to a worker has failed, most likely because it died."""
         info = member.info
         if (cause := cause_of_death(error)) is None:
-            what = describe_error(error)
-            failure = failed_call(what, pid=info.pid, hostname=info.hostname, time=time.time(), traceback=str(error))
-            self._record_failure(member.global_rank, failure)
+            self._record_failure(member.global_rank, _failed_call(info, error))
             return
+        if cause == "node lost":
+            self._lost_nodes.add(info.node_id)
         oom_kills = kernel_oom_kills() if info.hostname == socket.gethostname() else None
         failure = death(
             cause,
@@ -324,14 +346,17 @@ class Generation:
             if (heartbeat := heartbeats.get(rank)) is not None:
                 self._hang_detector.observe(rank, heartbeat, now)
         silent_nodes = self._nodes.silent(self._answers_by_node(heartbeats), now)
+        on_silent_node = [m for m in unfinished if m.info.node_id in silent_nodes]
+        self._lost_nodes |= {m.info.node_id for m in on_silent_node}
         if self._failed():
             return
-        on_silent_node = [m for m in unfinished if m.info.node_id in silent_nodes]
-        self._unreachable = tuple({m.info.node_ip for m in on_silent_node})
         node_timeout_s = self._config.cluster.node_timeout_s
         for member in on_silent_node:
             failure = node_loss(node_timeout_s, hostname=member.info.hostname, time=time.time())
             self._terminate(member.global_rank, failure)
+        for rank, error in self._gang.failed_heartbeats.items():
+            if rank not in self.outcomes:
+                self._terminate(rank, _failed_call(self._gang.members[rank].info, error))
         slow = self._telemetry.straggler
         if slow is not None and self._config.recovery.replace_stragglers and self._is_training(slow.rank):
             self._terminate(slow.rank, too_slow(slow.slower_by, time=time.time()))
@@ -341,9 +366,12 @@ class Generation:
                 self._terminate_if_silent(member, now)
         if not self._failed() and (hanging := self._hang_detector.hanging([m.global_rank for m in unfinished], now)):
             self._terminate_culprit(hanging, now)
+        self._not_held -= heartbeats.keys()
+        others_may_leave = self._find_leaving(heartbeats)
         all_train = self._telemetry.has_trained(self.number) and not self.outcomes
-        if all_train and self.paused is None and self._stop.received is None:
-            self._pause_if_due(heartbeats)
+        may_pause = all_train and self.paused is None and self._stop.received is None
+        if may_pause and not others_may_leave and not self._not_held:
+            self._pause_if_due()
 
     def _is_training(self, rank: int) -> bool:
         return rank not in self.outcomes and self._telemetry.last_step.get(rank, 0) < self._plan.steps
@@ -355,11 +383,19 @@ class Generation:
             answers.setdefault(member.info.node_id, {})[member.info.pid] = member.global_rank in heartbeats
         return answers
 
-    def _pause_if_due(self, heartbeats: Mapping[int, Heartbeat]) -> None:
+    def _find_leaving(self, heartbeats: Mapping[int, Heartbeat]) -> bool:
+        """Return whether further ranks have received SIGTERM.
+
+        More may follow. The next round asks every rank, so that one pause is enough for all of them.
+        """
+        leaving = {rank for rank, heartbeat in heartbeats.items() if heartbeat.leaving} - self._leaving
+        self._leaving |= leaving
+        return bool(leaving)
+
+    def _pause_if_due(self) -> None:
         """End the generation after a step if workers must leave, or if more could join."""
         nodes = self._nodes.draining
-        draining = {m.global_rank for m in self._gang.members if m.info.node_id in nodes}
-        draining |= {rank for rank, heartbeat in heartbeats.items() if heartbeat.leaving}
+        draining = self._leaving | {m.global_rank for m in self._gang.members if m.info.node_id in nodes}
         if draining:
             self.draining = tuple(sorted(draining))
             who = " and ".join(self._plan.display_name(rank) for rank in self.draining)
@@ -368,26 +404,41 @@ class Generation:
                 "the run saves a checkpoint and replaces it"
             )
             self._pause("preempted", save=True)
-        elif (larger := self._growth.find()) is not None:
+        elif (larger := self._growth.start_and_find()) is not None:
             self._pause("growing", save=larger.state_sources is None)
 
-    def _pause(self, why: Pause, *, save: bool) -> None:
-        self.paused, self.paused_at = why, time.time()
-        self._finish_step(save=save)
+    def _pause(self, why: PauseReason, *, save: bool) -> None:
+        """End the generation after a step.
+
+        If some ranks do not answer, the others train on. The next attempt is made when these have answered again.
+        """
+        paused_at = time.time()
+        if self._finish_step(save=save):
+            self.paused, self.paused_at = why, paused_at
+        else:
+            self._gang.tell(Worker.open_gate, self.number, ranks=range(self._plan.world_size))
 
     def _coordinate_stop(self, signal_name: str) -> None:
         self.stop_sent = True
         self._events.emit(StopRequested(signal=signal_name))
         self._finish_step(save=True)
 
-    def _finish_step(self, *, save: bool) -> None:
-        """Let all ranks stop after the most advanced step that any of them has begun."""
-        grace_s = self._config.cluster.stop_grace_s
-        try:
-            begun = self._gang.ask(Worker.hold, timeout_s=grace_s)
-            self._gang.ask(Worker.finish_step, max(begun), save, timeout_s=grace_s)
-        except (GangError, ray.exceptions.RayError) as e:
-            self._events.warn(f"some ranks did not get the request to stop: {e}")
+    def _finish_step(self, *, save: bool) -> bool:
+        """Let all ranks stop after the most advanced step that any of them has begun.
+
+        Returns:
+            False if some ranks do not answer; those that do are held.
+        """
+        everyone = range(self._plan.world_size)
+        timeout_s = self._config.cluster.stop_grace_s
+        begun = self._gang.poll(Worker.hold, self.number, ranks=everyone, timeout_s=timeout_s, check=self._check_driver)
+        self._not_held = set(everyone) - begun.keys()
+        if self._not_held:
+            who = " and ".join(self._plan.display_name(rank) for rank in sorted(self._not_held))
+            self._events.warn(f"{who} did not answer the request to stop (cluster.stop_grace_s={timeout_s:g})")
+            return False
+        self._gang.tell(Worker.finish_step, self.number, max(begun.values()), save, ranks=everyone)
+        return True
 
     def _terminate_if_silent(self, member: Member, now: float) -> None:
         """Terminate a rank that has not answered for too long, which is not long if its process is stopped."""
@@ -434,6 +485,11 @@ class Generation:
         """Kill a rank's process. This closes its connections, which frees the ranks that wait for it."""
         self._record_failure(rank, failure)
         self._gang.kill(rank)
+
+
+def _failed_call(info: WorkerInfo, error: ray.exceptions.RayError) -> Failure:
+    what = describe_error(error)
+    return failed_call(what, pid=info.pid, hostname=info.hostname, time=time.time(), traceback=str(error))
 
 
 def _describe(member: Member) -> str:

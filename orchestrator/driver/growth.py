@@ -15,15 +15,15 @@ class Growth:
         self._sizes = sizes
         self._plan = plan
 
-    def find(self) -> RankAssignment | None:
+    def start_and_find(self) -> RankAssignment | None:
         """Return a larger assignment for which all workers are ready; None if there is none.
 
         Starts workers in the background for sizes that the cluster has no room for yet.
         """
         plan = self._plan
-        if plan is self._sizes.most:
+        if plan is self._sizes.largest:
             return None
-        self._gang.refill(self._sizes.max_workers)
+        self._gang.refill(self._sizes.max_processes)
         if not (ready := self._gang.ready()):
             return None
         assignment = find_rank_assignment(plan, self._sizes, range(plan.world_size), ready=ready, saved=True)

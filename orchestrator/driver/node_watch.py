@@ -1,4 +1,4 @@
-"""Which nodes no longer answer, which worker processes are stopped, by a probe on each node, and which nodes drain."""
+"""Silent nodes, stopped worker processes and draining nodes, found by a probe on each node."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class NodeProbe:
     """A process on a node that answers even while every worker there is busy."""
 
     def ping(self, pids: tuple[int, ...]) -> frozenset[int]:
-        """Return which of the processes ``pids`` of this node are stopped."""
+        """Return the stopped processes among ``pids``."""
         return stopped_processes(pids)
 
 
 def stopped_processes(pids: Iterable[int]) -> frozenset[int]:
-    """Return which of the processes ``pids`` of this machine a signal has stopped (SIGSTOP or SIGTSTP)."""
+    """Return the processes of this machine among ``pids`` that a signal has stopped (SIGSTOP or SIGTSTP)."""
     return frozenset(pid for pid in pids if _is_stopped(pid))
 
 
@@ -47,7 +47,7 @@ def _is_stopped(pid: int) -> bool:
 def kernel_oom_kills() -> int | None:
     """Return how many processes of this machine its kernel has killed for lack of memory, also within a cgroup's limit.
 
-    None if the kernel does not tell.
+    None if the kernel has no such counter.
     """
     try:
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())

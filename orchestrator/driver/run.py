@@ -7,9 +7,9 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ray.exceptions
 
@@ -26,7 +26,7 @@ from orchestrator.driver.waiting import Interrupted, WaitMonitor
 from orchestrator.planning.faults import without_next
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned
-from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoverableSteps, RecoveryPlan, decide, plan_after_pause
+from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
 from orchestrator.policy.transitions import Transition, TransitionLog
 from orchestrator.protocol.events import (
     CheckpointFailed,
@@ -37,16 +37,19 @@ from orchestrator.protocol.events import (
     RunStarted,
     TextSampled,
     WorkerFailed,
+    WorkerFailure,
     WorkerLost,
 )
-from orchestrator.protocol.messages import PendingCheckpoint, WorkerEnvironment
+from orchestrator.protocol.messages import PendingCheckpoint, RecoverableSteps, WorkerEnvironment
 from orchestrator.protocol.metrics import MetricSpec
-from orchestrator.records.lease import Lease
+from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.run_dir import RunDir, log_tail
 from orchestrator.state.checkpoint import CheckpointError, find_newest, path_of, read_manifest
 from orchestrator.timeline.spans import Timeline
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.actor import Worker
+
+E = TypeVar("E", bound=WorkerFailure)
 
 FINAL_HEARTBEAT_S = 2.0
 """Wait this long for the heartbeat of a worker that has finished its part."""
@@ -116,7 +119,7 @@ class Run:
         self.config = spec.config
         self._events = events
         self._stop = stop
-        self._plan = spec.sizes.first
+        self._plan = spec.sizes.initial
         self._environment = WorkerEnvironment(
             working_dir=str(Path.cwd()),
             import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
@@ -144,13 +147,16 @@ class Run:
         self._checkpoint = spec.checkpoint
         self._checkpoint_step = spec.resumed_from_step or 0
         self._failed_checkpoints: dict[int, str] = {}  # by step: why
-        self._faults = spec.sizes.most.faults
+        self._faults = spec.sizes.largest.faults
         self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
         self._transitions = TransitionLog()
         self._hangs: list[int] = []  # the step of each
 
     def execute(self) -> RunResult:
         """Train until the run finishes, is stopped or fails. No actor of the run is alive afterwards.
+
+        Returns:
+            How the run ended. Its records are still to be closed.
 
         Raises:
             SupersededError: another driver has taken over the run.
@@ -171,10 +177,14 @@ class Run:
             )
         )
         self._startup["driver_s"] = time.time() - spec.started_at
-        with self._nodes, self._gang:
-            result = self._acquire_and_train()
-        shutil.rmtree(spec.run_dir.spools, ignore_errors=True)
-        return result
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(shutil.rmtree, spec.run_dir.spools, ignore_errors=True)
+            try:
+                with self._nodes, self._gang:
+                    return self._acquire_and_train()
+            except SupersededError:
+                at_end.pop_all()  # the workers of the other driver write there
+                raise
 
     def _acquire_and_train(self) -> RunResult:
         try:
@@ -221,7 +231,10 @@ class Run:
                 if isinstance(decision, GiveUp) or not self._continues_after(decision):
                     self._finish_workers(generation)
                     return self._interrupted(generation)
-                self._report_loss(generation, failed_rank)
+                lost = self._failure_event(WorkerLost, generation, failed_rank, step=generation.last_step())
+                self._events.emit(lost)
+            elif generation.all_ended("done"):
+                break
             elif generation.paused == "preempted" and self._stop.received is not None:
                 return self._interrupted(generation)
             elif generation.paused is not None and generation.all_ended("stopped"):
@@ -273,24 +286,23 @@ class Run:
         if self._first_step_at is None:
             self._first_step_at = event.time
             self._startup |= event.startup
-        self._gang.refill(self.spec.sizes.max_workers)
+        self._gang.refill(self.spec.sizes.max_processes)
         if (recovered := self._transitions.end(event.generation, event.time)) is not None:
             self._events.emit(recovered)
             metrics = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}
             self._events.emit(MetricsLogged(step=recovered.step, metrics=metrics))
 
-    def _report_loss(self, generation: Generation, rank: int) -> None:
+    def _failure_event(self, kind: type[E], generation: Generation, rank: int, *, step: int) -> E:
+        """Return an event for the failure of ``rank``; ``step``: the last one before it."""
         failure = generation.failure(rank)
-        self._events.emit(
-            WorkerLost(
-                rank=rank,
-                display_name=self._plan.display_name(rank),
-                step=generation.last_step(),
-                reason=failure.message,
-                traceback=failure.traceback,
-                log=str(self.spec.run_dir.log_file(rank)),
-                log_tail=failure.log_tail,
-            )
+        return kind(
+            rank=rank,
+            display_name=self._plan.display_name(rank),
+            step=step,
+            reason=failure.message,
+            traceback=failure.traceback,
+            log=str(self.spec.run_dir.log_file(rank)),
+            log_tail=failure.log_tail,
         )
 
     def _transition(self, generation: Generation, failed_rank: int | None, decision: RecoveryPlan) -> RecoveryPlan:
@@ -299,11 +311,8 @@ class Run:
         if failed_rank is not None:
             for rank in decision.lost:
                 self._faults = without_next(self._faults, rank)
-        grace_s = self.config.cluster.stop_grace_s
-        if generation.paused is not None or generation.stop_sent:
-            self._gang.poll(Worker.open_gate, ranks=generation.returned, timeout_s=grace_s)
         # A stop is obeyed in the next generation, which can save what survivors hold. Here it ends only the pause.
-        self._monitor.grace_s = grace_s if decision.sources is not None else 0.0
+        self._monitor.grace_s = self.config.cluster.stop_grace_s if decision.sources is not None else 0.0
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and self._stop.received is None:
             time.sleep(0.1)
@@ -382,21 +391,12 @@ class Run:
 
     def _give_up(self, generation: Generation, rank: int, why: str) -> RunResult:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""
-        name, step = self._plan.display_name(rank), generation.outcomes[rank].step
-        failure = generation.failure(rank)
-        log = self.spec.run_dir.log_file(rank)
-        self._events.emit(
-            WorkerFailed(
-                rank=rank,
-                display_name=name,
-                step=step,
-                reason=failure.message,
-                traceback=failure.traceback,
-                log=str(log),
-                log_tail=failure.log_tail or log_tail(log),
-            )
-        )
-        return self._failed(f"{name} failed at step {step}: {failure.message}" + (f" ({why})" if why else ""))
+        failed = self._failure_event(WorkerFailed, generation, rank, step=generation.outcomes[rank].step)
+        if not failed.log_tail:
+            failed = replace(failed, log_tail=log_tail(self.spec.run_dir.log_file(rank)))
+        self._events.emit(failed)
+        what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
+        return self._failed(what + (f" ({why})" if why else ""))
 
     def _conclude(self, generation: Generation) -> RunResult:
         rank_0 = generation.outcomes.get(0)

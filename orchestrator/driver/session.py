@@ -75,9 +75,9 @@ def check_all(
     candidates: list[Candidate] = []
     errors: list[str] = []
     for overrides in runs:
-        of_this_run: list[str] = []
-        candidate = _check(overrides, address_error, of_this_run, redactor, job)
-        errors += map(redactor.text, of_this_run)
+        run_errors: list[str] = []
+        candidate = _check(overrides, address_error, run_errors, redactor, job)
+        errors += map(redactor.text, run_errors)
         if candidate is not None:
             candidates.append(candidate)
     if errors:
@@ -90,21 +90,21 @@ def _check(
     address_error: Callable[[str], str | None],
     errors: list[str],
     redactor: Redactor,
-    given: Job | type[Job] | None,
+    job_argument: Job | type[Job] | None,
 ) -> Candidate | None:
     """Check everything that can be checked before Ray starts or is joined; each part even if another has errors."""
     typed = tuple(overrides)
-    if given is not None:
-        overrides = (*typed, job_override(given))
-        if isinstance(given, type) and is_importable(given):
-            typed, given = tuple(overrides), None
+    if job_argument is not None:
+        overrides = (*typed, job_override(job_argument))
+        if isinstance(job_argument, type) and is_importable(job_argument):
+            typed, job_argument = tuple(overrides), None
     redactor.learn(values(overrides))
     config, job_spec = compose(overrides, errors, registry.config_class)
     if config is not None:
         redactor.learn(to_dict(config))
-    job = load_job(job_spec, errors, redactor, given) if job_spec is not None else None
-    pickled = None if given is None or job is None else pickle_job(given, job, errors)
-    if config is not None and job is not None and isinstance(given, Job):
+    job = load_job(job_spec, errors, redactor, job_argument) if job_spec is not None else None
+    pickled = None if job_argument is None or job is None else pickle_job(job_argument, job, errors)
+    if config is not None and job is not None and isinstance(job_argument, Job):
         config = replace(config, job=replace(config.job, fields=prepare.plain_fields(job)))
     paths = config or _paths_config(overrides)
     if paths is not None:
@@ -149,29 +149,30 @@ def _sizes(
 
     None: there is none, for reasons that are added to ``errors``.
     """
-    asked = config.strategy.num_workers
-    if not isinstance(asked, tuple):
+    requested = config.strategy.num_workers
+    if not isinstance(requested, tuple):
         plan = _plan(config, job, nodes, errors, oversubscribe_cpus=oversubscribe_cpus)
         return None if plan is None else Sizes((plan,), plan)
-    least, most = asked
+    least, most = requested
     plans: dict[int, Plan] = {}
     have_room: list[int] = []
-    of_smallest: list[str] = []
+    smallest_size_errors: list[str] = []
     for n in range(most, least - 1, -1):
-        fixed = _at_size(config, n, largest=next(iter(plans.values()), None))
-        if fixed is None:
+        sized = _at_size(config, n, largest=next(iter(plans.values()), None))
+        if sized is None:
             continue
-        of_smallest = []
-        _plan(fixed, job, nodes, of_smallest, oversubscribe_cpus=oversubscribe_cpus)
-        have_room += [] if of_smallest else [n]
-        growing = replace(fixed, cluster=replace(fixed.cluster, autoscaling=True))
-        anywhere: list[str] = []
-        plan = _plan(growing, job, nodes, anywhere, oversubscribe_cpus=oversubscribe_cpus)
-        if plan is not None and not anywhere:
+        room_errors: list[str] = []
+        layout_errors: list[str] = []
+        _plan(sized, None, nodes, room_errors, oversubscribe_cpus=oversubscribe_cpus)
+        growing = replace(sized, cluster=replace(sized.cluster, autoscaling=True))
+        plan = _plan(growing, job, nodes, layout_errors, oversubscribe_cpus=oversubscribe_cpus)
+        if plan is not None and not layout_errors:
             note = f"as many workers as there are, {least} to {most}; the global batch stays"
             plans[n] = replace(plan, notes=(*plan.notes, note))
+            have_room += [] if room_errors else [n]
+        smallest_size_errors = room_errors or layout_errors
     if not have_room:
-        errors += of_smallest
+        errors += smallest_size_errors
         return None
     return Sizes(tuple(reversed(plans.values())), plans[have_room[0]])
 
@@ -223,7 +224,7 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
     with StopSignals(owns_process=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
         if candidates[0].config.plan:
             for sizes in all_sizes:
-                print(plan_table(sizes.first, nodes))
+                print(plan_table(sizes.initial, nodes))
             return []
         stop.exit_at_once = False
         if stop.received is not None:
@@ -266,7 +267,7 @@ def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], li
     if config.plan:
         yield (machine,), sizes
         return
-    needed = max(s.max_workers * s.most.cpus_per_worker for s in sizes)
+    needed = max(s.max_processes * s.largest.cpus_per_worker for s in sizes)
     with cluster.embedded(config.cluster, num_cpus=max(machine.cpus, needed), num_gpus=machine.gpus):
         yield (machine,), sizes
 
@@ -287,7 +288,13 @@ def _all_sizes(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list
 def _run(
     candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
 ) -> RunResult:
-    config, resume, plan, redactor = candidate.config, candidate.resume, sizes.first, candidate.redactor
+    """Execute one run, from its directory and records to the verdict.
+
+    Raises:
+        ConfigError: the run directory cannot be written, or another process drives the run.
+        KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
+    """
+    config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
     as_job = candidate.given.display if candidate.given is not None else ""
     command = prepare.command(candidate.overrides, redactor, job=as_job)
     run_dir, uid = prepare.open_run(
@@ -295,7 +302,8 @@ def _run(
     )
     console = RedactingSink(make_console(steps=plan.steps, world_size=plan.world_size), redactor)
     stop.console = console
-    journal = RedactingSink(Journal(run_dir, warnings=console), redactor)
+    writer = Journal(run_dir, warnings=console)
+    journal = RedactingSink(writer, redactor)
     spec = RunSpec(
         config=config,
         sizes=sizes,
@@ -326,6 +334,8 @@ def _run(
                 result = Run(spec, EventStream([journal, console]), stop, uploader, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.
+            writer.discard()
+            uploader.leave()
             console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))
             return RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=str(e))
         except (KeyboardInterrupt, SystemExit):

@@ -86,7 +86,7 @@ class Slots:
         """Start an actor in each of ``slots`` and wait until all are up; one that dies meanwhile is started again.
 
         Raises:
-            GangError: a worker did not come up in time, or died again and again, or Ray is dead.
+            GangError: a worker did not come up in time, or died :data:`START_ATTEMPTS` times, or Ray is dead.
             Interrupted: a stop was requested.
         """
         infos: dict[int, WorkerInfo] = {}
@@ -120,9 +120,8 @@ class Slots:
 
     def release(self) -> None:
         """Kill the actors and give the resources back. Never raises."""
-        with contextlib.suppress(Exception):
-            for actor in self._actors.values():
-                ray.kill(actor)
+        for slot in self._actors:
+            self.kill(slot)
         # In a thread of its own, because the call takes a minute if Ray is dead.
         groups = {group.id: group for group, _ in self._bundles}
         thread = threading.Thread(target=_remove, args=(list(groups.values()),), daemon=True)
@@ -156,6 +155,6 @@ def _kill_process(pid: int) -> None:
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> None:
-    with contextlib.suppress(Exception):
-        for group in groups:
+    for group in groups:
+        with contextlib.suppress(Exception):
             remove_placement_group(group)

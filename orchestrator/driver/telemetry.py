@@ -66,7 +66,10 @@ class Telemetry:
     def collect(
         self, gang: Gang, *, wait_s: float = HEARTBEAT_WAIT_S, ranks: Collection[int] | None = None
     ) -> Collected:
-        """Collect one round of heartbeats, of ``ranks`` or of those in turn, and emit what they report."""
+        """Collect one round of heartbeats, of ``ranks`` or of those in turn, and emit what they report.
+
+        ``wait_s``: how long to wait for answers, in seconds.
+        """
         every_s = self._config.tracking.system_metrics_every_s
         now = time.monotonic()
         system_due = every_s > 0 and now >= self._next_system_reading
@@ -96,7 +99,7 @@ class Telemetry:
         return Collected(heartbeats, events)
 
     def collect_last_reports(self, gang: Gang, run_dir: RunDir, *, returned: Collection[int]) -> tuple[Event, ...]:
-        """Collect, after a generation, the points and events that its workers have not handed over yet.
+        """Collect the reports that the driver has not received, after a generation.
 
         A worker that has died has left them on disk, unless its run directory is not the driver's.
 
@@ -116,10 +119,10 @@ class Telemetry:
             if member.global_rank not in returned:
                 spool = run_dir.spool(member.info.node_id, member.info.pid)
                 received = self._received.get(member.info, 0)
-                left = [report for number, report in read_spool(spool) if number >= received]
-                points = [report for report in left if not isinstance(report, Event)]
+                unreceived = [report for number, report in read_spool(spool) if number >= received]
+                points = [report for report in unreceived if not isinstance(report, Event)]
                 self._add_points(member.global_rank, points, gang.members, nodes)
-                events += self._emit_events(report for report in left if isinstance(report, Event))
+                events += self._emit_events(report for report in unreceived if isinstance(report, Event))
                 remove_spool(spool)
         return tuple(events)
 

@@ -1,4 +1,4 @@
-"""Waiting for Ray without missing a signal, losing the lease or keeping the user in the dark."""
+"""Waits for Ray that also check for signals and the lease, and report progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interrupted(Exception):
 class WaitMonitor:
     """The driver's duties while it waits for workers that do not train yet.
 
-    ``grace_s``: a wait goes on for this time after a stop was requested.
+    ``grace_s``: the seconds that a wait continues after a stop request.
     """
 
     def __init__(self, events: EventStream, lease: Lease, stop: StopSignals):
@@ -42,6 +42,10 @@ class WaitMonitor:
         self._lease.check()
         if self._stop.received is not None and self._stop.seconds_ago >= self.grace_s:
             raise Interrupted
+
+    def warn(self, message: str) -> None:
+        """Warn the user."""
+        self._events.warn(message)
 
     def report(self, waited_s: float, plan: Plan, holders: str) -> None:
         """Report what the run waits for, and who holds resources."""

@@ -34,7 +34,7 @@ class Fault:
         return f"{self.kind}@{self.step}:{self.rank}" + ("" if self.phase == "train" else f":{self.phase}")
 
 
-def planned(text: str, *, seed: int, steps: int, num_ranks: int) -> tuple[Fault, ...]:
+def parse_entry(text: str, *, seed: int, steps: int, num_ranks: int) -> tuple[Fault, ...]:
     """Return the faults that one entry of ``recovery.chaos`` names.
 
     ``kill@40:1`` names one fault; ``random:3`` names three, drawn with ``seed``.

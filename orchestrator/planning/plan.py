@@ -7,7 +7,7 @@ from typing import Literal
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
-from orchestrator.planning.faults import Fault, planned
+from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.schedules import PipelineLayout
@@ -210,7 +210,7 @@ def _faults_to_inject(config: Config, world_size: int, errors: list[str]) -> tup
     faults: list[Fault] = []
     for word in config.recovery.chaos:
         try:
-            faults += planned(word, seed=config.seed, steps=config.train.steps, num_ranks=world_size)
+            faults += parse_entry(word, seed=config.seed, steps=config.train.steps, num_ranks=world_size)
         except ValueError as e:
             errors.append(f"recovery.chaos={e}")
     return tuple(faults)

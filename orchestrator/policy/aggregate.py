@@ -130,7 +130,7 @@ class Aggregator:
         return metrics
 
     def _measured_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
-        """The metrics that ranks send as such, reduced as each of them says."""
+        """The metrics that ranks report directly, each reduced by its own rule."""
         metrics = {}
         for name in sorted({name for p in parts.values() for name in p.metrics}):
             by_rank = {rank: p.metrics[name] for rank, p in parts.items() if name in p.metrics}

@@ -7,28 +7,29 @@ from dataclasses import dataclass
 
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.recovery import RecoverableSteps, RecoveryPlan, newest_state
+from orchestrator.policy.recovery import RecoveryPlan, newest_state
+from orchestrator.protocol.messages import RecoverableSteps
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The plans that a run may have.
 
-    ``plans``: in order of size, the smallest first. ``first``: the plan that the run starts with.
+    ``plans``: in order of size, the smallest first. ``initial``: the plan that the run starts with.
     """
 
     plans: tuple[Plan, ...]
-    first: Plan
+    initial: Plan
 
     @property
-    def most(self) -> Plan:
+    def largest(self) -> Plan:
         """The largest plan."""
         return self.plans[-1]
 
     @property
-    def max_workers(self) -> int:
-        """The number of workers of the largest plan, spares included."""
-        return self.most.world_size + self.most.spares
+    def max_processes(self) -> int:
+        """The number of ranks and spares of the largest plan."""
+        return self.largest.world_size + self.largest.spares
 
     @property
     def is_elastic(self) -> bool:
@@ -38,7 +39,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAssignment:
-    """Which worker gets which rank of ``plan`` in the next generation.
+    """The worker of each rank of ``plan`` in the next generation.
 
     ``before``: for each rank the one that its worker had before; None for a new worker.
     ``state_sources``: for each rank an old rank with the same state; None if ``plan`` divides the model in another

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from orchestrator.protocol.messages import Failure, Outcome
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.protocol.messages import Failure, Outcome, Phase, WorkerInfo
 
 CauseOfDeath = Literal["out of memory", "node lost", "unknown"]
-"""What Ray knows about the death of a process; it knows the cause only if it killed the process itself."""
+"""The cause of a death as Ray reports it; "unknown" unless Ray killed the process or its node is lost."""
 
 _LESS_MEMORY = "lower the batch size or the model size"
 _DEATHS: dict[CauseOfDeath, str] = {
@@ -22,8 +23,8 @@ _DEATHS: dict[CauseOfDeath, str] = {
     ),
 }
 _KERNEL_OOM = (
-    "died without a report, and the kernel's out-of-memory killer has ended a process on this node meanwhile: "
-    f"probably this one; {_LESS_MEMORY}"
+    "died without a report; the kernel's out-of-memory killer ended a process on this node during this time, probably "
+    f"this one; {_LESS_MEMORY}"
 )
 
 _SIGNALS = {
@@ -62,10 +63,10 @@ def death(
     """Describe a process that died.
 
     Args:
-        cause: what Ray says.
+        cause: the cause that Ray reports.
         pid: the process.
         hostname: its node.
-        time: in seconds since the epoch, here and below.
+        time: seconds since the epoch.
         crash_report: what its fault handlers have written into its log; empty if nothing.
         kernel_oom_kill: whether the out-of-memory killer of the kernel was at work on the node.
     """
@@ -91,8 +92,21 @@ def describe_crash(report: str) -> str:
     return ", ".join(what) + where
 
 
+def unreachable_addresses(workers: Iterable[WorkerInfo], lost_nodes: Collection[str]) -> tuple[str, ...]:
+    """Return the IP addresses of the nodes whose ids are in ``lost_nodes``.
+
+    Nodes on one machine share an address. One that another node still has is left out.
+    """
+    places = {(worker.node_id, worker.node_ip) for worker in workers}
+    lost = {ip for node_id, ip in places if node_id in lost_nodes}
+    return tuple(sorted(lost - {ip for node_id, ip in places if node_id not in lost_nodes}))
+
+
 def failed_call(error: str, *, pid: int, hostname: str, time: float, traceback: str) -> Failure:
-    """Describe a worker that lives, but could not carry out or answer a call of the driver; ``error`` says why."""
+    """Describe a worker that lives, but could not carry out or answer a call of the driver; ``error`` says why.
+
+    ``time``: seconds since the epoch.
+    """
     text = (
         f"its process {pid} on {hostname} lives, but a call to it failed: {error}; if it names something that this "
         "project defines, check that all nodes have the same version of it"
@@ -101,7 +115,7 @@ def failed_call(error: str, *, pid: int, hostname: str, time: float, traceback: 
 
 
 def no_store(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failure:
-    """Describe a worker that did not open the store of a generation in time."""
+    """Describe a worker that did not open the store of a generation in time; ``time``: seconds since the epoch."""
     return _seen_by_driver(
         f"its process {pid} on {hostname} has not opened the rendezvous store within {timeout_s:g} s "
         "(cluster.rendezvous_timeout_s)",
@@ -110,7 +124,7 @@ def no_store(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failu
 
 
 def stopped(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failure:
-    """Describe a process that a signal has stopped."""
+    """Describe a process that a signal has stopped; ``time``: seconds since the epoch."""
     return _seen_by_driver(
         f"no progress for {timeout_s:g} s (cluster.stopped_timeout_s): its process {pid} on {hostname} is stopped "
         "(SIGSTOP or SIGTSTP)",
@@ -119,14 +133,14 @@ def stopped(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failur
 
 
 def silence(timeout_s: float, *, pid: int, hostname: str, time: float) -> Failure:
-    """Describe a process that no longer answers."""
+    """Describe a process that no longer answers; ``time``: seconds since the epoch."""
     return _seen_by_driver(
         f"its process {pid} on {hostname} has not answered for {timeout_s:g} s (cluster.heartbeat_timeout_s)", time
     )
 
 
 def node_loss(timeout_s: float, *, hostname: str, time: float) -> Failure:
-    """Describe a process whose node no longer answers."""
+    """Describe a process whose node no longer answers; ``time``: seconds since the epoch."""
     return _seen_by_driver(f"its node {hostname} has not answered for {timeout_s:g} s (cluster.node_timeout_s)", time)
 
 
@@ -134,21 +148,29 @@ def hang(what: str, why: str, *, stacks: str, time: float) -> Failure:
     """Describe a process that was killed because it made no progress.
 
     ``what`` says for how long, ``why`` says why this process is to blame, and ``stacks`` is the file with the stacks of
-    all ranks.
+    all ranks. ``time``: seconds since the epoch.
     """
     return _seen_by_driver(f"{what}: {why}; stacks of all ranks: {stacks}", time)
 
 
 def too_slow(slower_by: float, *, time: float) -> Failure:
-    """Describe a process that was killed because it slowed the others down, by the factor ``slower_by``."""
+    """Describe a process that was killed because it slowed the others down, by the factor ``slower_by``.
+
+    ``time``: seconds since the epoch.
+    """
     return _seen_by_driver(f"it was {slower_by:.1f} times slower than the others (recovery.replace_stragglers)", time)
 
 
-def standstill(timeout_s: float, *, time: float) -> Failure:
-    """Describe a process that answers and makes no progress, until the others time out in a collective operation."""
-    return _seen_by_driver(
-        f"no progress while the others waited {timeout_s:g} s for it (cluster.collective_timeout_s)", time
-    )
+def standstill(config: ClusterConfig, phase: Phase | None, *, time: float) -> Failure:
+    """Describe a process that answers and makes no progress, until the others no longer wait for it.
+
+    ``phase``: its phase at its last heartbeat; None if it has sent none. ``time``: seconds since the epoch.
+    """
+    if phase in ("start", "join"):
+        key, timeout_s = "rendezvous_timeout_s", config.rendezvous_timeout_s
+    else:
+        key, timeout_s = "collective_timeout_s", config.collective_timeout_s
+    return _seen_by_driver(f"no progress while the others waited {timeout_s:g} s for it (cluster.{key})", time)
 
 
 def _seen_by_driver(message: str, time: float) -> Failure:

@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.protocol.messages import Heartbeat
+from orchestrator.protocol.messages import Heartbeat, Phase
 
 
-def patience_s(config: RecoveryConfig, heartbeat: Heartbeat, *, earlier_hangs: Sequence[int] = ()) -> float:
-    """Return the seconds without progress after which a rank counts as hanging.
+def limit_of(config: RecoveryConfig, heartbeat: Heartbeat, *, earlier_hangs: Sequence[int] = ()) -> tuple[float, str]:
+    """Return the seconds without progress after which a rank counts as hanging, and the key that allows it more.
 
     Args:
         config: the limits.
@@ -26,14 +26,17 @@ def patience_s(config: RecoveryConfig, heartbeat: Heartbeat, *, earlier_hangs: S
     usual_s = heartbeat.usual_tick_s
     match heartbeat.phase:
         case "join":
-            limit_s = math.inf  # cluster.rendezvous_timeout_s ends it
+            limit_s, key = math.inf, "cluster.rendezvous_timeout_s"  # which the rank itself obeys
         case "start" | "build" | "end":
-            limit_s = config.build_max_s
+            limit_s, key = config.build_max_s, "recovery.build_max_s"
         case "train" | "eval" if usual_s is not None:
-            limit_s = min(max(config.hang_factor * usual_s, config.hang_min_s), config.hang_max_s)
+            least = max(
+                (config.hang_factor * usual_s, "recovery.hang_factor"), (config.hang_min_s, "recovery.hang_min_s")
+            )
+            limit_s, key = min(least, (config.hang_max_s, "recovery.hang_max_s"))
         case _:
-            limit_s = config.hang_max_s
-    return limit_s * (1 << earlier_hangs.count(heartbeat.step))
+            limit_s, key = config.hang_max_s, "recovery.hang_max_s"
+    return limit_s * (1 << earlier_hangs.count(heartbeat.step)), key
 
 
 @dataclass
@@ -56,7 +59,7 @@ class HangDetector:
     Args:
         config: the limits.
         synchronous: whether a rank that hangs stops all others within a step.
-        earlier_hangs: see :func:`patience_s`.
+        earlier_hangs: see :func:`limit_of`.
     """
 
     def __init__(self, config: RecoveryConfig, *, synchronous: bool, earlier_hangs: Sequence[int] = ()):
@@ -90,8 +93,7 @@ class HangDetector:
             now: the time of the last :meth:`observe`.
         """
         ranks = {rank: self._ranks[rank] for rank in unfinished if rank in self._ranks}
-        patience = {rank: self._patience_s(state) for rank, state in ranks.items()}
-        stuck = [rank for rank, state in ranks.items() if now - state.since > patience[rank]]
+        stuck = [rank for rank, state in ranks.items() if now - state.since > self._limit_of(state)[0]]
         if len(stuck) == len(unfinished):
             return stuck
         return [] if self._synchronous else [rank for rank in stuck if not ranks[rank].heartbeat.waiting]
@@ -104,14 +106,15 @@ class HangDetector:
     def describe(self, rank: int, now: float) -> str:
         """Say for how long ``rank`` has made no progress, and which key allows it more."""
         state = self._ranks[rank]
-        phase = state.heartbeat.phase
-        key = "recovery.build_max_s" if phase in ("start", "build", "end") else "recovery.hang_max_s"
-        if phase in ("train", "eval") and state.heartbeat.usual_tick_s is not None:
-            key = "recovery.hang_min_s"
-        return f"no progress for {now - state.since:.0f} s in phase {phase} ({key})"
+        _, key = self._limit_of(state)
+        return f"no progress for {now - state.since:.0f} s in phase {state.heartbeat.phase} ({key})"
 
-    def _patience_s(self, state: _Rank) -> float:
-        return patience_s(self._config, state.heartbeat, earlier_hangs=self._earlier_hangs)
+    def phase(self, rank: int) -> Phase | None:
+        """Return the phase of ``rank`` at its last heartbeat; None if it has sent none."""
+        return self._ranks[rank].heartbeat.phase if rank in self._ranks else None
+
+    def _limit_of(self, state: _Rank) -> tuple[float, str]:
+        return limit_of(self._config, state.heartbeat, earlier_hangs=self._earlier_hangs)
 
 
 def _place(heartbeat: Heartbeat) -> tuple[str, int]:
@@ -138,7 +141,7 @@ class WatchedTime:
 
 
 def culprit(ranks: Collection[int], *, waiting: Mapping[int, bool], steps: Mapping[int, int]) -> tuple[int, str]:
-    """Return which of ``ranks`` most likely causes a hang, and why.
+    """Return the rank in ``ranks`` that most likely causes the hang, and why.
 
     Args:
         ranks: the ranks that hang, or wait for one that hangs.

@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.protocol.messages import ANY_RANK
+from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 
 GENERATIONS_WITHOUT_PROGRESS = 3
 """Give up after this many failures in a row without a completed step in between."""
 MAX_BACKOFF_S = 60.0
-
-RecoverableSteps = Mapping[int, tuple[int, ...]]
-"""For each rank whose state a worker holds, or for ``ANY_RANK``, the steps after which it holds that state."""
 
 
 @dataclass(frozen=True, kw_only=True)

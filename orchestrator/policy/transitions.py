@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.policy.recovery import RecoveryPlan
-from orchestrator.protocol.events import Recovered
+from orchestrator.protocol.events import PauseReason, Recovered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Transition:
 
     ``began``: seconds since the epoch.
     ``reached``: the last step that any rank completed before. ``resumed_at``: the step that training continues from.
-    ``planned``: why the run paused (``preempted`` or ``growing``); None after a failure.
+    ``planned``: why the run paused; None after a failure.
     """
 
     began: float
@@ -24,7 +24,7 @@ class Transition:
     decision: RecoveryPlan
     num_workers_before: int
     num_workers: int
-    planned: str | None
+    planned: PauseReason | None
 
 
 class TransitionLog:

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from orchestrator.protocol.metrics import MetricSpec
 
@@ -138,11 +138,8 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFailed(Event):
-    """The run fails because of this rank, the first that failed.
-
-    ``display_name`` is the rank's name for users, ``log`` the path of its log file.
-    """
+class WorkerFailure(Event):
+    """A rank has failed. ``display_name`` is the rank's name for users, ``log`` the path of its log file."""
 
     rank: int
     display_name: str
@@ -153,17 +150,12 @@ class WorkerFailed(Event):
     log_tail: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerLost(Event):
-    """A rank has failed, and the run recovers; for the fields see :class:`WorkerFailed`."""
+class WorkerFailed(WorkerFailure):
+    """The run fails because of this rank, the first that failed."""
 
-    rank: int
-    display_name: str
-    step: int
-    reason: str
-    traceback: str
-    log: str
-    log_tail: str
+
+class WorkerLost(WorkerFailure):
+    """A rank has failed, and the run recovers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +178,10 @@ class StragglerFound(Event):
     throughput_loss: float
 
 
+PauseReason = Literal["preempted", "growing"]
+"""Why all ranks end a generation after a step: workers must leave, or more could join."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
     """Training continues from ``step`` after a failure or a planned pause.
@@ -205,7 +201,7 @@ class Recovered(Event):
     seconds: float
     num_workers: int
     num_workers_before: int
-    planned: str | None = None
+    planned: PauseReason | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,12 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.timeline.spans import Span
 
 ANY_RANK = -1
-"""Stands for each rank of a run, where the state of one is that of all others, too."""
+"""Key for all ranks, if they have equal state."""
 
-Phase = Literal["start", "join", "build", "train", "eval", "sample", "checkpoint", "callback", "end"]
+RecoverableSteps = Mapping[int, tuple[int, ...]]
+"""For each rank whose state a worker holds, or for :data:`ANY_RANK`, the steps after which it holds that state."""
+
+Phase = Literal["start", "join", "connect", "build", "train", "eval", "sample", "checkpoint", "callback", "end"]
 """What a worker does. In ``sample`` and ``callback`` it runs code of the job that may take any time."""
 
 
@@ -65,7 +68,6 @@ class Assignment:
 
     generation: int
     global_rank: int
-    local_rank: int
     store_host: str
     store_port: int
     backend: Literal["gloo", "nccl"]
@@ -88,10 +90,10 @@ class Assignment:
         return zlib.compress(pickle.dumps(self), level=1)
 
     @classmethod
-    def unpacked(cls, data: bytes, *, global_rank: int, local_rank: int) -> Assignment:
+    def unpacked(cls, data: bytes, *, global_rank: int) -> Assignment:
         """Return the assignment that :meth:`packed` has packed, for another rank."""
         packed: Assignment = pickle.loads(zlib.decompress(data))
-        return replace(packed, global_rank=global_rank, local_rank=local_rank)
+        return replace(packed, global_rank=global_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,7 @@ class Heartbeat:
             longer because it is the first of a data loader.
         waiting: whether the training thread waits for other ranks.
         busy_ms: the mean time of recent steps, without the time spent waiting for other ranks; None if unknown.
-        first_report: how many points and events this process has handed over before these.
+        first_report: the number of reports that the driver has received from this process before.
         system: system metrics of the node, if the driver asked for them.
         leaving: whether the process has received SIGTERM.
     """
@@ -219,12 +221,11 @@ class Stacks:
 class Outcome:
     """How a generation ended for a worker.
 
-    ``texts`` has the last sample of each name that is a text, if this rank draws samples. ``recoverable_steps`` has, by
-    rank or for :data:`ANY_RANK`, the steps after which this worker still has that rank's state.
+    ``texts`` has the last sample of each name that is a text, if this rank draws samples.
     """
 
     status: Literal["done", "stopped", "failed"]
     step: int
     texts: Mapping[str, str] = field(default_factory=dict)
     failure: Failure | None = None
-    recoverable_steps: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    recoverable_steps: RecoverableSteps = field(default_factory=dict)

@@ -109,6 +109,12 @@ class Journal:
             self._metrics.close()
             self._events.close()
 
+    def discard(self) -> None:
+        """Close the files without the lines in memory: another process writes to the files."""
+        with self._lock:
+            self._metrics.discard()
+            self._events.discard()
+
     def _write_metrics(self, step: int, time: float, metrics: Mapping[str, float]) -> str | None:
         line: dict[str, Any] = {"step": step, "time": time}
         for name, value in metrics.items():
@@ -151,6 +157,10 @@ class _Appender:
                     self._file.truncate(size)
             return str(e)
         return None
+
+    def discard(self) -> None:
+        self._waiting.clear()
+        self._file.close()
 
     def close(self) -> None:
         if not self._file.closed:
@@ -253,10 +263,9 @@ def clean_name(name: str) -> str:
 
 
 def metric_name(name: str) -> str:
-    """Return ``name`` as the journal and MLflow have it."""
+    """Return ``name`` as the journal and MLflow have it; ``_step`` for ``step``, which is another key of a line."""
     name = clean_name(name)
-    assert name not in ("", "step", "time"), f"{name!r} cannot be the name of a metric"
-    return name
+    return f"_{name}" if name in ("", "step", "time") else name
 
 
 def _event_line(event: Event) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 LOCK_TIMEOUT_S = 10.0
 """Wait this long for a lock. Each is held for the time of a few small files."""
 ABANDONED_S = 60.0
-"""A lock file that stands for the lock itself counts as left behind by a dead process after this time."""
+"""Age in seconds after which a lock file counts as abandoned."""
 _POLL_S = 0.02
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -49,14 +49,14 @@ def locked(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_by_existence(path: Path, *, deadline: float) -> Iterator[None]:
-    """Create ``path``, which nobody else may have created, and remove it after the block.
+    """Create ``path`` exclusively, and remove it after the block.
 
     A file that is older than :data:`ABANDONED_S` is taken away from its dead creator. ``deadline`` is in seconds of
     ``time.monotonic()``. Raises as :func:`locked`.
     """
     while True:
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
             break
         except FileExistsError:
             _remove_abandoned(path)
@@ -64,7 +64,12 @@ def locked_by_existence(path: Path, *, deadline: float) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        # A process that took this one for dead may have replaced the file by its own, which cannot have the same inode
+        # number while this one is open.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file)):
+                path.unlink()
+        os.close(file)
 
 
 def _wait(path: Path, deadline: float) -> None:

@@ -31,7 +31,7 @@ def is_visible(process: Mapping[str, Any]) -> bool:
     """Return whether :func:`is_alive` can find ``process``: it belongs to this boot and this PID namespace."""
     here = _surroundings()
     if None in here.values():
-        here["host"] = socket.gethostname()  # the best there is
+        here["host"] = socket.gethostname()  # fall back to the host name
     return all(process.get(key) == value for key, value in here.items())
 
 
@@ -56,7 +56,7 @@ def process_started_at() -> float:
 
 
 def _surroundings() -> dict[str, Any]:
-    """What a process id refers to; None for what this system does not tell."""
+    """What a process id refers to; None for what /proc does not provide."""
     try:
         boot: str | None = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

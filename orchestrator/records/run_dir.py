@@ -158,7 +158,7 @@ class RunDir:
         try:
             now = now_on(self.path)
         except OSError:
-            now = time.time()  # this process may not write there; its clock is the best there is
+            now = time.time()  # this process may not write there; its clock is the only one available
         return now - renewed < LEASE_S
 
     def read_record(self) -> dict[str, Any]:
@@ -307,7 +307,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Write a JSON file and rename it into place, so that readers never see half a file.
+    """Write a JSON file as :func:`write_atomically` does."""
+    write_atomically(path, (json.dumps(data, indent=2, default=str) + "\n").encode(), durable=durable)
+
+
+def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a file and rename it into place, so that readers never see half of it.
 
     Args:
         durable: return only when the file is on the disk, where it survives a crash of the machine.
@@ -317,8 +322,8 @@ def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = False) ->
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with temporary.open("w") as file:
-            file.write(json.dumps(data, indent=2, default=str) + "\n")
+        with temporary.open("wb") as file:
+            file.write(data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -19,6 +19,7 @@ from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.training_step import training_step_errors
@@ -282,7 +283,7 @@ class Strategy(LayoutRules, abc.ABC):
             The ``meta`` of the state, on every rank.
         """
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
         """Return which states this rank can provide after a failure.
 
         Args:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -27,6 +26,7 @@ from orchestrator.protocol.messages import (
     Heartbeat,
     Outcome,
     PendingCheckpoint,
+    RecoverableSteps,
     Stacks,
     WorkerEnvironment,
     WorkerInfo,
@@ -35,10 +35,11 @@ from orchestrator.records.run_dir import RunDir, log_header, log_tail
 from orchestrator.strategies import registry
 from orchestrator.strategies.datasets import DatasetError
 from orchestrator.worker import rendezvous
+from orchestrator.worker.context import context_of
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
 from orchestrator.worker.job_calls import ModelChangedError
-from orchestrator.worker.loop import Loop, context_of
+from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.preemption import TerminationNotice
@@ -63,12 +64,12 @@ class Worker:
     """
 
     def __init__(self, label: str, *, heartbeat_timeout_s: float):
-        deferred_dynamo.install()  # before a strategy arrives with its orders, and imports what it needs
+        deferred_dynamo.install()  # before any strategy is imported
         self.label = label
         self.redactor = Redactor.of_process()
         self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
-        self.outbox = Outbox()
+        self.outbox = Outbox(self.redactor)
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
         self.cpu = CpuMeter()
@@ -101,23 +102,22 @@ class Worker:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
         system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
         waiting = is_waiting(self.training_thread)
-        heartbeat = self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
-        return replace(heartbeat, events=self.redactor.data(heartbeat.events, by_key=False))
+        return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
 
     @ray.method(concurrency_group="control")
-    def hold(self) -> int:
+    def hold(self, generation: int) -> int:
         """See :meth:`StepGate.hold`."""
-        return self.gate.hold()
+        return self.gate.hold(generation)
 
     @ray.method(concurrency_group="control")
-    def finish_step(self, step: int, save: bool) -> None:
+    def finish_step(self, generation: int, step: int, save: bool) -> None:
         """See :meth:`StepGate.finish_step`."""
-        self.gate.finish_step(step, save)
+        self.gate.finish_step(generation, step, save)
 
     @ray.method(concurrency_group="control")
-    def open_gate(self) -> None:
+    def open_gate(self, generation: int) -> None:
         """See :meth:`StepGate.open`."""
-        self.gate.open()
+        self.gate.open(generation)
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int, unreachable: tuple[str, ...]) -> None:
@@ -148,17 +148,19 @@ class Worker:
             print(self.redactor.text(traceback.format_exc()), file=sys.stderr)
         return _worker_info()
 
-    def train(self, packed: bytes, global_rank: int, local_rank: int) -> Outcome:
-        """Train one rank's part of a generation. Never raises: the outcome reports a failure.
+    def train(self, packed: bytes, global_rank: int) -> Outcome:
+        """Train one rank's part of a generation. The outcome reports a failure.
 
         The process keeps its model and its position in the data, with which the next generation continues.
 
         Args:
             packed: the assignment, packed, which is the same for all workers but for their ranks.
             global_rank: the rank of this worker.
-            local_rank: its rank on this node.
+
+        Raises:
+            Exception: the assignment cannot be read, because this node has another version of a class in it.
         """
-        assignment = Assignment.unpacked(packed, global_rank=global_rank, local_rank=local_rank)
+        assignment = Assignment.unpacked(packed, global_rank=global_rank)
         run_dir = RunDir(Path(assignment.run_dir))
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
@@ -170,7 +172,7 @@ class Worker:
             if log != self.log:
                 _redirect_output(log, self.redactor)
                 self.log = log
-                with contextlib.suppress(OSError):  # without a spool, this process's last points end with it
+                with contextlib.suppress(OSError):  # without a spool, unreceived reports are lost if the process dies
                     node_id = ray.get_runtime_context().get_node_id()
                     self.outbox.keep_in(Spool(run_dir.spool(node_id, os.getpid())))
             if self.job is None:
@@ -194,12 +196,10 @@ class Worker:
                 status="failed",
                 step=_step(self.loop, e),
                 failure=self.redactor.data(_failure(e, log), by_key=False),
-                recoverable_steps={} if self.loop is None else self.loop.recoverable_steps(update_complete=False),
+                recoverable_steps=_recoverable_steps(self.loop),
             )
         finally:
-            if self.loop is not None:
-                self.loop.strategy.close()
-            rendezvous.leave()
+            _leave(self.loop)
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job."""
@@ -236,13 +236,9 @@ class Worker:
         step = 0 if self.loop is None else self.loop.position.step
         self.outbox.enter(step, "join")
         inject_fault(assignment.faults, rank=rank, phase="join", step=step)
-        self.store = rendezvous.join(
-            assignment,
-            node_ip=ray.util.get_node_ip_address(),
-            store=self.own_store if rank == 0 else None,
-            device=self.device,
-            gate=self.gate,
-        )
+        self.store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
+        self.outbox.enter(step, "connect")
+        rendezvous.connect(assignment, self.store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         startup["rendezvous_s"] = time.perf_counter() - began
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
@@ -293,6 +289,25 @@ def _redirect_output(path: Path, redactor: Redactor) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = os.fdopen(number, "w", buffering=1, closefd=False)
         setattr(sys, name, cast(TextIO, RedactingStream(stream, redactor)))
+
+
+def _leave(loop: Loop | None) -> None:
+    """Release what belongs to the generation. Errors are only printed, because the outcome is known."""
+    closing = [rendezvous.leave] if loop is None else [loop.strategy.close, rendezvous.leave]
+    for close in closing:
+        try:
+            close()
+        except Exception:  # a connection may be broken
+            traceback.print_exc()
+
+
+def _recoverable_steps(loop: Loop | None) -> RecoverableSteps:
+    """Return what this process can provide after an error; nothing if the strategy cannot say."""
+    try:
+        return {} if loop is None else loop.recoverable_steps(update_complete=False)
+    except Exception:
+        traceback.print_exc()
+        return {}
 
 
 def _step(loop: Loop | None, error: BaseException) -> int:

@@ -27,9 +27,8 @@ class Checkpoints:
         self._outbox = outbox
         self._timeout_s = config.cluster.collective_timeout_s
         self._stall_ms = 0.0
-        self._given_up: int | None = None  # the step of a checkpoint whose write stands still
-        self._fence = Fence(run_dir.fence_file)
-        self._fence.token = assignment.fence
+        self._given_up: int | None = None  # the step of a checkpoint whose write stalled
+        self._fence = Fence(run_dir.fence_file, assignment.fence)
         self._writer = CheckpointWriter(
             run_dir.checkpoints,
             keep=config.checkpoint.keep,
@@ -44,8 +43,8 @@ class Checkpoints:
     def save(self, *, step: int, samples_consumed: int, last: bool, metadata: Mapping[str, Any]) -> None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
 
-        While the previous snapshot is still being written, the last one waits for it. Any other waits as long as the
-        other ranks can wait in their next collective operation, and is skipped then.
+        The last snapshot waits for the previous write. Any other waits at most half of
+        ``cluster.collective_timeout_s`` and is then skipped.
 
         Args:
             step: the last completed step.
@@ -97,7 +96,7 @@ class Checkpoints:
 
     @property
     def _limit_s(self) -> float:
-        """How long to wait for a write that stands still; it is waited for once."""
+        """The timeout of a stalled write in seconds; 0 after the first one."""
         return self._timeout_s if self._given_up is None else 0.0
 
     def finish(self, *, timeout_s: float) -> PendingCheckpoint | None:

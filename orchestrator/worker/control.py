@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
 from orchestrator.worker.spool import Report, Spool
@@ -19,11 +20,16 @@ class AbandonedError(ConnectionError):
     """The driver has ended this generation because another rank was lost."""
 
 
+class PeersMissingError(ConnectionError):
+    """Others did not do their part in time; this process is fine."""
+
+
 class StepGate:
-    """Stops all ranks after the same step. It costs no communication between ranks.
+    """Stops all ranks of a generation after the same step. It costs no communication between ranks.
 
     Synchronous ranks are at most one step apart. The driver first holds every rank and learns the last step that each
-    has begun. Then it lets all of them finish the most advanced of these steps.
+    has begun. Then it lets all of them finish the most advanced of these steps, or opens the gates again. The next
+    generation begins with an open gate.
 
     Attributes:
         saves: whether the ranks save a checkpoint when they stop.
@@ -33,8 +39,8 @@ class StepGate:
         self.saves = True
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._begun = 0
-        self._held = False
+        self._begun = (0, 0)  # the generation and the step
+        self._held = 0  # the generation
         self._last: int | None = None
         self._abandoned = 0
 
@@ -45,27 +51,29 @@ class StepGate:
             False if the rank has to stop instead; it saves a checkpoint first if the gate ``saves``.
 
         Raises:
-            TimeoutError: the gate is held, and the driver has not decided in time.
+            PeersMissingError: the gate is held, and the driver has not decided in time.
             AbandonedError: the generation has ended.
         """
         with self._changed:
             decided = self._changed.wait_for(
-                lambda: not self._held or self._last is not None or generation <= self._abandoned,
+                lambda: self._held != generation or self._last is not None or generation <= self._abandoned,
                 timeout=self._timeout_s,
             )
             self.check(generation)
             if not decided:
-                raise TimeoutError(f"held at step {step}: no decision from the driver for {self._timeout_s:g} s")
-            if self._last is not None and step > self._last:
+                raise PeersMissingError(f"held at step {step}: no decision from the driver for {self._timeout_s:g} s")
+            if self._held == generation and self._last is not None and step > self._last:
                 return False
-            self._begun = step
+            self._begun = generation, step
             return True
 
-    def hold(self) -> int:
-        """Let no further step begin. Return the last one that has begun."""
+    def hold(self, generation: int) -> int:
+        """Let no further step of ``generation`` begin. Return the last one that has begun in it; 0 if none has."""
         with self._changed:
-            self._held = True
-            return self._begun
+            if self._held < generation:
+                self._held, self._last, self.saves = generation, None, True
+            begun_in, step = self._begun
+            return step if begun_in == generation else 0
 
     def abandon(self, generation: int) -> None:
         """End this generation and all before it, even if the training thread has not noticed a failure."""
@@ -82,23 +90,32 @@ class StepGate:
         if generation <= self._abandoned:
             raise AbandonedError(f"the driver has ended generation {generation} because another rank was lost")
 
-    def finish_step(self, step: int, save: bool) -> None:
-        """Let steps up to ``step`` begin, and stop after it. ``save``: whether to save a checkpoint then."""
-        with self._changed:
-            self._last, self.saves = step, save
-            self._changed.notify_all()
+    def finish_step(self, generation: int, step: int, save: bool) -> None:
+        """Let steps up to ``step`` of a held ``generation`` begin, and stop after it.
 
-    def open(self) -> None:
-        """Let steps begin again, in another generation."""
+        ``save``: whether to save a checkpoint then.
+        """
         with self._changed:
-            self._held, self._last, self.saves = False, None, True
-            self._changed.notify_all()
+            if self._held == generation:
+                self._last, self.saves = step, save
+                self._changed.notify_all()
+
+    def open(self, generation: int) -> None:
+        """Let steps of a held ``generation`` begin again."""
+        with self._changed:
+            if self._held == generation:
+                self._held = 0
+                self._changed.notify_all()
 
 
 class Outbox:
-    """Progress that the training thread reports, until the driver collects it."""
+    """Progress that the training thread reports, until the driver collects it.
 
-    def __init__(self) -> None:
+    ``redactor``: masks secrets in events, before anything keeps them.
+    """
+
+    def __init__(self, redactor: Redactor) -> None:
+        self._redactor = redactor
         self._lock = threading.Lock()
         self._step = 0
         self._phase: Phase = "start"
@@ -154,6 +171,7 @@ class Outbox:
         self._batches_done += 1
 
     def put_point(self, point: TrainPoint | EvalPoint) -> None:
+        """Report a part of a logged point or of an evaluation."""
         with self._lock:
             self._add_to_spool(point)
             self._points.append(point)
@@ -162,6 +180,8 @@ class Outbox:
                 self._busy_ms = mean_ms * (1 - (point.comm_share or 0.0))
 
     def put_event(self, event: Event) -> None:
+        """Report an event, with secrets masked."""
+        event = self._redactor.data(event, by_key=False)
         with self._lock:
             self._add_to_spool(event)
             self._events.append(event)

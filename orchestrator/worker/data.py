@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.datasets import DatasetError, check_dataset, is_stream
@@ -120,7 +120,7 @@ def _mix(*values: int) -> int:
 
 
 def train_batches(
-    dataset: Any,
+    dataset: Dataset[Any] | StreamReader,
     *,
     collate: Collate | None,
     seed: int,
@@ -142,7 +142,7 @@ def train_batches(
     Sizes differ by at most one sample. Call ``close()`` on the generator to end its loader processes.
 
     Args:
-        dataset: a map-style dataset, or a stream: an iterable, or a :class:`StreamReader` at ``samples_consumed``.
+        dataset: a map-style dataset, or the reader of a stream at ``samples_consumed``.
         collate: None for torch's default.
         samples_consumed: the position of the first step in the sequence of samples.
         num_workers: loader processes; 0 reads in this thread. A stream is read in this thread in any case, and loader
@@ -152,17 +152,14 @@ def train_batches(
         read: False on a rank that needs no data; each micro-batch is then None.
 
     Raises:
-        DatasetError: the dataset is empty or of a kind that cannot be used.
         DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
     """
-    if not isinstance(dataset, StreamReader):
-        check_dataset(dataset, split="train")
     shares = even_shares(global_batch_size, data_parallel_size)
     sizes = even_shares(shares[dp_rank], grad_accumulation)
     assert min(sizes) > 0, "the plan gives every micro-batch at least one sample"
     offsets = list(itertools.accumulate(sizes, initial=sum(shares[:dp_rank])))
 
-    def indices() -> Iterator[list[int]]:
+    def indices(dataset: Any) -> Iterator[list[int]]:
         order = SampleOrder(n=len(dataset), seed=seed, weights=weights)
         for step in range(steps):
             start = samples_consumed + step * global_batch_size
@@ -180,30 +177,29 @@ def train_batches(
             for offset, size in zip(offsets, sizes, strict=False):
                 yield Slice(items[offset - first : offset - first + size], start + offset)
 
-    def by_step() -> Generator[list[Any], None, None]:
-        if not read:
-            yield from itertools.repeat([None] * grad_accumulation, steps)
-            return
-        stream = dataset if isinstance(dataset, StreamReader) else None
-        if stream is None and is_stream(dataset):
-            stream = StreamReader(dataset)
-            stream.skip(samples_consumed)
-        function = collate or default_collate
-        batches = load(
-            BatchReader(dataset, function, "train") if stream is None else Collator(function, "train"),
-            indices() if stream is None else slices(stream),
-            seed=_mix(seed, samples_consumed, dp_rank),
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            timeout_s=timeout_s,
-        )
-        try:
-            while step := list(itertools.islice(batches, grad_accumulation)):
-                yield step
-        finally:
-            batches.close()
-
-    return by_step()  # a generator of its own, so that a bad dataset is an error at the call
+    if not read:
+        yield from itertools.repeat([None] * grad_accumulation, steps)
+        return
+    function = collate or default_collate
+    reader: BatchReader | Collator
+    elements: Iterator[Any]
+    if isinstance(dataset, StreamReader):
+        reader, elements = Collator(function, "train"), slices(dataset)
+    else:
+        reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
+    batches = load(
+        reader,
+        elements,
+        seed=_mix(seed, samples_consumed, dp_rank),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        timeout_s=timeout_s,
+    )
+    try:
+        while step := list(itertools.islice(batches, grad_accumulation)):
+            yield step
+    finally:
+        batches.close()
 
 
 def eval_batches(

@@ -42,7 +42,7 @@ def call_without_effect(
         Exception: whatever ``call`` raises.
     """
     modes = [] if model is None else [(module, module.training) for module in model.modules()]
-    before = _marks(model)
+    before = _versions(model)
     random = torch.get_rng_state()
     device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -74,11 +74,11 @@ def describe(error: Exception) -> str:
     return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
 
 
-Mark = tuple[int, int, bool]
+TensorVersion = tuple[int, int, bool]
 """The version, the address and ``requires_grad`` of a tensor."""
 
 
-def _marks(model: nn.Module | None) -> dict[Tensor, Mark]:
+def _versions(model: nn.Module | None) -> dict[Tensor, TensorVersion]:
     """Return what identifies the present state of every parameter and buffer, without reading its values."""
     return {
         tensor: (version_of(tensor), tensor.data_ptr() if tensor.layout == torch.strided else 0, tensor.requires_grad)
@@ -88,9 +88,9 @@ def _marks(model: nn.Module | None) -> dict[Tensor, Mark]:
     }
 
 
-def _first_change(before: Mapping[Tensor, Mark], model: nn.Module | None) -> str | None:
+def _first_change(before: Mapping[Tensor, TensorVersion], model: nn.Module | None) -> str | None:
     """Return what has changed in the model; None if nothing has."""
-    after = _marks(model)
+    after = _versions(model)
     if model is None or before == after:
         return None
     parameters = ((f"the parameter {name}", p) for name, p in model.named_parameters())

@@ -177,7 +177,7 @@ class JobData:
         config = self._assignment.config
         if self._reader is None or not self._reader.reaches(samples_consumed):
             dataset = self.datasets.train if self._reader is None else self._job.dataset("train")
-            # The loader processes have two batches each in advance.
+            # Each loader process prefetches two batches.
             self._reader = StreamReader(dataset, recent=2 * config.data.num_workers + 4)
             if self._mark is not None:
                 self._reader.add_bookmark(self._mark)

@@ -1,10 +1,10 @@
-"""THE training loop: the same for every strategy and on every rank. It does not know Ray."""
+"""The training loop, the same for every strategy and rank. It does not use Ray."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,25 @@ import torch
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.job import Job, StepEnd
+from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase
+from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
-from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.datasets import is_stream, known_length
 from orchestrator.strategies.weight_average import forget_average
-from orchestrator.worker import fault_injection as faults
 from orchestrator.worker.checkpoints import Checkpoints
+from orchestrator.worker.context import context_of, seed_step
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of
 from orchestrator.worker.evaluation import evaluate
-from orchestrator.worker.job_calls import ModelChangedError, call_without_effect, describe
+from orchestrator.worker.fault_injection import inject_fault
 from orchestrator.worker.job_data import JobData
+from orchestrator.worker.job_reports import JobReports
 from orchestrator.worker.metrics import NonFiniteError, Window, lr_of_groups
 from orchestrator.worker.profiling import NoProfiler, StepProfiler, profile_to
-from orchestrator.worker.samples import SampleError, Samples, has_samples
+from orchestrator.worker.samples import has_samples
 from orchestrator.worker.warner import Warner
 
 GRAD_NORM_EVERY = 10
@@ -46,12 +47,12 @@ class Position:
     samples_consumed: int = 0
 
 
-def no_validation(eval_every: int, *, samples: bool) -> str:
+def no_validation_warning(eval_every: int, *, samples: bool) -> str:
     """Return the warning about a missing validation set. ``samples``: whether the job draws samples."""
     text = "job.dataset('val') returns None: the run makes no evaluation and logs no val/* metrics"
     if not eval_every:
         return text
-    effect = "only says when job.sample is called" if samples else "has no effect"
+    effect = "only sets when job.sample is called" if samples else "has no effect"
     return f"{text}; train.eval_every={eval_every} {effect}"
 
 
@@ -67,7 +68,7 @@ class Loop:
         device: torch.device,
         gate: StepGate,
         outbox: Outbox,
-        redactor: Redactor | None = None,
+        redactor: Redactor,
     ):
         self.config: Config = assignment.config
         self.job = job
@@ -80,13 +81,14 @@ class Loop:
         self._warner = Warner(outbox)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
-        self._samples = Samples(
+        self._reports = JobReports(
             job,
-            run_dir=RunDir(Path(assignment.run_dir)),
-            outbox=outbox,
+            assignment,
+            strategy=strategy,
             device=device,
-            seed=self.config.seed,
-            redactor=redactor or Redactor(),
+            outbox=outbox,
+            warner=self._warner,
+            redactor=redactor,
         )
         self.reassign(assignment)
 
@@ -96,6 +98,7 @@ class Loop:
         self.rank = assignment.global_rank
         self.strategy.reassign(context_of(assignment, self.device))
         self._checkpoints.reassign(assignment)
+        self._reports.reassign(assignment)
         self._warner.rank = self.rank
         if self._data is not None:
             self._data.reassign(assignment)
@@ -107,6 +110,16 @@ class Loop:
 
         Args:
             startup: receives the duration of each part of the startup, in seconds, up to the end of the first step.
+
+        Returns:
+            ``"done"`` or ``"stopped"``, with the state that this rank can provide to the next generation.
+
+        Raises:
+            DatasetError: the job's data cannot be used.
+            NonFiniteError: the loss or a parameter is not finite.
+            ModelChangedError: a method of the job that may only look at the model has changed it.
+            AbandonedError, PeersMissingError: see :meth:`StepGate.begin`.
+            Exception: whatever the job raises, or a broken connection to another rank.
         """
         began = time.perf_counter()
         self._enter("build")
@@ -137,12 +150,12 @@ class Loop:
         return Outcome(
             status="stopped" if stopped else "done",
             step=self.position.step,
-            texts={} if stopped else self._samples.texts,
+            texts={} if stopped else self._reports.texts,
             recoverable_steps=self.recoverable_steps(update_complete=True),
         )
 
-    def recoverable_steps(self, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
-        """Return the state that this rank can hand over, as :meth:`Strategy.recoverable_steps` does.
+    def recoverable_steps(self, *, update_complete: bool) -> RecoverableSteps:
+        """Return the steps whose state this rank can provide, as :meth:`Strategy.recoverable_steps` does.
 
         It is empty until the model has the state that the generation begins with.
         """
@@ -205,32 +218,8 @@ class Loop:
         self._enter("train")
         self.outbox.tick()
         self.strategy.after_step(step=step, samples_consumed=self.position.samples_consumed)
-        self._report_to_job(result)
+        self._reports.step_ended(result, step=step, samples_consumed=self.position.samples_consumed)
         return result
-
-    def _report_to_job(self, result: StepResult) -> None:
-        if self.rank != 0 or type(self.job).on_step_end is Job.on_step_end:
-            return
-        position = self.position
-        info = StepEnd(
-            step=position.step,
-            steps=self.config.train.steps,
-            samples_seen=position.samples_consumed,
-            loss=result.loss_sum / result.weight.to(result.loss_sum.device),
-            lr=self.strategy.lr,
-            model=self.strategy.full_model,
-        )
-        with self.outbox.within("callback"):
-            try:
-                call_without_effect(
-                    lambda: self.job.on_step_end(info), method="on_step_end", model=info.model, device=self.device
-                )
-            except ModelChangedError:
-                raise
-            except Exception as e:
-                self._warner.warn_of_job(
-                    f"job.on_step_end raised {describe(e)}", method="on_step_end", step=position.step
-                )
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""
@@ -286,7 +275,7 @@ class Loop:
             self._inject_fault(phase, self.position.step)
 
     def _inject_fault(self, phase: str, step: int) -> None:
-        faults.inject_fault(self.assignment.faults, rank=self.rank, phase=phase, step=step)
+        inject_fault(self.assignment.faults, rank=self.rank, phase=phase, step=step)
 
     def _log(self, window: Window, result: StepResult, dataset_size: int | None) -> None:
         consumed = self.position.samples_consumed
@@ -320,27 +309,11 @@ class Loop:
                         point = replace(point, ema=self._evaluated(data))
                 self.outbox.put_point(point)
             if has_samples(self.job):
-                self._sample()
+                self._reports.sample(step=self.position.step, samples_consumed=self.position.samples_consumed)
         self._enter("train")
 
     def _evaluated(self, data: JobData) -> EvalPoint:
         return evaluate(self.strategy, data.eval_batches(), step=self.position.step, device=self.device)
-
-    def _sample(self) -> None:
-        """Let the job sample from the model, on the rank that has all of it. All ranks call this at the same step."""
-        position, model, state = self.position, self.strategy.full_model, None
-        self.outbox.enter(position.step, "sample")
-        if self.assignment.plan.pipeline is not None:
-            state = self.strategy.capture(step=position.step, samples_consumed=position.samples_consumed, into=None)
-        if model is None and state is None:
-            return
-        try:
-            self._samples.take(model, state, step=position.step)
-        except ModelChangedError:
-            raise
-        except Exception as e:
-            text = str(e) if isinstance(e, SampleError) else f"job.sample raised {describe(e)}"
-            self._warner.warn_of_job(text, method="sample", step=position.step)
 
     def _checkpoint(self, *, last: bool = False) -> None:
         """Save a checkpoint; ``last`` if no step follows."""
@@ -371,7 +344,7 @@ class Loop:
             warner=self._warner,
         )
         if data.datasets.val is None and self.assignment.generation == 1:
-            warning = no_validation(self.config.train.eval_every, samples=has_samples(self.job))
+            warning = no_validation_warning(self.config.train.eval_every, samples=has_samples(self.job))
             self._warner.warn(warning, topic="no validation")
         return data
 
@@ -379,27 +352,3 @@ class Loop:
         if not self.config.profile:
             return contextlib.nullcontext(NoProfiler())
         return profile_to(RunDir(Path(self.assignment.run_dir)).profile / f"rank-{self.rank}.json")
-
-
-def context_of(assignment: Assignment, device: torch.device) -> Context:
-    """Return what a strategy knows about its rank in a generation."""
-    config, plan = assignment.config, assignment.plan
-    return Context(
-        mesh=plan.mesh,
-        global_rank=assignment.global_rank,
-        device=device,
-        seed=config.seed,
-        train=config.train,
-        options=config.strategy,
-        pipeline=plan.pipeline,
-        num_devices=plan.devices_per_worker,
-        peer_copy_every=config.recovery.peer_copy_every,
-    )
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed torch from (seed, step, rank), so that dropout and other random operations repeat after a resume."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & ((1 << 63) - 1)
-    torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(mixed)

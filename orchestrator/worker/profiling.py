@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-SKIPPED_STEPS, WARM_UP_STEPS, PROFILED_STEPS = 5, 2, 10
+SKIPPED_STEPS, PROFILER_WARM_UP_STEPS, PROFILED_STEPS = 5, 2, 10
 
 
 class StepProfiler(Protocol):
@@ -29,7 +29,9 @@ def profile_to(path: Path) -> Iterator[StepProfiler]:
     """Write a trace of ``PROFILED_STEPS`` steps to ``path``, after some steps that warm up."""
     path.parent.mkdir(exist_ok=True)
     with torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=SKIPPED_STEPS, warmup=WARM_UP_STEPS, active=PROFILED_STEPS, repeat=1),
+        schedule=torch.profiler.schedule(
+            wait=SKIPPED_STEPS, warmup=PROFILER_WARM_UP_STEPS, active=PROFILED_STEPS, repeat=1
+        ),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
     ) as profiler:
         yield profiler

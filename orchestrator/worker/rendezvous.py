@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.protocol.messages import Assignment
-from orchestrator.worker.control import StepGate
+from orchestrator.worker.control import PeersMissingError, StepGate
 
 LOOPBACK = "127.0.0.1"
 """The address of a store whose ranks are all on one node."""
@@ -24,7 +24,8 @@ POLL_S = 0.5
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
     """Open the store of a generation in this process, on a free port of the address ``host``.
 
-    torch would listen on all interfaces, and whoever reaches the store can read and change what the ranks exchange.
+    By default torch listens on all interfaces, and any process that can connect to the store can read and change its
+    contents.
     """
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, 0), family=family)
@@ -38,18 +39,11 @@ def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def join(
-    assignment: Assignment,
-    *,
-    node_ip: str,
-    store: dist.TCPStore | None,
-    device: torch.device,
-    gate: StepGate | None = None,
-) -> dist.TCPStore:
-    """Form the default process group.
+def join(assignment: Assignment, *, store: dist.TCPStore | None, gate: StepGate | None = None) -> dist.TCPStore:
+    """Wait until all ranks of a generation are there.
 
     Args:
-        node_ip: the address by which Ray knows this node.
+        assignment: the generation, and the rank in it.
         store: the store, on the rank that has opened it; None on the others, which connect to it.
         gate: tells a waiting rank that the generation has ended; None if the rank waits until the timeout.
 
@@ -57,36 +51,42 @@ def join(
         The store. Keep it as long as the group.
 
     Raises:
-        TimeoutError: ranks did not join in time; the message names them.
+        PeersMissingError: ranks did not join in time; the message names them.
         AbandonedError: the driver has ended the generation.
     """
     config, world_size = assignment.config.cluster, assignment.plan.world_size
-    join_timeout = timedelta(seconds=config.rendezvous_timeout_s)
-    if assignment.backend == "gloo":
-        on_one_node = assignment.store_host == LOOPBACK
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK if on_one_node else node_ip)
     if store is None:
         store = dist.TCPStore(
             assignment.store_host,
             assignment.store_port,
             is_master=False,
             wait_for_workers=False,
-            timeout=join_timeout,
+            timeout=timedelta(seconds=config.rendezvous_timeout_s),
         )
-    own = dist.PrefixStore(f"generation-{assignment.generation}", store)
+    own = _store_of_generation(store, assignment)
     own.set(_joined(assignment.global_rank), "1")
     if own.add("joined", 1) == world_size:
         own.set(_ALL_JOINED, "1")
     _wait_for_all(own, world_size, gate, assignment.generation, timeout_s=config.rendezvous_timeout_s)
+    return store
+
+
+def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, device: torch.device) -> None:
+    """Form the default process group of the ranks that have joined.
+
+    ``node_ip``: the address by which Ray knows this node.
+    """
+    if assignment.backend == "gloo":
+        on_one_node = assignment.store_host == LOOPBACK
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK if on_one_node else node_ip)
     dist.init_process_group(
         assignment.backend,
-        store=own,
+        store=_store_of_generation(store, assignment),
         rank=assignment.global_rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=config.collective_timeout_s),
+        world_size=assignment.plan.world_size,
+        timeout=timedelta(seconds=assignment.config.cluster.collective_timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    return store
 
 
 def leave() -> None:
@@ -110,6 +110,10 @@ def interface_of(ip: str) -> str:
     raise LookupError(f"no network interface of this node has the address {ip}, by which Ray knows the node")
 
 
+def _store_of_generation(store: dist.TCPStore, assignment: Assignment) -> dist.PrefixStore:
+    return dist.PrefixStore(f"generation-{assignment.generation}", store)
+
+
 def _joined(rank: int) -> str:
     return f"joined-{rank}"
 
@@ -128,7 +132,7 @@ def _wait_for_all(
             if time.monotonic() < deadline:
                 continue
             missing = [rank for rank in range(world_size) if not store.check([_joined(rank)])]
-            raise TimeoutError(
+            raise PeersMissingError(
                 f"ranks {missing} did not join within {timeout_s:g} s; "
                 "see their logs, or raise cluster.rendezvous_timeout_s"
             ) from e

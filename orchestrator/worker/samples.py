@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from orchestrator.config.redact import Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.events import SampleSaved
-from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_dir import RunDir, write_atomically
 from orchestrator.state.train_state import TrainState
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.job_calls import call_without_effect
@@ -103,7 +101,8 @@ class Samples:
         else:
             raise SampleError(f"job.sample: {name!r} is a {type(sample).__name__}; return texts, and images as tensors")
         try:
-            _write(path, data)
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, data)
         except OSError as e:
             raise SampleError(f"the sample {name!r} cannot be written: {e}") from e
         self._outbox.put_event(SampleSaved(step=step, name=name, path=str(path.relative_to(self._run_dir.path))))
@@ -119,11 +118,3 @@ def _png(images: Tensor, name: str) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="PNG")
     return file.getvalue()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file and rename it into place, so that the upload never reads half of it."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.replace(path)

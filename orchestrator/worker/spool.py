@@ -1,4 +1,4 @@
-"""The points and events that a worker has not handed over yet, on disk, where they outlive its process."""
+"""Reports that the driver has not received yet, on disk, so that they survive the worker's process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class Spool:
         path: the files are ``<path>.0`` and ``<path>.1``.
 
     Raises:
-        OSError: they cannot be created. Later errors are not raised: reports are handed over all the same unless
-            the process dies.
+        OSError: they cannot be created. Later errors are ignored: they matter only if the process dies.
     """
 
     def __init__(self, path: Path):
@@ -43,9 +42,9 @@ class Spool:
             self._current.write(pickle.dumps((number, report)))
 
     def turn(self) -> None:
-        """Drop what was added before the last call of this method; to be called whenever reports are handed over.
+        """Drop the reports that the driver has received. Call this at every heartbeat.
 
-        The driver asks for more only after it has received what it was given before.
+        The driver asks for the next heartbeat only after it has received the last one.
         """
         with contextlib.suppress(OSError):
             if self._other.tell() > 0:
@@ -79,7 +78,7 @@ def _read(path: Path) -> Iterator[tuple[int, Report]]:
         while True:
             try:
                 number, report = _ReportUnpickler(file).load()
-            except (EOFError, pickle.UnpicklingError, ValueError, TypeError, AttributeError):
+            except Exception:  # the end of the file, or damage, at which unpickling may raise anything
                 return
             yield number, report
 
@@ -88,7 +87,9 @@ class _ReportUnpickler(pickle.Unpickler):
     """Others may write to the run directory: create nothing but reports."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module.startswith(_PACKAGES) else None
-        if not isinstance(found, type):
+        # A dotted name leads through a module to whatever that imports.
+        is_ours = module.startswith(_PACKAGES) and "." not in name
+        found = super().find_class(module, name) if is_ours else None
+        if not isinstance(found, type) or found.__module__ != module:
             raise pickle.UnpicklingError(f"{module}.{name} is not part of a report")
         return found

@@ -65,13 +65,12 @@ class StreamReader:
 
     Attributes:
         position: the number of samples read or skipped.
-        has_state: whether the stream provides its state.
         resume_advice: what a user can change so that it does; empty if it does.
     """
 
     def __init__(self, stream: Any, *, split: Split = "train", recent: int = 4):
         self.position = 0
-        self.has_state, self.resume_advice = _resuming(stream)
+        self._has_state, self.resume_advice = _resuming(stream)
         self._stream = stream
         self._split = split
         self._has_epochs = hasattr(stream, "set_epoch")
@@ -93,12 +92,12 @@ class StreamReader:
             item = self._next()
             if first <= i < end:
                 items.append(item)
-        if self.has_state and (state := self._state()) is not None:
+        if self._has_state and (state := self._state()) is not None:
             self._recent.append(Mark(position=self.position, epoch=self._epoch, state=state))
         return items
 
     def reaches(self, position: int) -> bool:
-        """Return whether :meth:`seek` can go to ``position``; otherwise a new object of the stream can."""
+        """Return whether :meth:`go_to_mark` can reach ``position``; otherwise only a new object of the stream can."""
         return self._is_before(position) or self._mark_before(position) is not None
 
     def add_bookmark(self, mark: Mark) -> None:
@@ -178,7 +177,7 @@ class StreamReader:
         return max((m for m in known if m.position <= position), key=lambda m: m.position, default=None)
 
     def _usable(self, mark: Mark) -> bool:
-        return self._has_epochs if mark.state is None else self.has_state
+        return self._has_epochs if mark.state is None else self._has_state
 
 
 def _resuming(stream: Any) -> tuple[bool, str]:

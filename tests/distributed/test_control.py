@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.worker.control import AbandonedError, Outbox, StepGate
+from orchestrator.worker.control import AbandonedError, Outbox, PeersMissingError, StepGate
 
 
 def train_point(step: int, *, step_ms: tuple[float, ...] = (), comm_share: float | None = None) -> TrainPoint:
@@ -51,11 +52,11 @@ def test_all_ranks_stop_after_the_same_step(seed):
         time.sleep(chance.random() * 4e-3)
         begun = []
         for gate in chance.sample(gates, ranks):
-            begun.append(gate.hold())
+            begun.append(gate.hold(1))
             time.sleep(chance.random() * 5e-4)
         assert max(begun) - min(begun) <= 2 * ranks
         for gate in chance.sample(gates, ranks):
-            gate.finish_step(max(begun), save=True)
+            gate.finish_step(1, max(begun), save=True)
             time.sleep(chance.random() * 5e-4)
         assert [e.result(timeout=5) for e in ends] == [max(begun)] * ranks
 
@@ -63,21 +64,21 @@ def test_all_ranks_stop_after_the_same_step(seed):
 def test_nothing_begins_while_held():
     gate = StepGate(timeout_s=5)
     assert gate.begin(1, 1)
-    assert gate.hold() == 1
+    assert gate.hold(1) == 1
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(gate.begin, 2, 1)
         time.sleep(0.1)
         assert not second.done()
-        assert gate.hold() == 1
-        gate.finish_step(2, save=True)
+        assert gate.hold(1) == 1
+        gate.finish_step(1, 2, save=True)
         assert second.result(timeout=5)
     assert not gate.begin(3, 1)
 
 
-def test_a_silent_driver_is_an_error():
+def test_a_silent_driver_is_not_the_fault_of_the_rank():
     gate = StepGate(timeout_s=0.2)
-    gate.hold()
-    with pytest.raises(TimeoutError, match="held at step 7"):
+    gate.hold(1)
+    with pytest.raises(ConnectionError, match="held at step 7"):
         gate.begin(7, 1)
 
 
@@ -92,7 +93,7 @@ def restless_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("restless_threads")
 def test_nothing_is_lost_or_doubled_between_two_threads():
-    outbox, count = Outbox(), 20_000
+    outbox, count = Outbox(Redactor()), 20_000
 
     def produce() -> None:
         for step in range(count):
@@ -122,7 +123,7 @@ def test_nothing_is_lost_or_doubled_between_two_threads():
 
 
 def test_busy_time_is_that_without_waiting_for_others():
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
     outbox.put_point(train_point(1))
     assert outbox.collect({}).busy_ms is None
     outbox.put_point(train_point(2, step_ms=(10.0, 14.0), comm_share=0.25))
@@ -130,21 +131,50 @@ def test_busy_time_is_that_without_waiting_for_others():
     assert outbox.collect({}).busy_ms == 9.0
 
 
-def test_a_gate_that_was_closed_for_a_while_opens_again():
+def test_the_next_generation_begins_with_an_open_gate():
     gate = StepGate(timeout_s=5)
-    gate.hold()
-    gate.finish_step(2, save=False)
+    gate.hold(1)
+    gate.finish_step(1, 2, save=False)
     assert gate.begin(2, 1)
     assert not gate.begin(3, 1)
     assert not gate.saves
-    gate.open()
     assert gate.begin(3, 2)
+    gate.hold(2)
     assert gate.saves
+
+
+def test_a_step_of_an_earlier_generation_is_not_one_that_has_begun():
+    gate = StepGate(timeout_s=5)
+    assert gate.begin(80, 1)
+    assert gate.hold(2) == 0
+    gate.finish_step(2, 0, save=True)
+    assert not gate.begin(51, 2), "its checkpoint has step 50"
+
+
+def test_a_gate_opens_if_other_ranks_cannot_be_held():
+    gate = StepGate(timeout_s=5)
+    gate.hold(1)
+    gate.open(1)
+    assert gate.begin(1, 1)
+    assert gate.hold(1) == 1
+    gate.finish_step(1, 1, save=True)
+    assert not gate.begin(2, 1)
+
+
+def test_a_late_request_for_an_earlier_generation_changes_nothing():
+    gate = StepGate(timeout_s=0.2)
+    assert gate.begin(7, 2)
+    gate.hold(2)
+    assert gate.hold(1) == 0
+    gate.finish_step(1, 9, save=False)
+    gate.open(1)
+    with pytest.raises(PeersMissingError):
+        gate.begin(8, 2)
 
 
 def test_who_is_held_hears_that_the_generation_has_ended():
     gate = StepGate(timeout_s=60)
-    gate.hold()
+    gate.hold(4)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(gate.begin, 1, 4)
         gate.abandon(4)

@@ -15,12 +15,14 @@ from helpers.loops import Ran, evaluation, losses_by_step, ran, run_loop
 from helpers.streams import StreamToy, Unvalidated, Weighed
 from helpers.toys import Toy
 from helpers.training import CPU
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.messages import Assignment, EvalPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
+from orchestrator.worker.context import context_of
 from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.loop import Loop, context_of
+from orchestrator.worker.loop import Loop
 
 EVERYWHERE = ("ddp-2", "ddp-4", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
 
@@ -80,11 +82,19 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
     """
     Path(run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
     orders = assignment(rank=rank, world_size=2, generation=1, store_port=0, run_dir=run_dir, case=case)
-    gate, outbox = StepGate(timeout_s=5), Outbox()
+    gate, outbox = StepGate(timeout_s=5), Outbox(Redactor())
 
     def new_loop(orders: Assignment) -> Loop:
         strategy = registry.load("ddp").create(context_of(orders, CPU), case.job)
-        return Loop(assignment=orders, job=case.job, strategy=strategy, device=CPU, gate=gate, outbox=outbox)
+        return Loop(
+            assignment=orders,
+            job=case.job,
+            strategy=strategy,
+            device=CPU,
+            gate=gate,
+            outbox=outbox,
+            redactor=Redactor(),
+        )
 
     loop = new_loop(orders)
     train_step, calls = loop.strategy.train_step, itertools.count(1)

@@ -24,7 +24,9 @@ def join(rank: int, world_size: int, generation: int, port: int, timeout_s: floa
         run_dir="",
         rendezvous_timeout_s=timeout_s,
     )
-    return rendezvous.join(orders, node_ip=HOST, store=None, device=CPU)
+    store = rendezvous.join(orders, store=None)
+    rendezvous.connect(orders, store, node_ip=HOST, device=CPU)
+    return store
 
 
 def sum_of_ranks() -> float:
@@ -39,7 +41,7 @@ def store():
 
 
 def late(rank: int, port: int) -> str:
-    with pytest.raises(TimeoutError) as raised:
+    with pytest.raises(ConnectionError) as raised:
         join(rank if rank < 2 else 3, 5, 0, port, timeout_s=1)
     assert not dist.is_initialized()
     return str(raised.value)
@@ -95,7 +97,8 @@ def with_own_store(rank: int, port: int) -> float:
     orders = replace(
         assignment(rank=0, world_size=1, generation=0, store_port=0, run_dir=""), store_host="192.0.2.1", store_port=9
     )
-    assert rendezvous.join(orders, node_ip=HOST, store=own, device=CPU) is own, "its own store, not the address"
+    assert rendezvous.join(orders, store=own) is own, "its own store, not the address"
+    rendezvous.connect(orders, own, node_ip=HOST, device=CPU)
     total = sum_of_ranks()
     rendezvous.leave()
     return total

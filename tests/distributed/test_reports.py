@@ -162,7 +162,7 @@ def test_samples_need_no_validation_set(gang, tmp_path):
     ranks = run(gang, tmp_path, Case(job=Unvalidated(), train=SEVEN))
     assert [e.step for e in ranks[0].events if isinstance(e, SampleSaved)] == [3, 3, 6, 6, 7, 7]
     (warning,) = ranks[0].warnings
-    assert warning.endswith("no val/* metrics; train.eval_every=3 only says when job.sample is called")
+    assert warning.endswith("no val/* metrics; train.eval_every=3 only sets when job.sample is called")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,10 @@ import torch
 
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.datasets import is_stream
 from orchestrator.worker import evaluation
 from orchestrator.worker.data import eval_batches, train_batches
+from orchestrator.worker.stream import StreamReader
 
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (3, 2), (4, 1), (5, 2)]
 """``data_parallel_size`` and ``grad_accumulation``."""
@@ -33,7 +35,17 @@ _TRAINING: dict[str, Any] = {
 
 
 def train(dataset: Any, **changes: Any) -> Any:
-    return train_batches(dataset, **{**_LOADING, **_TRAINING, **changes})
+    words = {**_LOADING, **_TRAINING, **changes}
+    return train_batches(opened(dataset, words["samples_consumed"]), **words)
+
+
+def opened(dataset: Any, samples_consumed: int) -> Any:
+    """The dataset, or the reader of a stream at this position."""
+    if not is_stream(dataset):
+        return dataset
+    reader = StreamReader(dataset)
+    reader.skip(samples_consumed)
+    return reader
 
 
 def evaluate(dataset: Any, **changes: Any) -> Any:

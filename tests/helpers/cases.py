@@ -139,7 +139,6 @@ def assignment(
     return Assignment(
         generation=generation,
         global_rank=rank,
-        local_rank=rank,
         store_host="127.0.0.1",
         store_port=store_port,
         backend="gloo",

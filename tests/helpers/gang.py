@@ -189,7 +189,8 @@ def group_of(rank: int, call: Call) -> Iterator[None]:
         store_port=call.store_port,
         run_dir=tempfile.gettempdir(),
     )
-    store = rendezvous.join(orders, node_ip=HOST, store=None, device=torch.device("cpu"))
+    store = rendezvous.join(orders, store=None)
+    rendezvous.connect(orders, store, node_ip=HOST, device=torch.device("cpu"))
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.batches import opened
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job
@@ -42,7 +43,7 @@ def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Modu
     scheduler = job.scheduler(optimizer, steps)
     losses = []
     for [(inputs, target)] in train_batches(
-        job.dataset("train"),
+        opened(job.dataset("train"), 0),
         collate=job.collate,
         seed=seed,
         samples_consumed=0,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from helpers.cases import Case, assignment
 from helpers.training import CPU, made, make, model_of
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
 from orchestrator.worker.control import Outbox, StepGate
@@ -36,7 +37,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         checkpoint=checkpoint,
         checkpoint_every=every,
     )
-    strategy, outbox = make(case, rank), Outbox()
+    strategy, outbox = make(case, rank), Outbox(Redactor())
     loop = Loop(
         assignment=orders,
         job=case.job,
@@ -44,6 +45,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         device=CPU,
         gate=StepGate(timeout_s=5),
         outbox=outbox,
+        redactor=Redactor(),
     )
     try:
         outcome = loop.run({})

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers.batches import opened
 from helpers.cases import Case, config_of, plan_of
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
@@ -17,8 +18,8 @@ from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.worker.context import seed_step
 from orchestrator.worker.data import checked_weights, train_batches
-from orchestrator.worker.loop import seed_step
 
 CPU = torch.device("cpu")
 made: list[Strategy] = []
@@ -90,11 +91,12 @@ def steps(
     context = strategy.context
     train, mesh = context.train, context.mesh
     last = train.steps if last is None else last
+    samples_consumed = (first - 1) * train.global_batch_size
     batches = train_batches(
-        strategy.job.dataset("train"),
+        opened(strategy.job.dataset("train"), samples_consumed),
         collate=strategy.job.collate,
         seed=context.seed,
-        samples_consumed=(first - 1) * train.global_batch_size,
+        samples_consumed=samples_consumed,
         steps=last - first + 1,
         global_batch_size=train.global_batch_size,
         data_parallel_size=mesh.data_parallel_size,

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import ray.cloudpickle as cloudpickle
+
+from helpers.runs import wait_for
+from orchestrator.driver.run import CHECKPOINT_LOST
+from orchestrator.driver.slots import START_ATTEMPTS
+from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -24,12 +33,27 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
     cloudpickle.unregister_pickle_by_value(module)
 
 
-def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path) -> None:
-    run, watcher = simulation.prepared_run(192, tmp_path)
+@contextmanager
+def training(simulation: Any, num_ranks: int, folder: Path, *words: str) -> Iterator[Any]:
+    """A run that trains: its watcher. The run ends with the block."""
+    run, watcher = simulation.prepared_run(num_ranks, folder, *words)
     thread = threading.Thread(target=run.execute)
     thread.start()
     try:
         assert watcher.first_step.wait(60)
+        yield watcher
+    finally:
+        ray.get([host.finish_all.remote() for host in simulation.SimulatedSlots.hosts])
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def messages(watcher: Any, kind: type[Event], field: str) -> list[str]:
+    return [getattr(event, field) for event in watcher.events if isinstance(event, kind)]
+
+
+def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path) -> None:
+    with training(simulation, 192, tmp_path) as watcher:
         workers = dict(simulation.SimulatedSlots.workers)
         for slot in (1, 5):
             workers[slot].die()
@@ -39,7 +63,76 @@ def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path)
         assert set(recovered.replaced) == {1, 5}
         anew = {slot for slot, worker in simulation.SimulatedSlots.workers.items() if worker is not workers[slot]}
         assert anew == {1, 5}
-    finally:
-        ray.get([host.finish_all.remote() for host in simulation.SimulatedSlots.hosts])
-        thread.join(60)
-    assert not thread.is_alive()
+
+
+def test_one_pause_is_enough_for_workers_that_leave_together(simulation: Any, tmp_path: Path) -> None:
+    """They are in different thirds of the gang, each of which is asked in another round."""
+    with training(simulation, 192, tmp_path) as watcher:
+        simulation.change([3, 70, 150], leaving=True)
+        assert watcher.healed.wait(60)
+        (recovered,) = watcher.recovered
+        assert (recovered.planned, set(recovered.replaced)) == ("preempted", {3, 70, 150})
+
+
+def test_ranks_train_on_if_one_cannot_be_held_and_pause_later(simulation: Any, tmp_path: Path) -> None:
+    with training(simulation, 16, tmp_path, "cluster.stop_grace_s=1") as watcher:
+        simulation.change([7], deaf=True)
+        simulation.change([3], leaving=True)
+        wait_for(lambda: any("did not answer" in m for m in messages(watcher, Warned, "message")), "a warning")
+        hosts = simulation.SimulatedSlots.hosts
+        wait_for(lambda: sum(ray.get([host.num_held.remote() for host in hosts])) == 0, "open gates")
+        simulation.change([7], deaf=False)
+        assert watcher.healed.wait(60)
+        (recovered,) = watcher.recovered
+        assert (recovered.planned, recovered.replaced) == ("preempted", (3,))
+        assert messages(watcher, WorkerLost, "reason") == []
+
+
+def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
+    simulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, watcher = simulation.prepared_run(4, tmp_path)
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Warned) and "must leave" in event.message:
+            run._stop.received = signal.SIGTERM
+        if isinstance(event, FirstStepDone):
+            watcher.first_step.set()
+
+    monkeypatch.setattr(watcher, "emit", emit)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(run.execute)
+        assert watcher.first_step.wait(60)
+        ray.get([host.finish_all.remote(at_once=False) for host in simulation.SimulatedSlots.hosts])
+        simulation.change([1], leaving=True)
+        ended = result.result(60)
+    assert "all 1000000 steps are done" in ended.reason
+    assert ended.exit_code == CHECKPOINT_LOST, "simulated workers save nothing"
+
+
+def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path) -> None:
+    with training(simulation, 16, tmp_path) as watcher:
+        simulation.change([9], broken=True)
+        assert watcher.healed.wait(60)
+        (reason,) = messages(watcher, WorkerLost, "reason")
+        assert "lives, but a call to it failed: RuntimeError: no heartbeat" in reason
+        assert watcher.recovered[0].replaced == (9,)
+
+
+def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any, tmp_path: Path) -> None:
+    run, watcher = simulation.prepared_run(2, tmp_path)
+    with run._gang as gang:
+        gang.acquire()
+        slots = simulation.SimulatedSlots
+        ray.get([host.limit_workers.remote(2) for host in slots.hosts])
+
+        def no_more_are_started() -> bool:
+            gang.ready()
+            gang.refill(4)
+            return not gang._starting
+
+        wait_for(no_more_are_started)
+        assert len(slots.workers) == 4, "two slots beyond those of the members"
+        assert slots.num_started == 2 + 2 * START_ATTEMPTS
+        (warning,) = messages(watcher, Warned, "message")
+        assert "died while they started (RuntimeError: no start)" in warning

@@ -159,6 +159,16 @@ def test_a_fault_in_any_phase_changes_no_weight(run: Any, reference: Any, faults
     assert_same_weights(result.run_dir, reference()[0])
 
 
+@pytest.mark.campaign
+def test_a_rank_that_does_not_join_is_named_by_those_that_wait_and_replaced(run: Any, reference: Any) -> None:
+    result = run(*WORDS, "recovery.chaos=[sleep@0:1:join]", "cluster.rendezvous_timeout_s=12")
+    assert result.exit_code == 0, result.reason
+    (lost,) = events(result.run_dir, "worker_lost")
+    assert lost["rank"] == 1
+    assert lost["reason"] == "no progress while the others waited 12 s for it (cluster.rendezvous_timeout_s)"
+    assert_same_weights(result.run_dir, reference()[0])
+
+
 def test_a_stop_while_a_worker_is_replaced_saves_what_the_survivor_holds(run: Any, tmp_path: Path) -> None:
     def stop() -> None:
         (path,) = wait_for(lambda: list(tmp_path.glob("outputs/*/*/events.jsonl")), "a run")

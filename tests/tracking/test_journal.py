@@ -193,6 +193,17 @@ def test_a_full_disk_does_not_stop_training_warns_once_and_loses_no_line(run_dir
     assert "disk space" in warning.message
 
 
+def test_a_journal_that_another_process_continues_is_left_as_it_is(run_dir):
+    journal = Journal(run_dir)
+    journal.emit(point(1, loss=1.0))
+    written = run_dir.metrics_file.read_bytes()
+    with largest_file(len(written)):
+        journal.emit(point(2, loss=1.0))
+    journal.discard()
+    journal.close()
+    assert run_dir.metrics_file.read_bytes() == written
+
+
 def test_a_warning_may_be_emitted_to_the_journal_that_gives_it(run_dir):
     warnings = Warnings()
     journal = Journal(run_dir, warnings=warnings)
@@ -236,6 +247,7 @@ def test_secrets_are_masked_on_the_way_to_the_journal(run_dir):
         ("loss(é)%", "loss____"),
         ("/a//b/../c", "a/c"),
         ("x" * 300, "x" * 250),
+        ("train/../step", "_step"),
     ],
 )
 def test_metric_names_are_what_mlflow_accepts(given, expected):

@@ -10,9 +10,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import ray
+import ray.exceptions
 
 from orchestrator.compat import ray as compat
 from orchestrator.compat.ray import INTERNALS, MovedError, find_internal
+from orchestrator.driver.calls import cause_of_death
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +92,21 @@ def test_environment_defaults_replace_nothing_and_are_removed(monkeypatch: pytes
 
 def test_no_ray_of_this_process_is_no_dead_ray() -> None:
     assert not compat.own_ray_has_died()
+
+
+def test_the_server_explains_the_death_of_an_actor_in_these_words() -> None:
+    server = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
+    assert f"The actor died because {compat.NODE_HAS_DIED}".encode() in server.read_bytes()
+
+
+def test_an_actor_that_died_with_its_node_is_told_from_one_that_died_alone() -> None:
+    context = find_internal("ray.core.generated.common_pb2.ActorDiedErrorContext")
+    of_node = context(actor_id=bytes(16), error_message="The actor died because its node has died. Node Id: 5f")
+    of_process = context(actor_id=bytes(16), error_message="The actor is dead because its worker process has died.")
+    assert compat.died_with_node(ray.exceptions.ActorDiedError(of_node))
+    assert not compat.died_with_node(ray.exceptions.ActorDiedError(of_process))
+    assert cause_of_death(ray.exceptions.ActorDiedError(of_node)) == "node lost"
+    assert cause_of_death(ray.exceptions.ActorDiedError(of_process)) == "unknown"
 
 
 def test_a_port_without_a_server_is_unavailable() -> None:

@@ -140,7 +140,7 @@ def test_the_message_names_what_is_known() -> None:
         "its process 7 on here died without a report: killed by SIGKILL from outside or by the kernel's "
         "out-of-memory killer, or ended by os._exit"
     )
-    assert "the kernel's out-of-memory killer has ended a process on this node meanwhile" in message(
+    assert "the kernel's out-of-memory killer ended a process on this node during this time" in message(
         kernel_oom_kill=True
     )
     fatal = "Fatal Python error: deallocating None\nFatal Python error: Aborted"

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from helpers.batches import LAYOUTS, evaluate, read_by_all_ranks, train
 from helpers.runs import PYTHONPATH
 from orchestrator.model.batch import to_device
+from orchestrator.strategies.datasets import check_dataset
 from orchestrator.worker.data import SampleOrder, checked_weights, epoch_of, permutation
 from orchestrator.worker.loader import DataError
 
@@ -316,7 +317,7 @@ class Unsized(Dataset[int]):
 @pytest.mark.parametrize("dataset", [Numbers(0), Unsized()], ids=lambda d: type(d).__name__)
 def test_an_unusable_dataset_is_refused_at_once(dataset: Any) -> None:
     with pytest.raises(ValueError, match=r"job\.dataset\('train'\)"):
-        train(dataset)
+        check_dataset(dataset, split="train")
     with pytest.raises(ValueError, match=r"job\.dataset\('val'\)"):
         evaluate(dataset)
 

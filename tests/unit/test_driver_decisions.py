@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator, percentile
-from orchestrator.policy.failure import death, first_failure
+from orchestrator.policy.failure import death, first_failure, standstill, unreachable_addresses
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
-from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, TrainPoint, WorkerInfo
+from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, Phase, TrainPoint, WorkerInfo
 from orchestrator.protocol.metrics import Metric, MetricSpec, Reduce
 from orchestrator.timeline.spans import Kind, Span
 
@@ -212,6 +213,30 @@ def test_death_says_what_ray_knows() -> None:
     assert "7 on a" in out_of_memory.message
     assert "out of memory" in out_of_memory.message
     assert not out_of_memory.collateral
+
+
+@pytest.mark.parametrize(
+    ("phase", "key", "timeout_s"),
+    [
+        ("join", "rendezvous_timeout_s", 60),
+        ("start", "rendezvous_timeout_s", 60),
+        ("train", "collective_timeout_s", 30),
+    ],
+)
+def test_a_standstill_names_the_limit_of_those_who_waited(phase: Phase, key: str, timeout_s: float) -> None:
+    config: Any = SimpleNamespace(rendezvous_timeout_s=60, collective_timeout_s=30)
+    failure = standstill(config, phase, time=1.0)
+    assert failure.message == f"no progress while the others waited {timeout_s} s for it (cluster.{key})"
+    assert not failure.collateral
+
+
+def test_an_address_is_unreachable_once_no_living_node_has_it() -> None:
+    workers = [
+        WorkerInfo(node_id=node_id, node_ip=ip, hostname=node_id, pid=1)
+        for node_id, ip in (("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "10.0.0.3"), ("d", "10.0.0.3"))
+    ]
+    assert unreachable_addresses(workers, {"b", "c"}) == ("10.0.0.2",)
+    assert unreachable_addresses(workers, {"a", "c", "d"}) == ("10.0.0.1", "10.0.0.3")
 
 
 def place(ip: str, gpu: int | None = None, uuid: str | None = None) -> WorkerInfo:

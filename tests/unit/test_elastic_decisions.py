@@ -6,10 +6,13 @@ import pytest
 
 from helpers.plans import LAPTOP, plan_of
 from orchestrator.config.build import ConfigError
+from orchestrator.config.schema import Config
 from orchestrator.driver.session import check_all
+from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned
 from orchestrator.policy.recovery import RecoveryPlan, plan_after_pause
+from orchestrator.strategies import registry
 
 
 def ddp(num_workers: int) -> Plan:
@@ -45,30 +48,30 @@ def before(plan: Plan, sizes: Sizes, alive: list[int], ready: int) -> tuple[int 
 def test_a_run_has_as_many_workers_as_there_are_up_to_its_most(
     alive: list[int], ready: int, expected: tuple[int | None, ...] | None
 ) -> None:
-    assert before(DDP.most, DDP, alive, ready) == expected
+    assert before(DDP.largest, DDP, alive, ready) == expected
 
 
 def test_a_run_of_one_size_waits_for_workers_unless_they_are_ready() -> None:
     fixed = Sizes((ddp(2),), ddp(2))
-    assert find_rank_assignment(fixed.first, fixed, [0], ready=0) is None
-    assert before(fixed.first, fixed, [0], 1) == (0, None)
+    assert find_rank_assignment(fixed.initial, fixed, [0], ready=0) is None
+    assert before(fixed.initial, fixed, [0], 1) == (0, None)
 
 
 def test_replicas_are_lost_and_gained_as_a_whole() -> None:
     """Ranks 0, 2, 4 have the first stage, 1, 3, 5 the second."""
-    assert before(GRID.most, GRID, [0, 1, 2, 4, 5], 0) == (0, 1, 2, 5)
-    assert before(GRID.most, GRID, [1, 2], 0) == (2, 1), "a whole pipeline of what two have left"
+    assert before(GRID.largest, GRID, [0, 1, 2, 4, 5], 0) == (0, 1, 2, 5)
+    assert before(GRID.largest, GRID, [1, 2], 0) == (2, 1), "a whole pipeline of what two have left"
     assert before(grid(1), GRID, [0, 1], 3) == (0, 1, None, None)
     assert before(grid(1), GRID, [0, 1], 4) == (0, 1, None, None, None, None)
 
 
 def test_where_a_stage_is_lost_everywhere_all_begin_anew() -> None:
-    rank_assignment = find_rank_assignment(GRID.most, GRID, [1, 3, 5], ready=0)
+    rank_assignment = find_rank_assignment(GRID.largest, GRID, [1, 3, 5], ready=0)
     assert rank_assignment == RankAssignment(plan=GRID.plans[0], before=(1, 3), state_sources=None)
 
 
 def test_keeping_what_one_has_comes_before_size() -> None:
-    rank_assignment = find_rank_assignment(GRID.most, GRID, [0, 1, 3, 5], ready=0)
+    rank_assignment = find_rank_assignment(GRID.largest, GRID, [0, 1, 3, 5], ready=0)
     assert rank_assignment is not None
     assert (rank_assignment.before, rank_assignment.state_sources) == ((0, 1), (0, 1)), (
         "two replicas could only begin from a checkpoint"
@@ -78,7 +81,7 @@ def test_keeping_what_one_has_comes_before_size() -> None:
 def test_stages_are_found_by_their_rank_whichever_way_ranks_are_numbered() -> None:
     """With replicas close, ranks 0 to 2 have the first stage and 3 to 5 the second."""
     close = Sizes(tuple(grid(n, "replicas") for n in range(1, 4)), grid(3, "replicas"))
-    assert before(close.most, close, [0, 2, 3, 4, 5], 0) == (0, 2, 3, 4)
+    assert before(close.largest, close, [0, 2, 3, 4, 5], 0) == (0, 2, 3, 4)
 
 
 def test_a_pipeline_that_is_cut_anew_keeps_nothing() -> None:
@@ -99,7 +102,7 @@ LOST = RecoveryPlan(lost=(2,), sources=None, step=0, pause_s=1.5)
 
 def test_sources_are_named_by_the_new_ranks() -> None:
     everything = {rank: {r: (step,) for r in range(4)} for rank, step in ((0, 39), (1, 40), (3, 40))}
-    rank_assignment = find_rank_assignment(DDP.most, DDP, [0, 1, 3], ready=0)
+    rank_assignment = find_rank_assignment(DDP.largest, DDP, [0, 1, 3], ready=0)
     assert rank_assignment is not None
     assert reassigned(LOST, rank_assignment, everything) == RecoveryPlan(
         lost=(), sources=(1, 1, 2), step=40, pause_s=1.5
@@ -117,14 +120,14 @@ def test_a_new_replica_gets_its_stages_from_another() -> None:
 
 def test_who_has_no_seat_is_no_source() -> None:
     held = {0: {0: (7,), 2: (7,), 4: (7,)}, 3: {r: (7,) for r in (1, 3, 5)}, 5: {r: (8,) for r in (1, 3, 5)}}
-    rank_assignment = find_rank_assignment(GRID.most, GRID, [0, 3, 5], ready=0)
+    rank_assignment = find_rank_assignment(GRID.largest, GRID, [0, 3, 5], ready=0)
     assert rank_assignment is not None
     assert rank_assignment.before == (0, 3)
     assert reassigned(LOST, rank_assignment, held).sources == (0, 1)
 
 
 def test_a_model_that_is_cut_anew_comes_from_the_checkpoint() -> None:
-    rank_assignment = find_rank_assignment(GRID.most, GRID, [1, 3, 5], ready=0)
+    rank_assignment = find_rank_assignment(GRID.largest, GRID, [1, 3, 5], ready=0)
     assert rank_assignment is not None
     assert reassigned(LOST, rank_assignment, {1: {1: (7,)}}).sources is None
 
@@ -149,6 +152,20 @@ def test_every_number_of_workers_between_the_two_is_a_size() -> None:
     assert offered("strategy.num_workers=[2,4]") == [(2, None), (3, None), (4, None)]
     assert offered("strategy.num_workers=3") == [(3, None)]
     assert offered("strategy=pipeline", "strategy.num_workers=[2,3]", "train.global_batch_size=24") == [(2, 4), (3, 6)]
+
+
+def test_each_size_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check may build the model, with all its stages."""
+    ddp_class = registry.load("ddp")
+    check, checked = ddp_class.check, []
+
+    def counted(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        checked.append(plan.world_size)
+        return check(config, job, plan, errors)
+
+    monkeypatch.setattr(ddp_class, "check", counted)
+    offered("strategy.num_workers=[2,4]")
+    assert checked == [4, 3, 2]
 
 
 def test_the_micro_batches_of_replicas_keep_their_size() -> None:

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.runs import wait_for
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.policy.hang import HangDetector, WatchedTime, culprit, patience_s
+from orchestrator.policy.hang import HangDetector, WatchedTime, culprit, limit_of
 from orchestrator.protocol.messages import Heartbeat, Phase
 from orchestrator.worker import control
 from orchestrator.worker.control import Outbox
@@ -44,6 +45,7 @@ def beat(step: int, phase: Phase = "train", usual_s: float | None = 1.0, *, wait
     [
         ("start", None, 3000),
         ("join", None, math.inf),
+        ("connect", None, 300),
         ("build", None, 3000),
         ("train", None, 300),
         ("train", 0.01, 60),
@@ -56,13 +58,13 @@ def beat(step: int, phase: Phase = "train", usual_s: float | None = 1.0, *, wait
         ("end", None, 3000),
     ],
 )
-def test_each_phase_has_its_own_patience(phase: Phase, usual_s: float | None, expected: float) -> None:
-    assert patience_s(CONFIG, beat(5, phase, usual_s)) == expected
+def test_each_phase_has_its_own_limit(phase: Phase, usual_s: float | None, expected: float) -> None:
+    assert limit_of(CONFIG, beat(5, phase, usual_s))[0] == expected
 
 
-def test_a_hang_at_the_same_step_doubles_the_patience_there() -> None:
+def test_a_hang_at_the_same_step_doubles_the_limit_there() -> None:
     hangs = (5, 9, 5)
-    assert [patience_s(CONFIG, beat(step), earlier_hangs=hangs) for step in (4, 5, 9)] == [60, 240, 120]
+    assert [limit_of(CONFIG, beat(step), earlier_hangs=hangs)[0] for step in (4, 5, 9)] == [60, 240, 120]
 
 
 def test_the_defaults_give_a_rank_that_answers_a_minute() -> None:
@@ -71,7 +73,7 @@ def test_the_defaults_give_a_rank_that_answers_a_minute() -> None:
 
     config, _ = compose([], [], registry.config_class)
     assert config is not None
-    assert patience_s(config.recovery, beat(5, usual_s=0.01)) == 60
+    assert limit_of(config.recovery, beat(5, usual_s=0.01)) == (60, "recovery.hang_min_s")
     assert config.cluster.stopped_timeout_s == 5
 
 
@@ -145,7 +147,8 @@ def test_asynchronous_ranks_that_all_wait_hang() -> None:
 
 @pytest.mark.parametrize(
     ("phase", "usual_s", "key"),
-    [("train", 1.0, "hang_min_s"), ("eval", None, "hang_max_s"), ("checkpoint", 1.0, "hang_max_s"),
+    [("train", 1.0, "hang_min_s"), ("train", 3.0, "hang_factor"), ("eval", 20.0, "hang_max_s"),
+     ("eval", None, "hang_max_s"), ("checkpoint", 1.0, "hang_max_s"), ("connect", None, "hang_max_s"),
      ("build", None, "build_max_s")],
 )  # fmt: skip
 def test_the_message_names_the_key_that_gives_more_time(phase: Phase, usual_s: float | None, key: str) -> None:
@@ -178,7 +181,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_each_phase_has_its_own_usual_time(clock: SimpleNamespace) -> None:
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
 
     def ticks(*durations_s: float) -> float | None:
         for seconds in durations_s:
@@ -309,7 +312,7 @@ def simulate(
     seed: str, clock: SimpleNamespace, *, synchronous: bool, hang_after: int | None = None
 ) -> tuple[float, int] | None:
     chance = random.Random(seed)
-    outboxes = [Outbox() for _ in range(chance.choice([1, 2, 4]))]
+    outboxes = [Outbox(Redactor()) for _ in range(chance.choice([1, 2, 4]))]
     culprits = [chance.randrange(len(outboxes))]
     ranks = [
         slow_run(

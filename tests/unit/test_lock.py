@@ -54,6 +54,16 @@ def test_a_lock_that_is_not_released_is_not_waited_for_for_ever(tmp_path: Path) 
     assert not held.exists()
 
 
+def test_a_lock_that_another_process_has_taken_away_is_not_removed(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    with locked_by_existence(held, deadline=time.monotonic() + 1):
+        os.utime(held, (time.time() - ABANDONED_S - 1,) * 2)  # as after a long pause of this process
+        with locked_by_existence(held, deadline=time.monotonic() + 1):
+            pass
+        held.touch()  # of a third process
+    assert held.exists()
+
+
 def test_the_time_of_a_file_system_leaves_no_trace(tmp_path: Path) -> None:
     assert abs(now_on(tmp_path) - time.time()) < 10
     assert list(tmp_path.iterdir()) == []

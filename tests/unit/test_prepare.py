@@ -71,7 +71,7 @@ def an_earlier_run(
 
 def resume(config: Config, job: Job = JOB) -> tuple[prepare.Resume | None, list[str]]:
     warnings: list[str] = []
-    return prepare.find_resume(config, job, warnings=warnings), warnings
+    return prepare.find_resume(config, job, warnings=warnings, redactor=Redactor()), warnings
 
 
 def refused(config: Config, job: Job = JOB) -> list[str]:
@@ -175,7 +175,7 @@ def test_auto_prefers_an_older_run_with_a_checkpoint_to_a_stray_start(tmp_path: 
 RACE = """
 import os, sys, time
 from pathlib import Path
-from test_prepare import JOB, config_of, plan_of, prepare, resume
+from test_prepare import JOB, Redactor, config_of, plan_of, prepare, resume
 from orchestrator.config.build import ConfigError
 
 me, tries = sys.argv[1], sys.argv[2:]
@@ -187,7 +187,7 @@ for folder in map(Path, tries):
     while len(list(folder.glob("ready-*"))) < 2:
         time.sleep(0.0005)
     try:
-        run, _ = prepare.open_run(config, JOB, plan, found, command="", sweep=None)
+        run, _ = prepare.open_run(config, JOB, plan, found, command="", sweep=None, redactor=Redactor())
         print("got", run.path, flush=True)
     except ConfigError as e:
         print(*e.errors, flush=True)
@@ -233,7 +233,7 @@ def test_a_run_that_another_process_has_continued_meanwhile_is_not_continued_fro
     earlier.update_record(driver={**NOBODY, "pid": 1})
     before = earlier.read_record()
     with pytest.raises(ConfigError, match="another process has continued"):
-        prepare.open_run(config, JOB, plan_of(config), found, command="", sweep=None)
+        prepare.open_run(config, JOB, plan_of(config), found, command="", sweep=None, redactor=Redactor())
     assert earlier.read_record() == before
 
 
@@ -399,7 +399,13 @@ def test_the_records_of_a_new_run(tmp_path: Path) -> None:
     words = ["job.hidden=4", "tracking.uri=http://me:hunter2@host:5000", "train.clip_norm=1"]
     config = config_of(tmp_path / "outputs", *words)
     run, uid = prepare.open_run(
-        config, JOB, plan_of(config), None, command="orchestrator", sweep={"id": "s", "name": "sweep"}
+        config,
+        JOB,
+        plan_of(config),
+        None,
+        command="orchestrator",
+        sweep={"id": "s", "name": "sweep"},
+        redactor=Redactor(),
     )
     record = run.read_record()
     assert (record["state"], record["uid"], record["name"]) == ("running", uid, "digits-ddp")
@@ -422,7 +428,7 @@ def test_the_records_of_a_new_run(tmp_path: Path) -> None:
 def test_no_secret_is_written_and_every_field_can_be(tmp_path: Path) -> None:
     config = config_of(tmp_path, "tracking.uri=postgresql://me:hunter2@h/db?password=hunter2")
     config = replace(config, job=JobSpec(target=f"{__name__}.Odd", fields={}))
-    run, _ = prepare.open_run(config, Odd(), plan_of(config), None, command="", sweep=None)
+    run, _ = prepare.open_run(config, Odd(), plan_of(config), None, command="", sweep=None, redactor=Redactor())
     written = run.config_file.read_text() + run.record_file.read_text()
     assert "hunter2" not in written
     stored = yaml.safe_load(run.config_file.read_text())["job"]
@@ -438,7 +444,7 @@ def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
     earlier = an_earlier_run(tmp_path, state="killed")
     config = config_of(tmp_path, "resume=auto")
     found, _ = resume(config)
-    run, uid = prepare.open_run(config, JOB, plan_of(config), found, command="", sweep=None)
+    run, uid = prepare.open_run(config, JOB, plan_of(config), found, command="", sweep=None, redactor=Redactor())
     assert (run, uid) == (earlier, "first")
     assert run.read_record()["state"] == "running"
 
@@ -446,7 +452,8 @@ def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
 def test_two_runs_are_told_apart(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     (one, uid), (other, other_uid) = (
-        prepare.open_run(config, JOB, plan_of(config), None, command="", sweep=None) for _ in range(2)
+        prepare.open_run(config, JOB, plan_of(config), None, command="", sweep=None, redactor=Redactor())
+        for _ in range(2)
     )
     assert one != other
     assert uid != other_uid
@@ -456,4 +463,4 @@ def test_a_place_that_breaks_after_the_check_is_a_error_too(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     config = config_of(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"output_dir=.*: cannot be written"):
-        prepare.open_run(config, JOB, plan_of(config), None, command="", sweep=None)
+        prepare.open_run(config, JOB, plan_of(config), None, command="", sweep=None, redactor=Redactor())

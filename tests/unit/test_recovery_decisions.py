@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.planning.faults import Fault, parse, planned, without_next
-from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoverableSteps, RecoveryPlan, decide, newest_state
-from orchestrator.protocol.messages import ANY_RANK
+from orchestrator.planning.faults import Fault, parse, parse_entry, without_next
+from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, newest_state
+from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 
 CONFIG = RecoveryConfig(
     max_failures=10,
@@ -117,15 +117,15 @@ def test_what_is_no_error_is_refused(word: str, why: str) -> None:
 )
 def test_what_could_never_strike_is_refused(word: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        planned(word, seed=0, steps=8, num_ranks=2)
+        parse_entry(word, seed=0, steps=8, num_ranks=2)
 
 
 def test_drawn_errors_are_those_of_the_seed() -> None:
-    drawn = planned("random:5", seed=1, steps=100, num_ranks=3)
+    drawn = parse_entry("random:5", seed=1, steps=100, num_ranks=3)
     assert len({error.step for error in drawn}) == 5
     assert all(1 < error.step <= 100 and error.rank < 3 for error in drawn)
-    assert planned("random:5", seed=1, steps=100, num_ranks=3) == drawn
-    assert planned("random:5", seed=2, steps=100, num_ranks=3) != drawn
+    assert parse_entry("random:5", seed=1, steps=100, num_ranks=3) == drawn
+    assert parse_entry("random:5", seed=2, steps=100, num_ranks=3) != drawn
     assert [parse(str(error)) for error in drawn] == list(drawn)
 
 

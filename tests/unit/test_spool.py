@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.core_metrics import LOSS
 from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.control import Outbox
-from orchestrator.worker.spool import Spool, read_spool, remove_spool
+from orchestrator.worker.spool import Spool, _ReportUnpickler, read_spool, remove_spool
 
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from test_spool import Outbox, Spool, point
-outbox = Outbox()
+from test_spool import Outbox, Redactor, Spool, point
+outbox = Outbox(Redactor())
 outbox.keep_in(Spool(Path(sys.argv[1])))
 for step in range(1, 6):
     outbox.put_point(point(step))
@@ -57,7 +62,7 @@ def test_what_a_killed_process_had_not_handed_over_is_read(tmp_path: Path) -> No
 
 
 def test_heartbeats_number_the_points(tmp_path: Path) -> None:
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
     outbox.keep_in(Spool(tmp_path / "node-7"))
     points = [point(1), EvalPoint(step=1, time=1.0, loss_sum=1.0, weight=1.0, sums={}), point(2)]
     outbox.put_point(points[0])
@@ -89,12 +94,54 @@ def test_nothing_but_points_is_read(tmp_path: Path) -> None:
     assert list(read_spool(path)) == [(0, point(1))], "the last point is cut off"
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("orchestrator.protocol.metrics", "dataclasses.types.FunctionType"),
+        ("orchestrator.protocol.events", "Mapping.register"),
+        ("orchestrator.protocol.messages", "Config"),
+        ("orchestrator.worker.spool", "Spool"),
+        ("os", "mkdir"),
+    ],
+)
+def test_only_classes_that_the_protocol_defines_are_found(tmp_path: Path, module: str, name: str) -> None:
+    path = tmp_path / "node-7"
+    spool = Spool(path)
+    spool.append(0, point(1))
+    reference = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name)) + b"\x93"
+    with path.with_name("node-7.0").open("ab") as file:
+        file.write(reference + pickle.TUPLE1 + b"(K\x01K\x02t.")
+    assert list(read_spool(path)) == [(0, point(1))]
+    with pytest.raises(pickle.UnpicklingError, match=re.escape(f"{module}.{name} is not part of a report")):
+        _ReportUnpickler(io.BytesIO(reference + b".")).load()
+
+
+def test_damage_ends_the_reading(tmp_path: Path) -> None:
+    """A damaged length makes the unpickler raise OverflowError."""
+    path = tmp_path / "node-7"
+    Spool(path).append(0, point(1))
+    with path.with_name("node-7.0").open("ab") as file:
+        file.write(b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f")
+    assert list(read_spool(path)) == [(0, point(1))]
+
+
 def test_events_are_kept_too(tmp_path: Path) -> None:
     path = tmp_path / "node-7"
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
     outbox.keep_in(Spool(path))
     warning = Warned(message="a warning")
     outbox.put_point(point(1))
     outbox.put_event(warning)
     outbox.put_point(point(2))
     assert list(read_spool(path)) == [(0, point(1)), (1, warning), (2, point(2))]
+
+
+def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "node-7"
+    outbox = Outbox(Redactor(["hunter2-hunter2"]))
+    outbox.keep_in(Spool(path))
+    outbox.put_event(Warned(message="the password is hunter2-hunter2"))
+    (warning,) = outbox.collect({}).events
+    assert isinstance(warning, Warned)
+    assert warning.message == "the password is ***"
+    assert list(read_spool(path)) == [(0, warning)]

@@ -26,7 +26,7 @@ class FakeGang:
     def __init__(self) -> None:
         infos = [WorkerInfo(node_id=n, node_ip="10.0.0.1", hostname=n, pid=1) for n in "ab"]
         self.members = tuple(
-            Member(global_rank=rank, local_rank=0, actor=None, info=info, slot=rank) for rank, info in enumerate(infos)
+            Member(global_rank=rank, actor=None, info=info, slot=rank) for rank, info in enumerate(infos)
         )
         self.answers: dict[int, Heartbeat] = {}
 

@@ -87,9 +87,7 @@ def environment_errors(config: Config) -> list[str]:
     return errors
 
 
-def find_resume(
-    config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor | None = None
-) -> Resume | None:
+def find_resume(config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor) -> Resume | None:
     """Find the run that ``resume`` asks for.
 
     Args:
@@ -145,11 +143,11 @@ def open_run(
     *,
     command: str,
     sweep: Mapping[str, str] | None,
-    redactor: Redactor | None = None,
+    redactor: Redactor,
 ) -> tuple[RunDir, str]:
     """Create or reopen the run directory and write its records.
 
-    Of several processes that resume a run at once, or start one of this name with ``resume=auto``, the first gets it.
+    If several processes resume a run at once, or start one of this name with ``resume=auto``, the first one succeeds.
 
     Args:
         config: with absolute paths.
@@ -164,9 +162,8 @@ def open_run(
         The run directory and the uid of the run.
 
     Raises:
-        ConfigError: the directory cannot be written; or another process has got the run, and nothing has been written.
+        ConfigError: the directory cannot be written; or another process drives the run, and nothing has been written.
     """
-    redactor = redactor or Redactor()
     resolved = _resolved(config, job, redactor)
     tracking = resolved["tracking"]
     record = {
@@ -198,13 +195,13 @@ def open_run(
 
 
 def _refuse_if_taken(config: Config, resume: Resume | None) -> None:
-    """Refuse the run if another process has got it since :func:`find_resume`."""
+    """Refuse the run if another process has taken it since :func:`find_resume`."""
     if resume is not None:
         _refuse_if_running(config, resume.run_dir)
         if resume.run_dir.read_record().get("driver", {}) != resume.driver:
             raise ConfigError(
                 [
-                    f"resume={config.resume}: another process has continued {resume.run_dir.path} meanwhile; start "
+                    f"resume={config.resume}: another process has continued {resume.run_dir.path}; start the command "
                     "again to continue from its last checkpoint"
                 ]
             )
@@ -320,8 +317,8 @@ def command(overrides: Sequence[str], redactor: Redactor, *, job: str = "") -> s
     return shlex.join(["python", "-m", "orchestrator.launch", *kept])
 
 
-def _resolved(config: Config, job: Job, redactor: Redactor | None) -> dict[str, Any]:
-    resolved: dict[str, Any] = (redactor or Redactor()).data({**to_dict(config), "job": _job_dict(config, job)})
+def _resolved(config: Config, job: Job, redactor: Redactor) -> dict[str, Any]:
+    resolved: dict[str, Any] = redactor.data({**to_dict(config), "job": _job_dict(config, job)})
     return resolved
 
 

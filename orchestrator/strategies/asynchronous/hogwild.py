@@ -30,7 +30,7 @@ from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.protocol.messages import ANY_RANK
+from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
@@ -125,7 +125,7 @@ class Hogwild(WholeModel):
         self._has_state = True
         return state.meta
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
         """Offer the state of every rank after the last step that all workers have completed."""
         if not self._has_state:
             return {}

@@ -14,7 +14,7 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -33,6 +33,7 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import StageSummary
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state import train_state
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
@@ -224,7 +225,7 @@ class Pipeline(OptimizerStep):
         if copies is not None and step % every == 0:
             copies.submit(lambda into: self.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
         """Offer this rank's stages to all their replicas, and the peer copies of these and of the preceding rank's."""
         mesh, pp_rank = self.context.mesh, self.context.pp_rank
         of_stage: dict[int, tuple[int, ...]] = {}

@@ -8,7 +8,7 @@ shares give the exact gradient. All ranks make the same update and then take the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,7 +28,7 @@ from orchestrator.compat.torch import (
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
-from orchestrator.protocol.messages import ANY_RANK
+from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
@@ -148,7 +148,7 @@ class DDP(WholeModel):
         self._step = meta["step"]
         return meta
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
         """Return the last step for any rank, as all are equal; nothing with PowerSGD, whose errors differ by rank."""
         if not update_complete or self._powersgd is not None:
             return {}

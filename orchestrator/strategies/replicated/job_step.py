@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from orchestrator.compat.torch import version_of
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
 from orchestrator.planning.mesh import even_shares
-from orchestrator.protocol.messages import ANY_RANK
+from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.state.joint import JointScheduler
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors
@@ -113,7 +113,7 @@ class JobStep(WholeModel):
         self._in_step = self._updating = False
         return meta
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
         """Return the last step for every rank, as all are equal; nothing if a step was interrupted."""
         if not update_complete or self._partly_updated or not self._has_peers:
             return {}

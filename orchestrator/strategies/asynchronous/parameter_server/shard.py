@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from orchestrator.job import Job
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
@@ -139,7 +140,7 @@ class Shard(Strategy):
         self._continue_from(state.step)
         return state.meta
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
+    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
         """Offer this shard's state, to itself and to every worker, and the peer copy of the preceding shard."""
         if self._step is None:
             return {}
