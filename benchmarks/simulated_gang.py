@@ -83,6 +83,7 @@ class Host:
     def __init__(self) -> None:
         self.ranks: dict[int, SimulatedRank] = {}
         self.finished = False
+        self._unpacked: tuple[bytes, Assignment] | None = None
 
     async def call(self, worker: int, method: str, *args: Any) -> Any:
         return await getattr(self, method)(self.ranks.setdefault(worker, SimulatedRank()), *args)
@@ -103,8 +104,8 @@ class Host:
     async def open_store(self, rank: SimulatedRank, *_: Any) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    async def train(self, rank: SimulatedRank, packed: bytes, global_rank: int, local_rank: int) -> Outcome:
-        assignment = Assignment.unpacked(packed, global_rank=global_rank, local_rank=local_rank)
+    async def train(self, rank: SimulatedRank, packed: bytes, *_: int) -> Outcome:
+        assignment = self._unpack(packed)
         rank.generation, rank.ended, rank.first_step_reported = assignment.generation, asyncio.Event(), False
         step = assignment.source_step if assignment.sources is not None else 0
         rank.resumed_at, rank.reported = (step, time.monotonic()), step
@@ -118,6 +119,12 @@ class Host:
             message="Connection closed by peer", traceback="", time=time.time(), collateral=True, log_tail=""
         )
         return Outcome(status="failed", step=0, failure=failure, recoverable_steps={ANY_RANK: (0,)})
+
+    def _unpack(self, packed: bytes) -> Assignment:
+        """Unpack an assignment once for all ranks, which do it in parallel in a real gang."""
+        if self._unpacked is None or self._unpacked[0] != packed:
+            self._unpacked = packed, Assignment.unpacked(packed, global_rank=0, local_rank=0)
+        return self._unpacked[1]
 
     async def heartbeat(self, rank: SimulatedRank, _: bool) -> Heartbeat:
         step = rank.step if rank.resumed_at is None or rank.resumed_at[1] < float("inf") else rank.reported
