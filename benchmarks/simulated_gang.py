@@ -114,11 +114,17 @@ class Host:
         step = rank.step
         rank.resumed_at = (step, float("inf"))
         if self.finished:
-            return Outcome(status="done", step=step)
+            return Outcome(status="done", step=step, last_heartbeat=self._heartbeat(rank))
         failure = Failure(
             message="Connection closed by peer", traceback="", time=time.time(), collateral=True, log_tail=""
         )
-        return Outcome(status="failed", step=0, failure=failure, recoverable_steps={ANY_RANK: (0,)})
+        return Outcome(
+            status="failed",
+            step=0,
+            failure=failure,
+            recoverable_steps={ANY_RANK: (0,)},
+            last_heartbeat=self._heartbeat(rank),
+        )
 
     def _unpack(self, packed: bytes) -> Assignment:
         """Unpack an assignment once for all ranks, which do it in parallel in a real gang."""
@@ -127,6 +133,9 @@ class Host:
         return self._unpacked[1]
 
     async def heartbeat(self, rank: SimulatedRank, _: bool) -> Heartbeat:
+        return self._heartbeat(rank)
+
+    def _heartbeat(self, rank: SimulatedRank) -> Heartbeat:
         step = rank.step if rank.resumed_at is None or rank.resumed_at[1] < float("inf") else rank.reported
         events: tuple[Event, ...] = ()
         if not rank.first_step_reported and step > 0:

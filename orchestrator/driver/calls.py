@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Collection, Hashable, MutableMapping
+from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -79,13 +78,32 @@ def all_answers(
     return ray.get(references)
 
 
-def completed(pending: Collection[Any], timeout_s: float) -> list[Any]:
-    """Wait up to ``timeout_s`` for the first of some pending calls, and return all that have completed by then."""
+def completed(pending: Collection[Any], timeout_s: float, *, gather_s: float = 0.0) -> list[Any]:
+    """Wait up to ``timeout_s`` for the first of some pending calls, and ``gather_s`` more for the others.
+
+    Returns:
+        All that have completed by then.
+    """
     references = list(pending)
     ready, rest = ray.wait(references, num_returns=1, timeout=timeout_s)
     if ready and rest:
-        ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        ready += ray.wait(rest, num_returns=len(rest), timeout=gather_s)[0]
     return ready
+
+
+def results(references: Sequence[Any]) -> list[Any]:
+    """Return the results of completed calls in order; that of a call that has failed is its error."""
+    try:
+        return ray.get(list(references))
+    except ray.exceptions.RayError:
+        return [_result(reference) for reference in references]
+
+
+def _result(reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as e:
+        return e
 
 
 def answers_in_time(pending: MutableMapping[Any, K], timeout_s: float) -> dict[K, Any]:
@@ -94,9 +112,6 @@ def answers_in_time(pending: MutableMapping[Any, K], timeout_s: float) -> dict[K
     The calls that were answered, or failed, are removed from ``pending``.
     """
     ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s) if pending else ([], [])
-    answers: dict[K, Any] = {}
-    for reference in ready:
-        key = pending.pop(reference)
-        with contextlib.suppress(ray.exceptions.RayError):
-            answers[key] = ray.get(reference)
-    return answers
+    keys = [pending.pop(reference) for reference in ready]
+    answers = zip(keys, results(ready), strict=True)
+    return {key: answer for key, answer in answers if not isinstance(answer, ray.exceptions.RayError)}

@@ -101,8 +101,7 @@ class Worker:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
         system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
         waiting = is_waiting(self.training_thread)
-        heartbeat = self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
-        return replace(heartbeat, events=self.redactor.data(heartbeat.events, by_key=False))
+        return self._redacted(self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting))
 
     @ray.method(concurrency_group="control")
     def hold(self) -> int:
@@ -158,7 +157,11 @@ class Worker:
             global_rank: the rank of this worker.
             local_rank: its rank on this node.
         """
-        assignment = Assignment.unpacked(packed, global_rank=global_rank, local_rank=local_rank)
+        self.outbox.begin_generation()
+        outcome = self._train(Assignment.unpacked(packed, global_rank=global_rank, local_rank=local_rank))
+        return replace(outcome, last_heartbeat=self._redacted(self.outbox.collect_last()))
+
+    def _train(self, assignment: Assignment) -> Outcome:
         run_dir = RunDir(Path(assignment.run_dir))
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
@@ -200,6 +203,9 @@ class Worker:
             if self.loop is not None:
                 self.loop.strategy.close()
             rendezvous.leave()
+
+    def _redacted(self, heartbeat: Heartbeat) -> Heartbeat:
+        return replace(heartbeat, events=self.redactor.data(heartbeat.events, by_key=False))
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job."""

@@ -11,6 +11,9 @@ import pytest
 import ray
 import ray.cloudpickle as cloudpickle
 
+from orchestrator.protocol.events import Warned
+from orchestrator.protocol.messages import Heartbeat
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -43,3 +46,20 @@ def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path)
         ray.get([host.finish_all.remote() for host in simulation.SimulatedSlots.hosts])
         thread.join(60)
     assert not thread.is_alive()
+
+
+def test_the_heartbeat_of_an_outcome_follows_the_pending_one(simulation: Any, tmp_path: Path) -> None:
+    run, _ = simulation.prepared_run(2, tmp_path)
+    with run._gang as gang:
+        gang.acquire()
+        outcome = Heartbeat(step=7, phase="end", first_report=4, events=(Warned(message="the last"),))
+        gang.heartbeats(with_system_metrics=False, wait_s=0.0, ranks=(0,))
+        gang.add_last_heartbeat(0, outcome)
+        gang.add_last_heartbeat(1, outcome)
+        early = gang.heartbeats(with_system_metrics=False, wait_s=0.0, ranks=())
+        assert early[1] == outcome
+        if 0 in gang.unanswered():
+            assert 0 not in early
+            early = gang.heartbeats(with_system_metrics=False, wait_s=10.0, ranks=(0,))
+        assert (early[0].step, early[0].first_report, early[0].events) == (7, 0, outcome.events)
+        assert gang.heartbeats(with_system_metrics=False, wait_s=0.0, ranks=()) == {}
