@@ -101,7 +101,8 @@ class Telemetry:
     def collect_last_reports(self, gang: Gang, run_dir: RunDir, *, returned: Collection[int]) -> tuple[Event, ...]:
         """Collect the reports that the driver has not received, after a generation.
 
-        A worker that has died has left them on disk, unless its run directory is not the driver's.
+        A living worker has sent them with its outcome and with the heartbeat that it was asked for before. A worker
+        that has died has left them on disk, unless its run directory is not the driver's.
 
         Args:
             gang: with the ranks of that generation.
@@ -111,9 +112,8 @@ class Telemetry:
         Returns:
             The events, which have been emitted.
         """
-        asked_before = gang.unanswered().intersection(returned)  # their next answers will be late ones
-        rounds = [self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=r) for r in (returned, asked_before) if r]
-        events = [event for collected in rounds for event in collected.events]
+        asked_before = gang.unanswered().intersection(returned)
+        events = list(self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=asked_before).events)
         nodes = node_names(gang.members)
         for member in gang.members:
             if member.global_rank not in returned:

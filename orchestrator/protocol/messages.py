@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -185,6 +185,14 @@ class Heartbeat:
         )
 
 
+def merged(heartbeats: Iterable[tuple[int, Heartbeat]]) -> dict[int, Heartbeat]:
+    """Return one heartbeat of each rank, with the reports of all those given for it, in order."""
+    by_rank: dict[int, Heartbeat] = {}
+    for rank, heartbeat in sorted(heartbeats, key=lambda item: item[1].first_report):
+        by_rank[rank] = heartbeat.after(by_rank.get(rank))
+    return by_rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class PendingCheckpoint:
     """A checkpoint that a worker is still writing. ``progress`` grows as long as bytes are being written."""
@@ -221,7 +229,9 @@ class Stacks:
 class Outcome:
     """How a generation ended for a worker.
 
-    ``texts`` has the last sample of each name that is a text, if this rank draws samples.
+    ``texts`` has the last sample of each name that is a text, if this rank draws samples. ``recoverable_steps`` has the
+    states that this worker holds. ``last_heartbeat`` has what it had not reported before; it is None if the worker has
+    not begun the generation, or has died.
     """
 
     status: Literal["done", "stopped", "failed"]
@@ -229,3 +239,4 @@ class Outcome:
     texts: Mapping[str, str] = field(default_factory=dict)
     failure: Failure | None = None
     recoverable_steps: RecoverableSteps = field(default_factory=dict)
+    last_heartbeat: Heartbeat | None = None

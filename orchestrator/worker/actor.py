@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -160,7 +161,11 @@ class Worker:
         Raises:
             Exception: the assignment cannot be read, because this node has another version of a class in it.
         """
-        assignment = Assignment.unpacked(packed, global_rank=global_rank)
+        self.outbox.begin_generation()
+        outcome = self._train(Assignment.unpacked(packed, global_rank=global_rank))
+        return replace(outcome, last_heartbeat=self.outbox.collect_last())
+
+    def _train(self, assignment: Assignment) -> Outcome:
         run_dir = RunDir(Path(assignment.run_dir))
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
