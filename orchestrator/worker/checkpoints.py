@@ -10,7 +10,8 @@ from typing import Any
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed
+from orchestrator.state.checkpoint_results import WriteFailed
+from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
 from orchestrator.state.train_state import nonfinite_parameter
 from orchestrator.strategies.base import Strategy
@@ -25,19 +26,20 @@ class Checkpoints:
     """Takes snapshots of the training state and has them written on a background thread."""
 
     def __init__(self, assignment: Assignment, *, strategy: Strategy, outbox: Outbox):
-        run_dir, config = RunDir(Path(assignment.run_dir)), assignment.config
+        run_dir, config = RunDir(Path(assignment.run_dir), assignment.remote), assignment.config
+        self._run_dir = run_dir
         self._strategy = strategy
         self._outbox = outbox
         self._timeout_s = config.cluster.collective_timeout_s
         self._stall_ms = 0.0
         self._given_up: int | None = None  # the step of a checkpoint whose write stands still
-        self._fence = Fence(run_dir.fence_file)
-        self._fence.token = assignment.fence
+        self._fence = Fence(run_dir.fence_file, assignment.fence, remote=run_dir.remote)
         self._writer = CheckpointWriter(
             run_dir.checkpoints,
             keep=config.checkpoint.keep,
             run_uid=assignment.run_uid,
             fence=self._fence,
+            remote=run_dir.remote_checkpoints,
         )
 
     def reassign(self, assignment: Assignment) -> None:
@@ -84,7 +86,7 @@ class Checkpoints:
                 self._outbox.put_event(
                     CheckpointSaved(
                         step=result.step,
-                        path=str(result.path),
+                        path=self._run_dir.location_of(result.path),
                         seconds=result.seconds,
                         stall_ms=self._stall_ms,
                         size_bytes=result.size_bytes,
@@ -96,7 +98,8 @@ class Checkpoints:
         stalled = self._writer.drain(self._limit_s, on_progress=self._outbox.progress)
         if stalled is not None and stalled.step != self._given_up:
             self._given_up = stalled.step
-            self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=nothing_written(self._timeout_s)))
+            reason = nothing_written(self._timeout_s, self._writer.upload_problem())
+            self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=reason))
         self.report()
 
     @property
@@ -117,9 +120,12 @@ class Checkpoints:
         return PendingCheckpoint(step=pending.step, progress=pending.progress)
 
 
-def nothing_written(seconds: float) -> str:
-    """Return why a checkpoint was given up."""
+def nothing_written(seconds: float, upload_problem: str | None = None) -> str:
+    """Return why a checkpoint was given up, after ``upload_problem`` if that is known."""
+    limit = "cluster.collective_timeout_s is the limit"
+    if upload_problem is not None:
+        return f"nothing was uploaded for {seconds:g} s ({upload_problem}); {limit}"
     return (
         f"nothing was written for {seconds:g} s: is the file system of the run directory full, slow or disconnected? "
-        "cluster.collective_timeout_s is the limit"
+        f"{limit}"
     )

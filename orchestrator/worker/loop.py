@@ -20,6 +20,8 @@ from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.datasets import check_dataset, is_stream, known_length
@@ -111,6 +113,7 @@ class Loop:
         self.gate = gate
         self.outbox = outbox
         self.position = Position()
+        self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._datasets: Datasets | None = None
         self._stream: StreamReader | None = None
         self._stream_mark: Mark | None = None
@@ -119,7 +122,7 @@ class Loop:
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
         self._samples = Samples(
             job,
-            run_dir=RunDir(Path(assignment.run_dir)),
+            run_dir=self._run_dir,
             outbox=outbox,
             device=device,
             seed=self.config.seed,
@@ -288,6 +291,11 @@ class Loop:
         train = self.config.train
         return step % train.log_every == 0 or step in (1, train.steps)
 
+    def _load(self, checkpoint: Path) -> TrainState:
+        """Load a checkpoint, after its download if it is on a store and not on this node."""
+        store = CheckpointStore(checkpoint.parent, self._run_dir.remote_checkpoints)
+        return load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
+
     def _restore_state(self) -> None:
         """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one."""
         assignment, position = self.assignment, self.position
@@ -299,7 +307,7 @@ class Loop:
                 samples_consumed=position.samples_consumed,
             )
         elif assignment.checkpoint is not None:
-            state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
+            state = self._load(Path(assignment.checkpoint)) if self.rank == 0 else None
             if state is not None and self.config.train.ema_decay is None:
                 forget_average(state)
             meta = self.strategy.restore(state, source=0)
@@ -502,7 +510,7 @@ class Loop:
     def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:
         if not self.config.profile:
             return contextlib.nullcontext(NoProfiler())
-        return profile_to(RunDir(Path(self.assignment.run_dir)).profile / f"rank-{self.rank}.json")
+        return profile_to(self._run_dir.profile / f"rank-{self.rank}.json")
 
 
 def context_of(assignment: Assignment, device: torch.device) -> Context:

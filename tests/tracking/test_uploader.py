@@ -24,12 +24,15 @@ from PIL import Image
 from helpers.disks import mounted
 from orchestrator import sync
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import TrackingConfig
+from orchestrator.config.schema import StorageConfig, TrackingConfig
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.run import RunResult
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted, SampleSaved
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Ending, Journal, Sample, read_metrics
+from orchestrator.records.lease import Lease
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.process import this_process
 from orchestrator.tracking.backend import Point
 from orchestrator.tracking.mlflow import MlflowBackend, connect
@@ -415,7 +418,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from orchestrator.config.schema import TrackingConfig
+from orchestrator.config.schema import StorageConfig, TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunStarted
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
@@ -476,7 +479,7 @@ def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_backgrou
     for _ in range(50):
         new_run(tmp_path, uri, state="finished")
     with exclusive(followed):
-        assert [r.path for r in recover_orphans(tmp_path / "outputs")] == [orphan.path]
+        assert [r.path for r in recover_orphans(OutputDir(tmp_path / "outputs"))] == [orphan.path]
         assert not read_cursor(orphan).closed_at, "the upload is not waited for"
     assert orphan.read_record()["state"] == "killed"
     assert alive.read_record()["state"] == followed.read_record()["state"] == "running"
@@ -502,11 +505,13 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
         log(journal, range(6, 101))
         with pytest.raises(OSError, match="No space left"):
             run_dir.update_record(state="finished")
+        storage = StorageConfig(staging_dir=None, upload_every_s=1, timeout_s=1, flush_timeout_s=0)
         ending = RunEnding(
             plan=SimpleNamespace(pipeline=None),
             run_dir=run_dir,
             tracking=tracking(uri),
             uploader=uploader,
+            records=RecordUpload(run_dir, Lease(run_dir), storage, Redactor()),
             journal=journal,
             console=Journal(rundir.create(tmp_path, "console")),
             resume_command="",
@@ -525,7 +530,7 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
 def test_any_number_of_orphans_is_uploaded_by_one_process(tmp_path, uri):
     dead = {**this_process(), "pid": 2**22 - 1}
     orphans = [new_run(tmp_path, uri, driver=dead) for _ in range(6)]
-    assert len(recover_orphans(tmp_path / "outputs")) == 6
+    assert len(recover_orphans(OutputDir(tmp_path / "outputs"))) == 6
     wait_until(lambda: all(read_cursor(orphan).closed_at for orphan in orphans))
     assert {run_of(uri, orphan).info.status for orphan in orphans} == {"KILLED"}
     with exclusive(orphans[0], timeout_s=20) as ended:

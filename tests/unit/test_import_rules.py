@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = {"torch", "ray", "hydra", "omegaconf", "mlflow"}
+LIBRARIES = {"torch", "ray", "hydra", "omegaconf", "mlflow", "pyarrow", "fsspec"}
 
 # A row is a package, or a module directly below `orchestrator`; `verbs` are the modules that `python -m` runs.
 # Each may import itself, the packages listed, which all stand above it, and the libraries listed; (in brackets)
@@ -21,22 +21,24 @@ RULES = {
     # package       ours                                                                       libraries
     "version":      ("",                                                                       ""),
     "job":          ("",                                                                       "(torch)"),
+    "storage":      ("",                                                                       "(pyarrow)"),
     "config":       ("job",                                                                    "hydra omegaconf"),
     "planning":     ("config",                                                                 "(torch)"),
     "timeline":     ("",                                                                       ""),
-    "protocol":     ("config planning timeline",                                               ""),
-    "records":      ("protocol",                                                               ""),
+    "protocol":     ("storage config planning timeline",                                       ""),
+    "records":      ("storage protocol",                                                       ""),
     "compat":       ("",                                                                       "torch ray"),
-    "state":        ("",                                                                       "torch"),
+    "state":        ("storage",                                                                "torch"),
     "model":        ("config compat",                                                          "torch"),
     "strategies":   ("job config planning timeline protocol compat state model",               "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "tracking":     ("config protocol records",                                                "(mlflow)"),
     "display":      ("planning protocol records",                                              ""),
-    "worker":       ("job config planning timeline protocol records compat state strategies",  "torch ray"),
-    "driver":       ("job config planning timeline protocol records compat state model strategies policy tracking "
-                     "display worker",                                                         "torch ray"),
-    "verbs":        ("config records strategies tracking display driver",                        ""),
+    "worker":       ("job storage config planning timeline protocol records compat state "
+                     "strategies",                                                             "torch ray"),
+    "driver":       ("job storage config planning timeline protocol records compat state model strategies policy "
+                     "tracking display worker",                                                "torch ray"),
+    "verbs":        ("storage config records strategies tracking display driver",                ""),
     "jobs":         ("job",                                                                    "torch"),
 }  # fmt: skip
 
@@ -47,6 +49,7 @@ KNOWS = {
     ("tracking", "mlflow"): {"tracking.mlflow"},
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {"compat.ray"},
+    ("storage", "pyarrow"): {"storage.remote"},
 }
 
 

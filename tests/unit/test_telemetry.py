@@ -60,7 +60,7 @@ def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
     plan: Any = SimpleNamespace(mesh=Mesh(data_parallel_size=2))
     recorder, uploader = Recorder(), FakeUploader()
     aggregator = Aggregator(mesh=plan.mesh, global_batch_size=8, tokens_per_sample=None)
-    made = Telemetry(config, plan, aggregator, EventStream([recorder]), uploader)  # type: ignore[arg-type]
+    made = Telemetry(config, plan, aggregator, EventStream([recorder]), uploader, FakeUploader())  # type: ignore[arg-type]
     return made, FakeGang(), recorder, uploader
 
 

@@ -1,0 +1,135 @@
+"""Runs whose ``output_dir`` is a URL, on a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from helpers.object_store import OUTPUT, S3Server, s3, stored, stored_lines, the_run  # noqa: F401 - s3 is a fixture
+from helpers.runs import PYTHONPATH, wait_for
+from orchestrator.storage.remote import Remote
+
+SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=20",
+        "train.eval_every=0", "train.log_every=1", "tracking=none", "cluster=local", f"output_dir={OUTPUT}",
+        "storage.upload_every_s=0.5")  # fmt: skip
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a run that stages its files in ``tmp_path / "staging"``."""
+    started: list[psutil.Process] = []
+
+    def start(*overrides: str) -> subprocess.Popen[str]:
+        staging = f"storage.staging_dir={tmp_path / 'staging'}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.launch", *SLOW, staging, *overrides],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(psutil.Process(process.pid))
+        return process
+
+    yield start
+    for process in started:
+        if process.is_running():
+            process.kill()
+
+
+def last_step(run: Remote | None) -> int:
+    """The last step in the journal on the store."""
+    lines = [] if run is None or "metrics.jsonl" not in stored(run.url) else stored_lines(run, "metrics.jsonl")
+    return max((int(line["step"]) for line in lines), default=0)
+
+
+def losses(run: Remote) -> dict[int, float]:
+    lines = [line for line in stored_lines(run, "metrics.jsonl") if "train/loss" in line]
+    assert len({line["step"] for line in lines}) == len(lines), "double points"
+    return {line["step"]: line["train/loss"] for line in lines}
+
+
+def saved(run: Remote | None) -> list[str]:
+    """The complete checkpoints on the store."""
+    return [] if run is None else [name for name in stored(run.url) if name.endswith("/manifest.json")]
+
+
+def test_a_killed_run_continues_from_the_store_without_its_local_files(
+    s3: S3Server,  # noqa: F811
+    launch: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+) -> None:
+    first = launch("train.steps=2000", "checkpoint.every=10")
+    run = wait_for(lambda: (found := the_run()) is not None and last_step(found) > 30 and saved(found) and found)
+    everyone = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    for process in everyone:
+        process.send_signal(signal.SIGKILL)
+    first.communicate(timeout=30)
+    psutil.wait_procs(everyone, timeout=30)
+    before = losses(run)
+    shutil.rmtree(tmp_path / "staging")
+
+    newest = max(int(name.split("/")[1].removeprefix("step-")) for name in saved(run))
+    second = launch(f"train.steps={newest + 60}", "resume=auto")
+    output, _ = second.communicate(timeout=100)
+    assert second.returncode == 0, output
+    assert f"run directory: {run}" in output
+    assert str(tmp_path / "staging") not in output
+    record = json.loads(run.read("run.json"))
+    assert (record["state"], record["location"]) == ("finished", run.url)
+    after = losses(run)
+    assert sorted(after) == list(range(1, newest + 61))
+    assert {step: after[step] for step in before} == before
+    starts = [e["resumed_from_step"] for e in stored_lines(run, "events.jsonl") if e["event"] == "run_started"]
+    assert starts == [None, newest]
+    for rank in range(2):  # the logs of both launches
+        assert run.read(f"logs/rank-{rank}.log").decode().count("worker process ") == 2
+    compared = subprocess.run(
+        [sys.executable, "-m", "orchestrator.compare", "--no-picture", run.url],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "finished" in compared.stdout, compared.stderr
+
+
+def test_training_goes_on_while_the_store_is_away(
+    s3: S3Server,  # noqa: F811
+    launch: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+) -> None:
+    process = launch("train.steps=150", "checkpoint.every=25", "storage.timeout_s=2")
+    run = wait_for(lambda: (found := the_run()) is not None and last_step(found) > 10 and found)
+    s3.process.send_signal(signal.SIGSTOP)
+    (journal,) = (tmp_path / "staging").glob("*/*/*/metrics.jsonl")
+    wait_for(lambda: '"step": 130,' in journal.read_text())
+    s3.process.send_signal(signal.SIGCONT)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    assert sorted(losses(run)) == list(range(1, 151))
+    assert json.loads(run.read("run.json"))["state"] == "finished"
+    assert "checkpoints/step-00000150/manifest.json" in saved(run)
+
+
+def test_a_store_that_cannot_be_used_is_refused(s3: S3Server, launch: Any) -> None:  # noqa: F811
+    process = launch("output_dir=s3://nowhere/runs")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert "output_dir=s3://nowhere/runs: cannot write" in output
+    assert "create the bucket" in output
