@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import time
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

@@ -71,11 +71,16 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """The summary of a run that came to its end."""
-        output, _ = self._process.communicate(timeout=100)
-        assert self._process.returncode == 0, output
+        self.output()
         (record,) = self._folder.glob("outputs/*/*/run.json")
         summary: dict[str, Any] = json.loads(record.read_text())["summary"]
         return summary
+
+    def output(self) -> str:
+        """The output of a run that came to its end."""
+        output, _ = self._process.communicate(timeout=100)
+        assert self._process.returncode == 0, output
+        return output
 
     def fail(self) -> str:
         """The output of a run that failed."""
@@ -120,6 +125,30 @@ def test_an_output_directory_that_a_node_does_not_share_is_refused(cluster: Clus
     assert f"output_dir={outputs} is not shared: the node {socket.gethostname()} does not see this run there" in output
     assert "Traceback" not in output
     assert not list(outputs.glob("*/*/checkpoints/*"))
+
+
+def test_with_a_url_every_node_writes_to_a_directory_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    require_mounts()
+    store, staging = tmp_path / "store", tmp_path / "staging"
+    staging.mkdir()
+    url = (f"output_dir=file://{store}", f"storage.staging_dir={staging}", "storage.upload_every_s=0.5")
+    fault = ("recovery.chaos=[kill@20:0,kill@40:1]", "checkpoint.every=30")
+    with node_with_its_own(staging, cluster):
+        run = Run(cluster, tmp_path, "strategy.num_workers=2", "train.steps=60", *url, *fault)
+        output = run.output()
+    (stored,) = store.glob("*/*")
+    assert f"run directory: file://{stored}" in output
+    record = json.loads((stored / "run.json").read_text())
+    assert (record["state"], record["summary"]["restarts"], record["summary"]["steps_lost"]) == ("finished", 2, 0)
+    points = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(p["step"] for p in points if "train/loss" in p) == list(range(1, 61))
+    saved = sorted(p.parent.name for p in stored.glob("checkpoints/*/manifest.json"))
+    assert saved == ["step-00000030", "step-00000060"]
+    of_driver, of_node = sorted(stored.glob("logs/**/*.log"), key=lambda p: len(p.parts))
+    assert {of_driver.name, of_node.name} == {"rank-0.log", "rank-1.log"}
+    assert of_node.parent.name.startswith(socket.gethostname())
+    for log in (of_driver, of_node):
+        assert log.read_text().count("worker process ") == 2
 
 
 @contextlib.contextmanager
