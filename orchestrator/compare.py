@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.display.comparison import CompareError, Run, read_run, table
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.text import writable
-from orchestrator.records.output_dir import OutputDir, fetch, open_run
+from orchestrator.records.output_dir import OutputDir, fetch, find_run
 from orchestrator.storage.remote import StorageError, is_url
 
 
@@ -80,7 +80,7 @@ def _chosen_runs(options: argparse.Namespace) -> list[Run]:
             "`python -m orchestrator.launch`, or pass another directory with --output-dir"
         )
     for run in found:
-        fetch(run)
+        fetch(run, [run.metrics_file.name])
     return [read_run(run.path) for run in reversed(found)]
 
 
@@ -88,8 +88,9 @@ def _local(text: str) -> Path:
     """Return the directory with the files of the run at a path or URL."""
     if not is_url(text):
         return Path(text)
-    if (run := open_run(text)) is None:
+    if (run := find_run(text)) is None:
         raise CompareError(f"{text}: not a run directory, it has no run.json")
+    fetch(run, [run.metrics_file.name])
     return run.path
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.records.output_dir import open_run, push_records
+from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError
 from orchestrator.tracking.mlflow import MlflowBackend
@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     try:
-        run_dir = open_run(args.run_dir)
+        run_dir = find_run(args.run_dir)
+        if run_dir is not None:
+            fetch(run_dir)
     except StorageError as e:
         return _refuse(str(e))
     if run_dir is None or not (record := run_dir.read_record()):

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,20 +120,17 @@ class OutputDir:
         return RunDir((self.path / name).resolve(), remote)
 
 
-def open_run(text: str) -> RunDir | None:
-    """Return the run at a path or URL, with all its files but the checkpoints here; None if there is none.
+def find_run(text: str) -> RunDir | None:
+    """Return the run at a path or URL, with its present record; None if there is none.
 
     Raises:
         StorageError: the store cannot be used.
     """
-    if not is_url(text):
-        run_dir = RunDir(Path(text).resolve())
-        return run_dir if run_dir.record_file.is_file() else None
-    output, name = split_run(text)
-    run = output.find(name)
-    if run is not None:
-        fetch(run)
-    return run
+    if is_url(text):
+        output, name = split_run(text)
+        return output.find(name)
+    run_dir = RunDir(Path(text).resolve())
+    return run_dir if run_dir.record_file.is_file() else None
 
 
 def split_run(
@@ -179,17 +176,22 @@ def refresh(run_dir: RunDir) -> bool:
     return True
 
 
-def fetch(run_dir: RunDir) -> None:
-    """Bring the files of a run here that it has on a store, except checkpoints. :func:`refresh` comes first.
+def fetch(run_dir: RunDir, names: Collection[str] | None = None) -> None:
+    """Bring the files of a run here that it has on a store. :func:`refresh` comes first.
+
+    Args:
+        run_dir: the run.
+        names: the files and folders to bring; None for all except checkpoints.
 
     Raises:
         StorageError: the store cannot be used.
     """
     if run_dir.remote is None or run_dir.is_original(run_dir.read_record().get("driver", {})):
         return
-    kept = {run_dir.record_file.name, run_dir.lease_file.name, run_dir.fence_file.name}
+    others = (run_dir.record_file, run_dir.lease_file, run_dir.fence_file, run_dir.checkpoints)
+    not_fetched = {path.name for path in others}
     for top in run_dir.remote.list():
-        if top.name in kept or top.name.startswith(".") or top.name == run_dir.checkpoints.name:
+        if top.name in not_fetched or top.name.startswith(".") or (names is not None and top.name not in names):
             continue
         below = [top.name] if top.is_file else _files(run_dir.remote.child(top.name), top.name)
         for name in below:

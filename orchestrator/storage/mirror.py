@@ -115,10 +115,9 @@ class Mirror:
             if not name.startswith(f"{LOGS}/"):
                 self._remote.put(source, target)
                 return None
-            with tempfile.TemporaryDirectory(prefix=".masked-", dir=self._source) as folder:
-                clean = Path(folder) / "log"
-                self._masked(source, clean)
-                self._remote.put(clean, target)
+            with tempfile.NamedTemporaryFile(prefix=".masked-", dir=self._source) as clean:
+                self._masked(source, Path(clean.name))
+                self._remote.put(Path(clean.name), target)
         except StorageError:
             raise
         except OSError as e:

@@ -113,7 +113,7 @@ class Remote:
                 data: bytes = file.read()
                 return data
 
-        return self._call(f"read {name}", name, read)
+        return self._call("read", name, read)
 
     def fetch(self, name: str, target: Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
         """Copy the file ``name`` to the local file ``target``, which appears when it is complete."""
@@ -125,7 +125,7 @@ class Remote:
                 _copy(file, out, progressed)
 
         try:
-            self._call(f"read {name}", name, copy, on_progress)
+            self._call("read", name, copy, on_progress)
             incomplete.replace(target)
         finally:
             incomplete.unlink(missing_ok=True)
@@ -145,7 +145,7 @@ class Remote:
                 for info in infos
             ]
 
-        return self._call(f"list {name or 'it'}", name, find)
+        return self._call("list", name, find)
 
     def check_writable(self) -> None:
         """Write and delete a probe."""
@@ -161,7 +161,7 @@ class Remote:
         probe = f".probe-{uuid.uuid4().hex}"
         self.write(probe, b"probe")
         try:
-            now, changed_at = (self._call(f"look up {n}", n, _changed_at) for n in (probe, name))
+            now, changed_at = (self._call("look up", n, _changed_at) for n in (probe, name))
         finally:
             self.delete(probe)
         return 0.0 if now is None or changed_at is None else now - changed_at
@@ -173,7 +173,7 @@ class Remote:
             with contextlib.suppress(FileNotFoundError):
                 files.delete_file(path)
 
-        self._call(f"delete {name}", name, delete)
+        self._call("delete", name, delete)
 
     def delete_directory(self, name: str) -> None:
         """Delete the directory ``name`` with everything in it; it may not exist."""
@@ -182,7 +182,7 @@ class Remote:
             with contextlib.suppress(FileNotFoundError):
                 files.delete_dir(path)
 
-        self._call(f"delete {name}", name, delete)
+        self._call("delete", name, delete)
 
     def _store(
         self,
@@ -203,13 +203,13 @@ class Remote:
             files.move(incomplete, path)
 
         try:
-            self._call(f"write {name}", name, store, on_progress)
+            self._call("write", name, store, on_progress)
         except FileNotFoundError as e:  # of a directory above
-            raise StorageError(_explain(self.url, f"write {name}", e)) from e
+            raise StorageError(self._explain("write", name, e)) from e
 
     def _call(
         self,
-        what: str,
+        verb: str,
         name: str,
         operation: Callable[[Any, str, Callable[[], None]], T],
         on_progress: Callable[[], None] = lambda: None,
@@ -225,7 +225,15 @@ class Remote:
         except (FileNotFoundError, StorageError):
             raise
         except Exception as e:  # of any type: an fsspec plug-in raises its own
-            raise StorageError(_explain(self.url, what, e)) from e
+            raise StorageError(self._explain(verb, name, e)) from e
+
+    def _explain(self, verb: str, name: str, error: Exception) -> str:
+        text = " ".join(str(error).split())
+        # Of AWS's errors, the names of the error and of the problem, without request ids.
+        short = re.sub(r"^.*?AWS Error ", "", re.sub(r" ?\(Request ID:.*?\)", "", text)).rstrip(".")
+        remedy = next((f"; {then}" for pattern, then in _REMEDIES if re.search(pattern, text)), "")
+        what = posixpath.join(self.path, name) or "it"
+        return f"output_dir={self.root}: cannot {verb} {what} ({short or type(error).__name__}){remedy}"
 
 
 def _within(
@@ -260,36 +268,23 @@ def _within(
         on_progress()
 
 
-@functools.cache
 def _open(url: str, timeout_s: float) -> tuple[Any, str]:
     """Return the file system of ``url`` and the path in it."""
-    from pyarrow import fs
-
     parts = urlsplit(url)
     if parts.scheme == "s3":
-        return _s3(url, timeout_s), f"{parts.hostname}{unquote(parts.path)}"
-    if parts.scheme in _PYARROW:
-        files, path = fs.FileSystem.from_uri(url)
-        return files, path
-    try:
-        opened, path = importlib.import_module("fsspec.core").url_to_fs(url, use_listings_cache=False)
-    except (ImportError, ValueError) as e:
-        raise StorageError(
-            f"output_dir={url}: nothing opens {parts.scheme}:// ({e}); pyarrow knows {', '.join(_PYARROW)}, and for "
-            "others install fsspec and its package for this scheme on every node"
-        ) from e
-    return fs.PyFileSystem(fs.FSSpecHandler(opened)), path
+        endpoint = next((e for name in _ENDPOINTS if (e := os.environ.get(name))), None)
+        return _s3(parts.netloc, parts.query, endpoint, timeout_s), f"{parts.hostname}{unquote(parts.path)}"
+    return _other(url)
 
 
-def _s3(url: str, timeout_s: float) -> Any:
+@functools.cache
+def _s3(netloc: str, query: str, endpoint: str | None, timeout_s: float) -> Any:
     """Return the file system of an S3 URL; pyarrow takes no timeouts from a URL."""
     from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
 
-    parts = urlsplit(url)
-    options: dict[str, Any] = dict(parse_qsl(parts.query))
-    endpoint = next((e for name in _ENDPOINTS if (e := os.environ.get(name))), None)
-    if endpoint is not None:
-        options.setdefault("endpoint_override", endpoint)
+    parts = urlsplit(f"//{netloc}")
+    options: dict[str, Any] = {} if endpoint is None else {"endpoint_override": endpoint}
+    options |= parse_qsl(query)
     if parts.username and parts.password:
         options |= {"access_key": unquote(parts.username), "secret_key": unquote(parts.password)}
     try:
@@ -300,10 +295,25 @@ def _s3(url: str, timeout_s: float) -> Any:
             retry_strategy=AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
         )
     except TypeError as e:
-        raise StorageError(
-            f"output_dir={url}: {e}; parameters are those of pyarrow.fs.S3FileSystem, such as endpoint_override, "
-            "scheme and region"
+        raise ValueError(f"{e}; parameters are those of pyarrow.fs.S3FileSystem, such as endpoint_override") from e
+
+
+@functools.cache
+def _other(url: str) -> tuple[Any, str]:
+    from pyarrow import fs
+
+    scheme = urlsplit(url).scheme
+    if scheme in _PYARROW:
+        files, path = fs.FileSystem.from_uri(url)
+        return files, path
+    try:
+        opened, path = importlib.import_module("fsspec.core").url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as e:
+        raise ValueError(
+            f"nothing opens {scheme}://: {e}; pyarrow knows {', '.join(_PYARROW)}, and for others install fsspec and "
+            "its package for this scheme on every node"
         ) from e
+    return fs.PyFileSystem(fs.FSSpecHandler(opened)), path
 
 
 def _copy(source: IO[bytes] | Any, target: IO[bytes] | Any, progressed: Callable[[], None]) -> None:
@@ -324,11 +334,3 @@ def _changed_at(files: Any, path: str, _: Callable[[], None]) -> float | None:
     if info.type == FileType.NotFound:
         raise FileNotFoundError(path)
     return None if info.mtime is None else float(info.mtime.timestamp())
-
-
-def _explain(url: str, what: str, error: Exception) -> str:
-    text = " ".join(str(error).split())
-    # Of AWS's errors, the names of the error and of the problem, without request ids.
-    short = re.sub(r"^.*?AWS Error ", "", re.sub(r" ?\(Request ID:.*?\)", "", text)).rstrip(".")
-    remedy = next((f"; {then}" for pattern, then in _REMEDIES if re.search(pattern, text)), "")
-    return f"output_dir={url}: cannot {what} ({short or type(error).__name__}){remedy}"

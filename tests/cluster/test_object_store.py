@@ -10,14 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from helpers.object_store import OUTPUT, S3Server, s3, stored, stored_lines, the_run  # noqa: F401 - s3 is a fixture
 from helpers.runs import PYTHONPATH, wait_for
-from orchestrator.storage.remote import Remote
+from orchestrator.config.compose import compose
+from orchestrator.driver.preflight import prepare
+from orchestrator.storage.remote import Remote, StorageError
+from orchestrator.strategies import registry
 
 SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=20",
         "train.eval_every=0", "train.log_every=1", "tracking=none", "cluster=local", f"output_dir={OUTPUT}",
@@ -68,7 +70,7 @@ def saved(run: Remote | None) -> list[str]:
     return [] if run is None else [name for name in stored(run.url) if name.endswith("/manifest.json")]
 
 
-def test_a_killed_run_continues_from_the_store_without_its_local_files(
+def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
     s3: S3Server,  # noqa: F811
     launch: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
@@ -84,15 +86,23 @@ def test_a_killed_run_continues_from_the_store_without_its_local_files(
     shutil.rmtree(tmp_path / "staging")
 
     newest = max(int(name.split("/")[1].removeprefix("step-")) for name in saved(run))
-    second = launch(f"train.steps={newest + 60}", "resume=auto")
+    last = newest + 200
+    words = (f"train.steps={last}", "checkpoint.every=40", "resume=auto", "storage.timeout_s=2")
+    second = launch(*words)
+    wait_for(lambda: last_step(run) > newest + 20)
+    s3.process.send_signal(signal.SIGSTOP)  # the store is away, from before a checkpoint until after it
+    (journal,) = (tmp_path / "staging").glob("*/*/*/metrics.jsonl")
+    wait_for(lambda: f'"step": {newest + 130},' in journal.read_text())
+    s3.process.send_signal(signal.SIGCONT)
     output, _ = second.communicate(timeout=100)
     assert second.returncode == 0, output
     assert f"run directory: {run}" in output
     assert str(tmp_path / "staging") not in output
+    assert f"checkpoints/step-{last:08d}/manifest.json" in saved(run)
     record = json.loads(run.read("run.json"))
     assert (record["state"], record["location"]) == ("finished", run.url)
     after = losses(run)
-    assert sorted(after) == list(range(1, newest + 61))
+    assert sorted(after) == list(range(1, last + 1))
     assert {step: after[step] for step in before} == before
     starts = [e["resumed_from_step"] for e in stored_lines(run, "events.jsonl") if e["event"] == "run_started"]
     assert starts == [None, newest]
@@ -109,27 +119,15 @@ def test_a_killed_run_continues_from_the_store_without_its_local_files(
     assert "finished" in compared.stdout, compared.stderr
 
 
-def test_training_goes_on_while_the_store_is_away(
-    s3: S3Server,  # noqa: F811
-    launch: Callable[..., subprocess.Popen[str]],
-    tmp_path: Path,
-) -> None:
-    process = launch("train.steps=150", "checkpoint.every=25", "storage.timeout_s=2")
-    run = wait_for(lambda: (found := the_run()) is not None and last_step(found) > 10 and found)
-    s3.process.send_signal(signal.SIGSTOP)
-    (journal,) = (tmp_path / "staging").glob("*/*/*/metrics.jsonl")
-    wait_for(lambda: '"step": 130,' in journal.read_text())
-    s3.process.send_signal(signal.SIGCONT)
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, output
-    assert sorted(losses(run)) == list(range(1, 151))
-    assert json.loads(run.read("run.json"))["state"] == "finished"
-    assert "checkpoints/step-00000150/manifest.json" in saved(run)
+def test_a_bucket_that_does_not_exist_is_refused(s3: S3Server) -> None:  # noqa: F811
+    config, _ = compose(["output_dir=s3://nowhere/runs", "tracking=none"], [], registry.config_class)
+    assert config is not None
+    (error,) = prepare.environment_errors(config)
+    assert error.startswith("output_dir=s3://nowhere/runs: cannot write .probe-")
+    assert error.endswith("; create the bucket")
 
 
-def test_a_store_that_cannot_be_used_is_refused(s3: S3Server, launch: Any) -> None:  # noqa: F811
-    process = launch("output_dir=s3://nowhere/runs")
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2, output
-    assert "output_dir=s3://nowhere/runs: cannot write" in output
-    assert "create the bucket" in output
+def test_credentials_that_are_wrong_are_named(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    s3.require_credentials()
+    with pytest.raises(StorageError, match=r"output_dir=s3://training/runs: .*give every node credentials"):
+        Remote(OUTPUT, timeout_s=5).read("run.json")

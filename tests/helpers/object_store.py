@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0
 
 
 class S3Server:
-    """The server process; :meth:`stop` freezes it and :meth:`go_on` ends that, so that it keeps its objects."""
+    """The server process, which keeps its objects in memory: SIGSTOP makes it unreachable without losing them."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -42,6 +42,11 @@ class S3Server:
             "AWS_SECRET_ACCESS_KEY": "test-secret-of-nobody",
             "AWS_REGION": "us-east-1",
         }
+
+    def require_credentials(self) -> None:
+        """Refuse requests from now on that no user of the server has signed."""
+        url = f"{self.environment['AWS_ENDPOINT_URL']}/moto-api/reset-auth"
+        urlopen(Request(url, data=b"0", headers={"Content-Type": "text/plain"}), timeout=10).close()
 
     def accepts(self) -> bool:
         try:
@@ -84,7 +89,3 @@ def the_run(url: str = OUTPUT) -> Remote | None:
     records = [name for name in stored(url) if name.endswith("/run.json")]
     assert len(records) <= 1, records
     return Remote(url, TIMEOUT_S).child(str(Path(records[0]).parent)) if records else None
-
-
-def environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}

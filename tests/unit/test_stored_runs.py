@@ -19,7 +19,7 @@ from orchestrator.driver.preflight import prepare
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.records import lease as leases
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.output_dir import open_run
+from orchestrator.records.output_dir import fetch, find_run
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import LEASE_S, RunDir
 from orchestrator.state.checkpoint import save
@@ -190,15 +190,13 @@ def test_commands_read_a_run_by_its_url(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "tmp").mkdir()
     run_dir = start(config_of(tmp_path, "here"))
     run = stored(run_dir, tmp_path)
-    (run / "metrics.jsonl").write_text("{}\n")
-    found = open_run(str(run_dir.url))
-    assert found is not None
-    assert found.metrics_file.read_text() == "{}\n"
-    (run / "metrics.jsonl").write_text("{}\n{}\n")
-    found = open_run(str(run_dir.url))
-    assert found is not None
-    assert found.metrics_file.read_text() == "{}\n{}\n"
-    assert open_run(f"file://{tmp_path}/store/2020-01-01/nothing") is None
+    for text in ("{}\n", "{}\n{}\n"):
+        (run / "metrics.jsonl").write_text(text)
+        found = find_run(str(run_dir.url))
+        assert found is not None
+        fetch(found)
+        assert found.metrics_file.read_text() == text
+    assert find_run(f"file://{tmp_path}/store/2020-01-01/nothing") is None
 
 
 def test_a_url_with_a_query_can_be_typed(tmp_path: Path) -> None:
