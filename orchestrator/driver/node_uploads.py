@@ -54,7 +54,6 @@ class NodeUpload:
             masked=redactor.copy_file,
             place=functools.partial(place_of, folder=f"{socket.gethostname()}-{_staging_id(run_dir.path)}"),
         )
-        self._mirror.start()
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the contents of those of the files ``names`` of the run directory that are here."""

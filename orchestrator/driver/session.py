@@ -328,7 +328,6 @@ def _run(
             console.emit(Warned(message=warning))
         try:
             with lease:
-                records.start()
                 result = Run(spec, EventStream([journal, console]), stop, uploader, records, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.

@@ -28,11 +28,6 @@ class RecordUpload:
                 admitted=lease.is_mine,
             )
 
-    def start(self) -> None:
-        """Begin to upload."""
-        if self._mirror is not None:
-            self._mirror.start()
-
     def problem(self) -> str | None:
         """Return why the last upload failed, None if it did not."""
         return None if self._mirror is None else self._mirror.problem()

@@ -38,6 +38,11 @@ class OutputDir:
         url = text.rstrip("/")
         return cls(staging_path(url, staging_dir), Remote(url, timeout_s))
 
+    @classmethod
+    def containing(cls, run_dir: RunDir) -> OutputDir:
+        """Return the output directory in which a run is."""
+        return cls(run_dir.path.parents[1], None if run_dir.remote is None else run_dir.remote.split(2)[0])
+
     def __str__(self) -> str:
         return str(self.path if self.remote is None else self.remote)
 
@@ -93,16 +98,12 @@ class OutputDir:
                     yield run_dir
 
     def runs_from_here(self) -> Iterator[RunDir]:
-        """Yield every run; on a store, only the running ones whose last driver wrote its files to this directory."""
+        """Yield every run; on a store, only those whose last driver wrote to the directory here and has died."""
         for run_dir in rundir.all_runs(self.path):
             if self.remote is None:
                 yield run_dir
-                continue
-            with contextlib.suppress(OSError, ValueError):  # an unreadable run is left alone
-                staged = self._run(_name_of(run_dir))
-                is_orphan = staged.read_record().get("state") == "running" and not staged.driver_if_running()
-                if is_orphan and refresh(staged) and staged.is_original(staged.read_record().get("driver", {})):
-                    yield staged
+            elif _is_orphan(staged := self._run(_name_of(run_dir))):
+                yield staged
 
     def find(self, name: str) -> RunDir | None:
         """Return the run ``<date>/<time>-<name>`` with its present record; None if there is none.
@@ -225,6 +226,15 @@ def push_records(run_dir: RunDir) -> None:
     for file in (run_dir.events_file, run_dir.metrics_file, run_dir.tracking_file, run_dir.record_file):
         if file.is_file():
             run_dir.remote.put(file, file.name)
+
+
+def _is_orphan(run_dir: RunDir) -> bool:
+    try:
+        if run_dir.read_record().get("state") != "running" or run_dir.driver_if_running():
+            return False
+        return refresh(run_dir) and run_dir.is_original(run_dir.read_record().get("driver", {}))
+    except (OSError, ValueError):  # an unreadable run is left alone
+        return False
 
 
 def _files(remote: Remote, folder: str) -> list[str]:

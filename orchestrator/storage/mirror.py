@@ -58,9 +58,6 @@ class Mirror:
         self._ending = threading.Event()
         self._deadline = 0.0
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-
-    def start(self) -> None:
-        """Begin to copy."""
         self._thread.start()
 
     def problem(self) -> str | None:

@@ -86,13 +86,13 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
     shutil.rmtree(tmp_path / "staging")
 
     newest = max(int(name.split("/")[1].removeprefix("step-")) for name in saved(run))
-    last = newest + 200
+    last = newest + 150
     words = (f"train.steps={last}", "checkpoint.every=40", "resume=auto", "storage.timeout_s=2")
     second = launch(*words)
     wait_for(lambda: last_step(run) > newest + 20)
     s3.process.send_signal(signal.SIGSTOP)  # the store is away, from before a checkpoint until after it
     (journal,) = (tmp_path / "staging").glob("*/*/*/metrics.jsonl")
-    wait_for(lambda: f'"step": {newest + 130},' in journal.read_text())
+    wait_for(lambda: f'"step": {newest + 100},' in journal.read_text())
     s3.process.send_signal(signal.SIGCONT)
     output, _ = second.communicate(timeout=100)
     assert second.returncode == 0, output

@@ -140,7 +140,6 @@ def test_what_changes_is_copied_and_nothing_else(remote: Remote, tmp_path: Path)
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("a secret")
     mirror = Mirror(run, remote, every_s=0.05, masked=mask)
-    mirror.start()
     store = tmp_path / "store"
     wait_for(lambda: (store / "samples" / "a.png").exists())
     (run / "run.json").write_text("changed")
@@ -162,7 +161,6 @@ def test_a_store_that_is_away_is_tried_again_and_what_is_missing_is_named(tmp_pa
     (run / "run.json").write_text("{}")
     store.write_text("not a directory")
     mirror = Mirror(run, Remote(f"file://{store}", timeout_s=5), every_s=0.05, masked=mask)
-    mirror.start()
     wait_for(mirror.problem)
     store.unlink()
     wait_for(lambda: (store / "run.json").exists())
@@ -178,7 +176,6 @@ def test_a_process_that_has_lost_its_lease_copies_nothing(remote: Remote, tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     mirror = Mirror(tmp_path / "run", remote, every_s=0.05, masked=mask, admitted=lambda: False)
-    mirror.start()
     assert mirror.finish(5) == ["run.json"]
     assert not remote.list()
 

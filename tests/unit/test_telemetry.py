@@ -87,8 +87,8 @@ def test_the_first_step_of_a_generation_counts_once(parts: Any) -> None:
 
 def test_failing_uploads_are_reported_once_until_they_work_again(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, gang, recorder, uploader = parts
-    monkeypatch.setattr(telemetry, "TRACKING_CHECK_EVERY_S", 0.0)
-    made._next_tracking_check = 0.0
+    monkeypatch.setattr(telemetry, "UPLOAD_CHECK_EVERY_S", 0.0)
+    made._next_upload_check = 0.0
     for uploader.error in (None, "timeout", "timeout", None, None):
         made.collect(gang)
     warnings = [event.message for event in recorder.seen if isinstance(event, Warned)]

@@ -199,6 +199,8 @@ def open_run(
         "sweep": sweep,
     }
     output = output_dir(config)
+    if resume is not None and resume.run_dir.remote is not None:
+        output = OutputDir.containing(resume.run_dir)  # its URL may be another one than output_dir
     try:
         output.prepare()
         with output.locked():
