@@ -83,11 +83,8 @@ class GPT(Job):
     def tokens_per_sample(self) -> int:
         return self.context
 
-    @torch.no_grad()
     def sample(self, model: nn.Module, generator: torch.Generator) -> str:
         """Generate ``sample_bytes`` bytes after a newline."""
-        training = model.training
-        model.eval()
         device = next(model.parameters()).device
         text = torch.tensor([[ord("\n")]], device=device)
         for _ in range(self.sample_bytes):
@@ -95,7 +92,6 @@ class GPT(Job):
             probabilities = logits.softmax(dim=-1).to(generator.device)
             drawn = torch.multinomial(probabilities, 1, generator=generator)
             text = torch.cat([text, drawn.to(device)[None]], dim=1)
-        model.train(training)
         return bytes(text[0, 1:].tolist()).decode(errors="replace")
 
     def text(self) -> bytes:
@@ -132,7 +128,7 @@ class GPT(Job):
         size, least = len(self.text()), (self.context + 1) * 100 // VAL_PERCENT
         if size < least:
             raise ValueError(
-                f"job.path={self.path}: has {size} bytes, but job.context={self.context} needs "
+                f"job.path={self.path or 'null'}: has {size} bytes, but job.context={self.context} needs "
                 f"{least}; use a longer text or lower job.context"
             )
 

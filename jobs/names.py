@@ -73,7 +73,6 @@ class Names(Job):
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=self.lr)
 
-    @torch.no_grad()
     def sample(self, model: nn.Module, generator: torch.Generator) -> str:
         """Generate ``sample_names`` names, one per line, drawn byte by byte with the model's probabilities."""
         device = next(model.parameters()).device
@@ -116,7 +115,7 @@ class Names(Job):
         found, least = len(self.names()), 100 // VAL_PERCENT
         if found < least:
             raise ValueError(
-                f"job.path={self.path}: has {found} names, but at least {least} are needed; use a longer one"
+                f"job.path={self.path or 'null'}: has {found} names, but at least {least} are needed; use a longer one"
             )
 
 

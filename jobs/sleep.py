@@ -50,9 +50,9 @@ class Sleep(Job):
         return torch.optim.SGD(parameters, lr=self.lr)
 
     def check(self) -> None:
-        for name, least in (("layers", 1), ("samples", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"job.{name}={getattr(self, name)}: must be at least {least}")
+        for name in ("layers", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"job.{name}={getattr(self, name)}: must be at least 1")
         for name in ("forward_ms", "lr"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name}={getattr(self, name):g}: must be greater than 0")

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.config.build import did_you_mean
+from orchestrator.config.text import did_you_mean
 from orchestrator.launch import BAD_INPUT, COMPLETION_OPTIONS, HELP_OPTIONS
 
 

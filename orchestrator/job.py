@@ -24,7 +24,7 @@ Split = Literal["train", "val"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd:
-    """A completed training step, as :meth:`Job.on_step_end` sees it.
+    """A completed training step, the argument of :meth:`Job.on_step_end`.
 
     Attributes:
         step: the step, from 1 to ``steps``.
@@ -49,7 +49,7 @@ class Job(abc.ABC):
     """A training job: a model, its data, its loss and its optimizer.
 
     Subclasses implement :meth:`model`, :meth:`dataset`, :meth:`loss` and :meth:`optimizer`; the other methods have
-    defaults. A job says nothing about devices or processes: each strategy calls the same methods. A job that overrides
+    defaults. A job does not mention devices or processes: each strategy calls the same methods. A job that overrides
     :meth:`training_step` may leave out :meth:`loss` if it has no validation set, and :meth:`optimizer` if it overrides
     :meth:`optimizers`.
 
@@ -140,7 +140,7 @@ class Job(abc.ABC):
     def training_step(
         self, models: Mapping[str, nn.Module], batch: Any, optimizers: Mapping[str, Optimizer]
     ) -> Tensor | Mapping[str, Tensor]:
-        """Make the updates of one training step, for what is more than one loss and one optimizer.
+        """Make the updates of one training step, for jobs with several losses or optimizers.
 
         Overriding this replaces :meth:`forward` and :meth:`loss` in training: they are then used in evaluation only.
         ``strategy=single`` and ``strategy=ddp`` call it, once a step on every worker; other strategies refuse the job.

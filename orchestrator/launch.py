@@ -12,8 +12,9 @@ import traceback
 from collections.abc import Sequence
 from typing import TextIO, cast
 
-from orchestrator.config.build import ConfigError, did_you_mean
+from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import RedactingStream, Redactor
+from orchestrator.config.text import did_you_mean
 
 BAD_INPUT = 2
 """Exit code for wrong arguments or a wrong configuration."""

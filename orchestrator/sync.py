@@ -6,6 +6,7 @@ Exit codes: 0 everything is uploaded; 1 the server cannot be reached; 2 wrong ar
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = find_run(args.run_dir)
         if run_dir is not None:
             fetch(run_dir)
-    except StorageError as e:
+        record = {} if run_dir is None else run_dir.read_record()
+    except (OSError, ValueError) as e:
         return _refuse(str(e))
-    if run_dir is None or not (record := run_dir.read_record()):
+    if run_dir is None or not record:
         return _refuse(f"{args.run_dir}: not a run directory (it has no run.json)")
     tracking = record.get("tracking") or {}
     uri = args.uri or tracking.get("uri")
@@ -86,7 +88,8 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, drive
         print(f"{missing} points are not uploaded, and none is lost; try again with: {again}", file=sys.stderr)
         return 1
     cursor = transfer.cursor
-    run_dir.update_record(mlflow_run_id=cursor.run_id)
+    with contextlib.suppress(OSError):  # a full disk: the upload is complete
+        run_dir.update_record(mlflow_run_id=cursor.run_id)
     start = before.points if before.run_id == cursor.run_id else 0
     print(f"uploaded {cursor.points - start} points; all {cursor.points} are on {server}")
     if driver_alive:

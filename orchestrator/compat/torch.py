@@ -1,8 +1,9 @@
 """The private parts of PyTorch that this project depends on. No other module touches a private name of torch.
 
-Written against torch 2.13. A difference between the supported versions belongs in here, in the function that it
-concerns; ``tests/unit/test_compat_torch.py`` fails with the name of whatever a version has removed. The stand-in for
-``torch._dynamo`` has a module of its own, ``compat/deferred_dynamo.py``.
+They are checked with torch 2.11, 2.13 and 2.15. A difference between the supported versions belongs in here, in the
+function that it concerns; ``tests/unit/test_compat_torch.py`` fails with the name of whatever a version has removed.
+Two parts have modules of their own: ``compat/pipelining.py``, and ``compat/deferred_dynamo.py``, the stand-in for
+``torch._dynamo``.
 
 ``pytree`` handles nested tuples, lists and dicts; it has no public counterpart that torch's own internals share.
 """
@@ -13,7 +14,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import PipelineStage
-
 __all__ = [
     "BatchNorm",
     "DataDependentOutputException",
@@ -48,23 +46,18 @@ __all__ = [
     "is_view",
     "loader_exit_codes",
     "loader_failure",
-    "make_input_gradients_contiguous",
-    "microbatches_in_memory",
     "mutates",
-    "nodes_between",
     "own_buffers",
     "own_children",
     "own_parameters",
     "parameter_of",
     "pytree",
     "release_ddp",
-    "saved_forward",
     "set_ddp_timing",
     "setting_fake_data",
     "storage_key",
     "unset_fake_temporarily",
     "version_of",
-    "waits_for_weight_gradients",
     "without_fake_tensor_logs",
 ]
 
@@ -88,6 +81,12 @@ def is_view(tensor: Tensor) -> bool:
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies ``storage`` for as long as it is alive, also if it has no memory."""
     return int(storage._cdata)
+
+
+def parameter_of(node: Node) -> Tensor | None:
+    """Return the leaf tensor that ``node`` accumulates gradients into; None if it is an inner node."""
+    variable: Tensor | None = getattr(node, "variable", None)
+    return variable
 
 
 def mutates(operator: Any) -> bool:
@@ -230,45 +229,3 @@ def end_loader_processes(iterator: Any, *, terminate_after_s: float) -> None:
 def _terminate(processes: Sequence[Any]) -> None:
     for process in processes:
         process.terminate()
-
-
-# Pipelining. Its import is slow and happens inside the functions.
-
-
-def nodes_between(outputs: Sequence[Node], inputs: Sequence[Node]) -> set[Node]:
-    """Return the nodes of the autograd graph on any path from ``outputs`` back to ``inputs``.
-
-    The search is the one with which torch splits a backward pass into gradients of inputs and gradients of weights.
-    """
-    from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
-
-    nodes, _ = reverse_closure(list(inputs), set(), construct_reverse_graph(list(outputs)))
-    return nodes
-
-
-def parameter_of(node: Node) -> Tensor | None:
-    """Return the leaf tensor that ``node`` accumulates gradients into; None if it is an inner node."""
-    variable: Tensor | None = getattr(node, "variable", None)
-    return variable
-
-
-def microbatches_in_memory(stage: PipelineStage) -> int:
-    """Return the number of micro-batches whose activations ``stage`` holds."""
-    return len(stage.fwd_cache) + len(stage.backward_state)
-
-
-def saved_forward(stage: PipelineStage, microbatch: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return the outputs and the inputs of a forward pass that ``stage`` keeps for the backward pass."""
-    outputs, inputs = stage.fwd_cache[microbatch]
-    return outputs, inputs
-
-
-def make_input_gradients_contiguous(stage: PipelineStage, microbatch: int) -> None:
-    """Make the gradients that ``stage`` is about to send back contiguous, as the backends require."""
-    gradients = stage.bwd_cache[microbatch]
-    stage.bwd_cache[microbatch] = tuple(None if g is None else g.contiguous() for g in gradients)
-
-
-def waits_for_weight_gradients(stage: PipelineStage, microbatch: int) -> bool:
-    """Return whether only the first half of the backward pass, which gives the gradients of the inputs, is done."""
-    return microbatch in stage.backward_state

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import quote_text
@@ -26,10 +26,10 @@ class Arguments:
 
 
 def read_arguments(positional: Sequence[object], keywords: Mapping[str, object]) -> Arguments:
-    """Return what the arguments of :func:`orchestrator.run` say.
+    """Return the overrides and the job among the arguments of :func:`orchestrator.run`.
 
     Raises:
-        ConfigError: an argument is of a type that means nothing here, or there are two jobs.
+        ConfigError: an argument has an unsupported type, or several jobs were given.
     """
     errors: list[str] = []
     overrides: list[str] = []
@@ -37,11 +37,11 @@ def read_arguments(positional: Sequence[object], keywords: Mapping[str, object])
     for part in [*_parts(positional), keywords]:
         if isinstance(part, str):
             overrides.append(part)
-        elif isinstance(part, Job) or (isinstance(part, type) and issubclass(part, Job)):
+        elif _is_job(part):
             jobs.append(part)
         elif isinstance(part, Mapping):
             for key, value in _flat(part):
-                if key == "job" and (isinstance(value, Job) or (isinstance(value, type) and issubclass(value, Job))):
+                if key == "job" and _is_job(value):
                     jobs.append(value)
                 else:
                     overrides += _override(key, value, errors)
@@ -55,6 +55,10 @@ def read_arguments(positional: Sequence[object], keywords: Mapping[str, object])
     if errors:
         raise ConfigError(errors)
     return Arguments(tuple(overrides), jobs[0] if jobs else None)
+
+
+def _is_job(value: object) -> TypeGuard[GivenJob]:
+    return isinstance(value, Job) or (isinstance(value, type) and issubclass(value, Job))
 
 
 def _parts(values: Iterable[object]) -> Iterator[object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import dataclasses
-import difflib
 import enum
 import functools
 import math
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from orchestrator.config.redact import MASK, holds_secret, redact
+from orchestrator.config.text import did_you_mean, format_override, to_cli
 
 T = TypeVar("T")
 
@@ -47,34 +46,6 @@ class _InvalidValue(Exception):
 
     def __init__(self, *errors: str):
         self.errors = errors
-
-
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Return ``did you mean x?`` with the closest known name, or the list of valid names if none is close.
-
-    ``prefix`` is put before each name.
-    """
-    names = sorted(known)
-    closest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if closest:
-        return f"did you mean {prefix}{closest[0]}?"
-    return f"valid: {', '.join(prefix + n for n in names) or 'none'}"
-
-
-def format_override(key: str, value: Any) -> str:
-    """Return ``key=value`` as typed on the command line, with secret values masked."""
-    return f"{key}={MASK if holds_secret(key, value) else to_cli(redact(value))}"
-
-
-def to_cli(value: Any) -> str:
-    """Return the value as typed on the command line: ``null``, ``true``, ``[a,b]``, ``{key:value}``."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{to_cli(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(to_cli, value)) + "]"
-    return str(value)
 
 
 def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -> T | None:

@@ -14,9 +14,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from orchestrator.config.build import build, format_override
-from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, own_hydra, parse, select_valid
+from orchestrator.compat.hydra import own_hydra
+from orchestrator.config.build import build
+from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
+from orchestrator.config.text import format_override
 
 StrategyConfigs = Callable[[str], type[StrategyConfig]]
 """Maps the name of a strategy to its configuration class."""

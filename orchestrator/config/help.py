@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from orchestrator.config.build import ConfigError, format_override
+from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import StrategyConfigs, compose
 from orchestrator.config.overrides import GROUPS, choices, summary
 from orchestrator.config.schema import Config
+from orchestrator.config.text import format_override
 
 WIDTH = 98
 KEY_COLUMN = 42

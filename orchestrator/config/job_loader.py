@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.build import build, did_you_mean, format_override, with_key
+from orchestrator.config.build import build, with_key
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
-from orchestrator.config.secret_names import is_secret
+from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.job import Job
 
 
@@ -58,7 +58,7 @@ def _load(spec: JobSpec, given: Job | type[Job] | None, errors: list[str], redac
         if cls is None:
             return None
         job = build(cls, spec.fields, "job", errors)
-        redactor.learn(_default_secrets(cls) if job is None else job)
+        redactor.learn(_defaults(cls) if job is None else job)
     if job is None or errors:
         return None
     try:
@@ -69,16 +69,16 @@ def _load(spec: JobSpec, given: Job | type[Job] | None, errors: list[str], redac
     return job
 
 
-def _default_secrets(cls: type[Job]) -> dict[str, object]:
-    """Return the default values of the secret fields of a class whose ``__post_init__`` may have repeated them."""
-    found: dict[str, object] = {}
+def _defaults(cls: type[Job]) -> dict[str, object]:
+    """Return the default values of the fields: the message of a failed ``__post_init__`` may repeat secrets in them."""
+    defaults: dict[str, object] = {}
     for field in dataclasses.fields(cls):
-        if is_secret(field.name) and field.default_factory is not dataclasses.MISSING:
+        if field.default_factory is not dataclasses.MISSING:
             with contextlib.suppress(Exception):  # the factory is the user's, and may be what failed
-                found[field.name] = field.default_factory()
+                defaults[field.name] = field.default_factory()
         elif field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-    return found
+            defaults[field.name] = field.default
+    return defaults
 
 
 def _find(target: str, errors: list[str]) -> type[Job] | None:

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
-from hydra.version import VersionBase
 
-from orchestrator.config.build import ConfigError, did_you_mean, format_override, to_cli
+from orchestrator.compat.hydra import own_hydra
+from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor, stands_for_secret
 from orchestrator.config.schema import Config
 from orchestrator.config.secret_names import is_secret
+from orchestrator.config.text import did_you_mean, format_override, to_cli
 
 GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
-
-
-@contextlib.contextmanager
-def own_hydra() -> Iterator[None]:
-    """Use Hydra in this context, or function, without a trace in a program that uses Hydra itself."""
-    instances = Singleton._instances
-    changed: tuple[type, ...] = (GlobalHydra, JobRuntime, VersionBase)
-    own = {cls: instances.pop(cls) for cls in changed if cls in instances}
-    try:
-        yield
-    finally:
-        for cls in changed:
-            instances.pop(cls, None)
-        instances.update(own)
 
 
 def conf_dir() -> Path:

@@ -187,6 +187,7 @@ class RedactingStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
+        """Write each of ``lines`` masked; no line ends are added."""
         for line in lines:
             self.write(line)
 
@@ -228,13 +229,6 @@ def is_distinctive(key: str, secret: str) -> bool:
     if len(secret) < (_MIN_DIGITS if is_number else MIN_LENGTH) or secret.lower() in _ORDINARY:
         return False
     return is_certain(key) or re.fullmatch(r"[a-z]+([_./-][a-z]+)*", secret) is None
-
-
-def secret_values(value: Any) -> tuple[str, ...]:
-    """Return the distinctive secrets in nested mappings, lists and dataclasses, the longest first."""
-    redactor = Redactor()
-    redactor.learn(value)
-    return redactor.secrets
 
 
 def stands_for_secret(override: str) -> bool:

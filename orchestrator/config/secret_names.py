@@ -1,7 +1,8 @@
 """Which names of keys and variables indicate a secret, as pure functions of the words in a name.
 
-A wrong yes hides a setting from the records, a wrong no publishes a secret. Names of language models and of data, such
-as ``pad_token``, ``num_tokens`` and ``sort_key``, are therefore listed, and other names of the same form are secrets.
+A false positive hides a setting from the records; a false negative publishes a secret. Names of language models and of
+data, such as ``pad_token``, ``num_tokens`` and ``sort_key``, are therefore listed, and other names of the same form are
+secrets.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from orchestrator.display.messages import checkpoint_text, stop_text, waiting_text
 from orchestrator.display.text import (
     MOST_ROWS,
     duration,
@@ -18,7 +19,6 @@ from orchestrator.display.text import (
     format_value,
     number,
     rate,
-    size,
     sparkline,
     workers_text,
 )
@@ -264,20 +264,3 @@ def _state(view: RunView) -> Text:
         text += f", generation {number}" if number > 1 else ""
         text += f"; {checkpoint_text(view.checkpoint)}" if view.checkpoint else ""
     return _row((text, style))
-
-
-def stop_text(event: StopRequested) -> str:
-    """Return what a signal to stop causes."""
-    return f"{event.signal}: writing a checkpoint before stopping; send it again to stop at once"
-
-
-def waiting_text(event: WaitingForResources) -> str:
-    """Return what the run waits for, and what occupies it."""
-    held = f"; held by {event.holders}" if event.holders else ""
-    return f"waiting {duration(event.waited_s)} for {event.wanted}{held}"
-
-
-def checkpoint_text(event: CheckpointSaved) -> str:
-    """Return that a checkpoint was saved, with its size and time."""
-    cost = f"{size(event.size_bytes)} in {event.seconds:.2f} s"
-    return f"checkpoint of step {event.step:,} saved ({cost})"

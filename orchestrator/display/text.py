@@ -101,9 +101,11 @@ def duration(seconds: float, *, whole: bool = False) -> str:
 
 def size(size_bytes: float) -> str:
     """Return ``812 B``, ``2.1 MB``."""
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = min(int(math.log(max(size_bytes, 1), 1000)), len(units) - 1)
-    return f"{size_bytes / 1000**power:.3g} {units[power]}"
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 999.5:  # .3g would round more to 1e+03
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} TB"
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import pytree
-from orchestrator.config.build import did_you_mean
+from orchestrator.config.text import did_you_mean
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel
 

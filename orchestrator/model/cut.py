@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.config.build import did_you_mean
+from orchestrator.config.text import did_you_mean
 
 MEASURED_WITHIN = 0.02
 """The relative error of measured costs: stages whose costs differ by less count as equal."""

@@ -11,7 +11,7 @@ from orchestrator.timeline.spans import Kind, Span, Timeline, extent_s
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_ROWS = 16
+_MOST_WORKERS = 16
 """Workers in a picture; if more replicas exist than fit, it shows the first ones."""
 
 _NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
@@ -64,7 +64,7 @@ def draw(timeline: Timeline, path: Path, *, title: str) -> None:
     from matplotlib.patches import Patch
 
     depth = len(timeline.replicas[0])
-    shown = timeline.replicas[: max(1, MOST_ROWS // depth)]
+    shown = timeline.replicas[: max(1, _MOST_WORKERS // depth)]
     origin = min(s.start for workers in shown for spans in workers for s in spans)
     end = max(s.end for workers in shown for spans in workers for s in spans)
     rows = len(shown) * (depth + 0.5)

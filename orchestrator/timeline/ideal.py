@@ -1,11 +1,11 @@
-"""A pipeline schedule under ideal conditions: its bubble and live activations, from the order of its actions.
+"""A pipeline schedule under ideal conditions: its bubble, from the order of its actions.
 
 The order comes from the measured spans of a step, so it is the one that was executed. Pure.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from orchestrator.timeline.spans import Kind, Span, bubble
@@ -59,16 +59,6 @@ def simulate(orders: Sequence[Sequence[Action]]) -> list[list[Span]]:
 def theoretical_bubble(workers: Sequence[Sequence[Span]]) -> float:
     """Return the bubble, 0 to 1, that the order of these spans has under ideal conditions."""
     return bubble(simulate([order_of(w) for w in workers]))
-
-
-def live_microbatches(order: Iterable[Action]) -> dict[int, int]:
-    """Return, by stage, the peak number of micro-batches whose activations it holds: from F until B, or until W."""
-    live: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for kind, stage, _ in order:
-        live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
-        most[stage] = max(most[stage], live[stage])
-    return dict(most)
 
 
 def _needs(action: Action, last_stage: int) -> list[Action]:

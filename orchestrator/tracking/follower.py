@@ -5,7 +5,8 @@ It is not a child of the driver, has its own session, and runs only on CPUs that
 of CPU time. The first upload therefore comes ``tracking.upload_every_s`` after the first point, and that of a shorter
 run after its end.
 
-Given several run directories, of runs whose drivers have died, it uploads one after another.
+Given several run directories, of runs whose drivers have died, it uploads one after another, each in a child process:
+a server that does not answer ends its own upload only.
 
 stdin: a JSON line (:class:`FollowerOptions`) for each run directory, then nothing; its end means that the driver
 finished or died.
@@ -42,8 +43,8 @@ _OPTIONS_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerOptions:
-    """What the driver tells its follower through a pipe: ``secrets``, and passwords in ``uri``, must not appear on disk
-    or in a process list.
+    """Options that the driver sends through a pipe, because ``secrets``, and passwords in ``uri``, must not appear on
+    disk or in a process list.
 
     ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
     :func:`~orchestrator.records.process.this_process` there.
@@ -67,11 +68,13 @@ def main() -> int:
     if os.fork():
         os._exit(0)  # the driver's child ends here; the follower is the orphaned grandchild
     _detach()
-    for run_dir, options in zip(run_dirs, all_options, strict=True):
-        # The follower of an interrupted launch may still be uploading what precedes the resume.
-        with exclusive(run_dir, timeout_s=options.flush_timeout_s + MAX_PAUSE_S) as acquired:
-            if acquired:
-                _follow(run_dir, options)
+    uploads = list(zip(run_dirs, all_options, strict=True))
+    if len(uploads) == 1:
+        return _upload(*uploads[0])
+    for upload in uploads:
+        if (child := os.fork()) == 0:
+            return _upload(*upload)
+        os.waitpid(child, 0)
     return 0
 
 
@@ -99,6 +102,15 @@ def _yield_cpu(idle: bool) -> None:
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE if idle else os.SCHED_OTHER, os.sched_param(0))
+
+
+def _upload(run_dir: RunDir, options: FollowerOptions) -> int:
+    """Upload a run until it has ended, and return the exit code."""
+    # The follower of an interrupted launch may still be uploading what precedes the resume.
+    with exclusive(run_dir, timeout_s=options.flush_timeout_s + MAX_PAUSE_S) as acquired:
+        if acquired:
+            _follow(run_dir, options)
+    return 0 if acquired else 1
 
 
 def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
@@ -147,7 +159,7 @@ def _has_points(run_dir: RunDir) -> bool:
 
 
 class _Driver:
-    """The driver process: its id tells whether it lives, and the end of its pipe wakes this process."""
+    """The driver process: :meth:`alive` checks its id, and the end of its pipe ends :meth:`wait`."""
 
     def __init__(self, process: Mapping[str, Any]):
         self._process = process

@@ -108,7 +108,10 @@ class MlflowBackend:
             client.log_artifact(run_id, str(sample.path), artifact_path=sample.path.parent.name)
 
     def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
-        """The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs."""
+        """Store the summary, the final status and the artifacts of a run that has ended.
+
+        The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs.
+        """
         client = self._connected()
         bars = [
             Point(clean_name(f"summary/{key}"), float(value), ending.time, 0)

@@ -1,6 +1,6 @@
 """The driver's side of tracking: start the follower, wait for it at the end, clean up after drivers that died.
 
-Nothing here imports MLflow or waits for a server: the process of ``follower.py`` does.
+This module neither imports MLflow nor waits for a server; ``follower.py`` does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -154,7 +155,8 @@ class Uploader:
     def _close_stdin(self) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # close() sends what a process that died has not read
+            self._process.stdin.close()
 
     def _result(self) -> Upload:
         cursor = read_cursor(self._run_dir)
@@ -196,9 +198,8 @@ def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) 
             orphans[run_dir] = record
     uploads = {run_dir: options for run_dir, record in orphans.items() if (options := _options_for_orphan(record))}
     if uploads:
-        process = _spawn(uploads)
-        assert process.stdin is not None
-        process.stdin.close()
+        # The thread closes stdin, and reaps the process after the last upload.
+        threading.Thread(target=_spawn(uploads).communicate, daemon=True).start()
     return list(orphans)
 
 

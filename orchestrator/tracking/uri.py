@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from orchestrator.config.build import did_you_mean
 from orchestrator.config.redact import MASK, redact_text
 from orchestrator.config.secret_names import is_secret
+from orchestrator.config.text import did_you_mean
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = (*_DATABASES, "http", "https", "databricks")

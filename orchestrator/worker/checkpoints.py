@@ -18,9 +18,6 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.metrics import NonFiniteError
 
-STREAM = "stream"
-"""The entry of a checkpoint's metadata that says where the training set can be read from, if that is a stream."""
-
 
 class Checkpoints:
     """Takes snapshots of the training state and has them written on a background thread."""
@@ -46,7 +43,7 @@ class Checkpoints:
         """Continue in the generation of ``assignment``."""
         self._fence.token = assignment.fence
 
-    def save(self, *, step: int, samples_consumed: int, last: bool, stream: Mapping[str, Any] | None = None) -> None:
+    def save(self, *, step: int, samples_consumed: int, last: bool, metadata: Mapping[str, Any]) -> None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
 
         While the previous snapshot is still being written, the last one waits for it. Any other waits as long as the
@@ -56,7 +53,7 @@ class Checkpoints:
             step: the last completed step.
             samples_consumed: global samples consumed up to that step.
             last: whether no step follows.
-            stream: where the training set can be read from, as JSON values; None if it has an index.
+            metadata: JSON values to keep in the manifest, beside those of the strategy.
 
         Raises:
             NonFiniteError: a parameter is not finite; nothing is saved.
@@ -65,8 +62,7 @@ class Checkpoints:
         with self._strategy.quiesced():
             state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=self._writer.buffers())
         if state is not None:
-            if stream is not None:
-                state.meta[STREAM] = stream
+            state.meta.update(metadata)
             # A gradient can be NaN although the loss is finite, and the gradient norm is not always computed.
             if (name := nonfinite_parameter(state)) is not None:
                 raise NonFiniteError(f"the parameter {name} is no longer finite", step)

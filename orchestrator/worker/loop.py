@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.job import Job, StepEnd, has_loss
+from orchestrator.job import Job, StepEnd
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Context, StepResult, Strategy
-from orchestrator.strategies.datasets import check_dataset, is_stream, known_length
+from orchestrator.strategies.datasets import is_stream, known_length
 from orchestrator.strategies.weight_average import forget_average
 from orchestrator.worker import fault_injection as faults
-from orchestrator.worker.checkpoints import STREAM, Checkpoints
+from orchestrator.worker.checkpoints import Checkpoints
 from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.data import checked_weights, epoch_of, eval_batches, train_batches
+from orchestrator.worker.data import epoch_of
 from orchestrator.worker.evaluation import evaluate
 from orchestrator.worker.job_calls import ModelChangedError, call_without_effect, describe
+from orchestrator.worker.job_data import JobData
 from orchestrator.worker.metrics import NonFiniteError, Window, lr_of_groups
 from orchestrator.worker.profiling import NoProfiler, StepProfiler, profile_to
 from orchestrator.worker.samples import SampleError, Samples, has_samples
-from orchestrator.worker.stream import Mark, StreamReader
+from orchestrator.worker.warner import Warner
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
 gradients would otherwise be the largest part of the cost of logging every step."""
-
-MAX_JOB_WARNINGS = 10
-"""The number of different errors of one method of the job that a process warns of."""
 
 
 @dataclass
@@ -51,36 +46,6 @@ class Position:
 
     step: int = 0
     samples_consumed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Datasets:
-    """The data of the job.
-
-    Attributes:
-        train: the training set.
-        val: the validation set, or None if there is none.
-        weights: the weight by which each training sample is drawn; None to read each once in an epoch.
-    """
-
-    train: Any
-    val: Any | None
-    weights: Tensor | None
-
-
-def datasets_of(job: Job) -> Datasets:
-    """Return the data of the job.
-
-    Raises:
-        DatasetError: a dataset is empty, or of a kind that cannot be used, or the sampling weights do not fit.
-    """
-    train, val = job.dataset("train"), job.dataset("val")
-    check_dataset(train, split="train")
-    if val is not None:
-        check_dataset(val, split="val")
-        if not has_loss(job):
-            raise ValueError("job.dataset('val') returns a validation set; define Job.loss, or return None there")
-    return Datasets(train=train, val=val, weights=checked_weights(job.sample_weights("train"), train))
 
 
 def no_validation(eval_every: int, *, samples: bool) -> str:
@@ -114,10 +79,8 @@ class Loop:
         self.outbox = outbox
         self.position = Position()
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
-        self._datasets: Datasets | None = None
-        self._stream: StreamReader | None = None
-        self._stream_mark: Mark | None = None
-        self._warned: set[str] = set()
+        self._data: JobData | None = None
+        self._warner = Warner(outbox)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
         self._samples = Samples(
@@ -134,9 +97,11 @@ class Loop:
         """Take the rank of ``assignment``, which may differ from the rank in the generation before."""
         self.assignment = assignment
         self.rank = assignment.global_rank
-        self.mesh = assignment.plan.mesh
         self.strategy.reassign(context_of(assignment, self.device))
         self._checkpoints.reassign(assignment)
+        self._warner.rank = self.rank
+        if self._data is not None:
+            self._data.reassign(assignment)
 
     def run(self, startup: dict[str, float]) -> Outcome:
         """Train this rank's part of a generation, whose process group has been formed.
@@ -148,13 +113,10 @@ class Loop:
         """
         began = time.perf_counter()
         self._enter("build")
-        if self._datasets is None:
-            self._datasets = datasets_of(self.job)
+        if self._data is None:
+            self._data = self._open_data()
             startup["dataset_s"] = -began + (began := time.perf_counter())
-            if self._datasets.val is None and self.assignment.generation == 1:
-                warning = no_validation(self.config.train.eval_every, samples=has_samples(self.job))
-                self._warn_once(warning, topic="no validation")
-            sample_source: Any = self._datasets.train
+            sample_source: Any = self._data.datasets.train
             if is_stream(sample_source):
                 sample_source = self.job.dataset("train")  # a stream may count its iterators
             self.strategy.setup(sample_source)
@@ -162,12 +124,12 @@ class Loop:
         if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
         for text in self.strategy.setup_warnings():
-            self._warn_once(text, topic=text)
+            self._warner.warn(text, topic=text)
         self._restore_state()
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         with self._nonfinite_advice():
-            stopped = self._train(self._datasets, startup)
+            stopped = self._train(self._data, startup)
             if not stopped:
                 self._evaluate()
             recoverable = stopped and not self.gate.saves and self.recoverable_steps(update_complete=True)
@@ -196,13 +158,16 @@ class Loop:
         """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
         return self._checkpoints.finish(timeout_s=timeout_s)
 
-    def _train(self, datasets: Datasets, startup: dict[str, float]) -> bool:
+    def _train(self, data: JobData, startup: dict[str, float]) -> bool:
         """Train up to the last step. Return True if the driver stops the run before."""
         began = time.perf_counter()
         total_steps, position = self.config.train.steps, self.position
         first_step = position.step + 1
         window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
-        with contextlib.closing(self._train_batches(datasets)) as batches, self._profiler() as profiler:
+        micro_batches = data.train_batches(
+            samples_consumed=position.samples_consumed, steps=total_steps - position.step
+        )
+        with contextlib.closing(micro_batches) as batches, self._profiler() as profiler:
             self._enter("train")
             window.timer.restart()
             while position.step < total_steps:
@@ -218,7 +183,7 @@ class Loop:
                     startup["first_step_s"] = time.perf_counter() - began
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                 if self._is_logged(step):
-                    self._log(window, result, known_length(datasets.train))
+                    self._log(window, result, known_length(data.datasets.train))
                 if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
                     self._run_due_tasks()
@@ -266,7 +231,9 @@ class Loop:
             except ModelChangedError:
                 raise
             except Exception as e:
-                self._warn_of_job(f"job.on_step_end raised {describe(e)}", method="on_step_end")
+                self._warner.warn_of_job(
+                    f"job.on_step_end raised {describe(e)}", method="on_step_end", step=position.step
+                )
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""
@@ -276,8 +243,8 @@ class Loop:
             self._checkpoint()
 
     def _evaluation_due(self) -> bool:
-        assert self._datasets is not None
-        something = self._datasets.val is not None or has_samples(self.job)
+        assert self._data is not None
+        something = self._data.datasets.val is not None or has_samples(self.job)
         return something and self._is_due(self.config.train.eval_every)
 
     def _checkpoint_due(self) -> bool:
@@ -298,6 +265,7 @@ class Loop:
 
     def _restore_state(self) -> None:
         """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one."""
+        assert self._data is not None
         assignment, position = self.assignment, self.position
         if assignment.sources is not None:
             meta = self.strategy.recover_state(
@@ -311,14 +279,13 @@ class Loop:
             if state is not None and self.config.train.ema_decay is None:
                 forget_average(state)
             meta = self.strategy.restore(state, source=0)
-            if (mark := meta.get(STREAM)) is not None:
-                self._stream_mark = Mark.from_json(mark)
+            self._data.restore(meta)
         else:
             self.strategy.sync_initial_state()
             return
         position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
         if assignment.sources is not None:
-            self._share_stream_mark(assignment.sources)
+            self._data.share_position(assignment.sources, samples_consumed=position.samples_consumed)
             self._run_due_tasks()  # because the failure may have interrupted them
 
     def _enter(self, phase: Phase) -> None:
@@ -347,24 +314,25 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Evaluate the model if there is a validation set, and draw samples from it if the job has any."""
-        assert self._datasets is not None
-        val = self._datasets.val
+        assert self._data is not None
+        data = self._data
+        val = data.datasets.val
         if val is None and not has_samples(self.job):
             return
         self._enter("eval")
         with self.strategy.quiesced():
             if val is not None:
-                point = self._evaluated(val)
+                point = self._evaluated(data)
                 if self.config.train.ema_decay is not None:
                     with self.strategy.averaged_weights():
-                        point = replace(point, ema=self._evaluated(val))
+                        point = replace(point, ema=self._evaluated(data))
                 self.outbox.put_point(point)
             if has_samples(self.job):
                 self._sample()
         self._enter("train")
 
-    def _evaluated(self, val: Any) -> EvalPoint:
-        return evaluate(self.strategy, self._eval_batches(val), step=self.position.step, device=self.device)
+    def _evaluated(self, data: JobData) -> EvalPoint:
+        return evaluate(self.strategy, data.eval_batches(), step=self.position.step, device=self.device)
 
     def _sample(self) -> None:
         """Let the job sample from the model, on the rank that has all of it. All ranks call this at the same step."""
@@ -380,123 +348,16 @@ class Loop:
             raise
         except Exception as e:
             text = str(e) if isinstance(e, SampleError) else f"job.sample raised {describe(e)}"
-            self._warn_of_job(text, method="sample")
+            self._warner.warn_of_job(text, method="sample", step=position.step)
 
     def _checkpoint(self, *, last: bool = False) -> None:
         """Save a checkpoint; ``last`` if no step follows."""
         self._enter("checkpoint")
-        position = self.position
-        stream = None if self._stream is None else self._bookmark(self._stream)
-        self._checkpoints.save(step=position.step, samples_consumed=position.samples_consumed, last=last, stream=stream)
+        assert self._data is not None
+        step, samples_consumed = self.position.step, self.position.samples_consumed
+        metadata = self._data.metadata(samples_consumed)
+        self._checkpoints.save(step=step, samples_consumed=samples_consumed, last=last, metadata=metadata)
         self._enter("train")
-
-    def _train_batches(self, datasets: Datasets) -> Generator[list[Any], None, None]:
-        train = self.config.train
-        batches = train_batches(
-            self._opened_stream(datasets) if is_stream(datasets.train) else datasets.train,
-            collate=self.job.collate,
-            seed=self.config.seed,
-            samples_consumed=self.position.samples_consumed,
-            steps=train.steps - self.position.step,
-            global_batch_size=train.global_batch_size,
-            data_parallel_size=self.mesh.data_parallel_size,
-            dp_rank=self.mesh.dp_rank(self.rank),
-            grad_accumulation=train.grad_accumulation,
-            num_workers=self.config.data.num_workers,
-            pin_memory=self.device.type == "cuda",
-            timeout_s=self.config.cluster.collective_timeout_s,
-            weights=datasets.weights,
-            read=self.strategy.reads_data,
-        )
-        self.outbox.begin_loader()
-        return batches
-
-    def _opened_stream(self, datasets: Datasets) -> StreamReader:
-        """Return the training set, a stream, at the next sample of the run."""
-        wanted = self.position.samples_consumed
-        if self._stream is None or not self._stream.reaches(wanted):
-            dataset = datasets.train if self._stream is None else self.job.dataset("train")
-            # The loader processes have two batches each in advance.
-            self._stream = StreamReader(dataset, recent=2 * self.config.data.num_workers + 4)
-            if self._stream_mark is not None:
-                self._stream.add_bookmark(self._stream_mark)
-        stream = self._stream
-        if not self.strategy.reads_data:
-            return stream
-        if count := stream.go_to_mark(wanted):
-            text = f"train data: reading past {count:,} samples of the stream to the next one"
-            self._warn_once("; ".join(filter(None, (text, stream.resume_advice))), topic="stream")
-            batch_size = self.config.train.global_batch_size
-            for skipped in range(0, count, batch_size):
-                self.gate.check(self.assignment.generation)
-                stream.skip(min(batch_size, count - skipped))
-                self.outbox.tick()
-        return stream
-
-    def _share_stream_mark(self, sources: Sequence[int]) -> None:
-        """Let new processes begin to read the stream where a survivor can. All ranks call this after a failure."""
-        assert self._datasets is not None
-        survivor = next((rank for rank, source in enumerate(sources) if rank == source), None)
-        if survivor is None or len(sources) == 1 or not is_stream(self._datasets.train):
-            return
-        mark = None
-        if self.rank == survivor and self._stream is not None:
-            mark = self._stream.bookmark(self.position.samples_consumed)
-        values = None if mark is None else mark.to_json()
-        values = broadcast_json(values, source=survivor, rank=self.rank, device=self.device)
-        if values is not None:
-            self._stream_mark = Mark.from_json(values)
-
-    def _bookmark(self, stream: StreamReader) -> dict[str, Any] | None:
-        """Return where the training set can be read from after a checkpoint of this moment."""
-        mark = stream.bookmark(self.position.samples_consumed)
-        values = None if mark is None else mark.to_json()
-        if mark is not None and values is None:
-            self._warn_once(
-                "train data: state_dict() of the stream is not plain JSON of at most 1 MiB, so checkpoints cannot keep "
-                "it; a resumed run reads the stream from its first sample",
-                topic="stream state",
-            )
-        return values
-
-    def _warn_once(self, text: str, *, topic: str) -> None:
-        """Warn the user, on rank 0, unless this process has warned of ``topic`` before."""
-        if self.rank == 0 and topic not in self._warned:
-            self._warned.add(topic)
-            self.outbox.put_event(Warned(message=text))
-
-    def _warn_of_job(self, text: str, *, method: str) -> None:
-        """Warn the user of an error in a ``method`` of the job, once for each text, and print the present traceback.
-
-        Texts beyond the first few are not shown: they may have a number that differs at every step.
-        """
-        told = sum(topic.startswith(f"{method}: ") for topic in self._warned)
-        if f"{method}: {text}" in self._warned or told == MAX_JOB_WARNINGS:
-            return
-        traceback.print_exc()
-        last = f"; further errors of job.{method} are not reported" if told + 1 == MAX_JOB_WARNINGS else ""
-        where = f"see the log of rank {self.rank}"
-        self._warn_once(
-            f"{text}, at step {self.position.step}: {where}; training continues{last}", topic=f"{method}: {text}"
-        )
-
-    def _eval_batches(self, dataset: Any) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of an evaluation. Before each one, check that the generation has not ended."""
-        self.outbox.begin_loader()
-        for batch in eval_batches(
-            dataset,
-            collate=self.job.collate,
-            batch_size=self.strategy.eval_batch_size,
-            data_parallel_size=self.mesh.data_parallel_size,
-            dp_rank=self.mesh.dp_rank(self.rank),
-            num_workers=self.config.data.num_workers,
-            pin_memory=self.device.type == "cuda",
-            timeout_s=self.config.cluster.collective_timeout_s,
-            read=self.strategy.reads_data,
-        ):
-            self.gate.check(self.assignment.generation)
-            self.outbox.tick()
-            yield batch
 
     @contextlib.contextmanager
     def _nonfinite_advice(self) -> Iterator[None]:
@@ -506,6 +367,21 @@ class Loop:
         except NonFiniteError as e:
             e.advice = self.strategy.nonfinite_advice or e.advice
             raise
+
+    def _open_data(self) -> JobData:
+        data = JobData(
+            self.job,
+            self.assignment,
+            strategy=self.strategy,
+            device=self.device,
+            gate=self.gate,
+            outbox=self.outbox,
+            warner=self._warner,
+        )
+        if data.datasets.val is None and self.assignment.generation == 1:
+            warning = no_validation(self.config.train.eval_every, samples=has_samples(self.job))
+            self._warner.warn(warning, topic="no validation")
+        return data
 
     def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:
         if not self.config.profile:

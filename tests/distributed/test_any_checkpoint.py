@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD
+from helpers.quick_jobs import digits
 from helpers.stage_toys import ScheduledChain, plain
-from helpers.toys import Case, Steps, digits, having, losses, piece, train
+from helpers.training import Steps, losses, piece, train
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.train_state import TrainState
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from helpers.cases import Case, having
 from helpers.gang import Gang
-from helpers.toys import Case, having, make, steps
+from helpers.schedules import live_microbatches
+from helpers.training import make, steps
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
-from orchestrator.timeline.ideal import live_microbatches, order_of, theoretical_bubble
+from orchestrator.timeline.ideal import order_of, theoretical_bubble
 from orchestrator.timeline.spans import Span, bubble
 
 P, M = 4, 8

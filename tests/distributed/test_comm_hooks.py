@@ -12,20 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helpers.toys import (
-    DDP,
-    Case,
-    Constant,
-    ConstantHeads,
-    Poisoned,
-    Steep,
+from helpers.cases import DDP, Case, having
+from helpers.quick_jobs import digits
+from helpers.toys import Constant, ConstantHeads, Poisoned, Steep, Toy, Wide
+from helpers.training import (
     Steps,
-    Toy,
-    Wide,
     assert_same,
     assert_same_state,
-    digits,
-    having,
     losses,
     make,
     model_of,

@@ -9,25 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.cases import Case, having
 from helpers.gang import SOON_S
-from helpers.toys import (
-    CPU,
-    AdamDigits,
-    Case,
-    Dropped,
-    Normed,
-    ScheduledDigits,
-    Steps,
-    TinyGPT,
-    Tokens,
-    Toy,
-    assert_same,
-    assert_same_state,
-    digits,
-    having,
-    losses,
-    piece,
-)
+from helpers.quick_jobs import AdamDigits, ScheduledDigits, TinyGPT, digits
+from helpers.toys import Dropped, Normed, Tokens, Toy
+from helpers.training import CPU, Steps, assert_same, assert_same_state, losses, piece
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from helpers.cases import DDP, Case, assignment, having
 from helpers.layouts import LAYOUTS, SGD, assert_as_alone
 from helpers.loops import Ran, evaluation, losses_by_step, ran, run_loop
 from helpers.streams import StreamToy, Unvalidated, Weighed
-from helpers.toys import CPU, DDP, Case, Toy, assignment, having
+from helpers.toys import Toy
+from helpers.training import CPU
 from orchestrator.protocol.messages import Assignment, EvalPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies import registry
@@ -104,8 +106,10 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
     outcome = loop.run({})
     loop.strategy.close()
     loop.finish(timeout_s=5)
-    assert loop._stream is not None
-    return ran(outcome, outbox, training=True, owns_reducer=False), loop._stream._stream.yielded
+    assert loop._data is not None
+    reader = loop._data._reader
+    assert reader is not None
+    return ran(outcome, outbox, training=True, owns_reducer=False), reader._stream.yielded
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Counting", "Epochs", "Stateful"])

@@ -9,26 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.cases import DDP, Case, having
 from helpers.gang import SOON_S
-from helpers.toys import (
-    DDP,
-    Case,
-    Dropped,
-    Normed,
-    Poisoned,
-    Tokens,
-    Toy,
-    TwoHeads,
-    assert_same,
-    assert_same_state,
-    digits,
-    having,
-    losses,
-    make,
-    model_of,
-    steps,
-    train,
-)
+from helpers.quick_jobs import digits
+from helpers.toys import Dropped, Normed, Poisoned, Tokens, Toy, TwoHeads
+from helpers.training import assert_same, assert_same_state, losses, make, model_of, steps, train
 from orchestrator.state import train_state
 from orchestrator.strategies.replicated.whole_model import WholeModel
 from orchestrator.worker.data import SampleOrder

@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from helpers.cases import Case, having
 from helpers.layouts import SGD
-from helpers.toys import Case, Normed, Tokens, Toy, digits, having, losses, make, metrics_of, steps
-from helpers.toys import train as train_case
+from helpers.quick_jobs import digits
+from helpers.toys import Normed, Tokens, Toy
+from helpers.training import losses, make, metrics_of, steps
+from helpers.training import train as train_case
 from orchestrator.job import Job
 from orchestrator.strategies.replicated.dp import DPConfig
 

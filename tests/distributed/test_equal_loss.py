@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.cases import Case, having
 from helpers.equal_loss import assert_equal_losses
 from helpers.layouts import ADAMW, SGD, assert_as_alone
-from helpers.toys import AdamDigits, Case, ScheduledDigits, TinyGPT, Tokens, digits, having, losses
-from helpers.toys import train as train_case
+from helpers.quick_jobs import AdamDigits, ScheduledDigits, TinyGPT, digits
+from helpers.toys import Tokens
+from helpers.training import losses
+from helpers.training import train as train_case
 
 
 @pytest.mark.fast

@@ -13,23 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
-from helpers.toys import (
-    DDP,
-    AdamDigits,
-    Case,
-    Toy,
-    assert_same,
-    assert_same_state,
-    digits,
-    having,
-    losses,
-    made,
-    make,
-    snapshot,
-    steps,
-    train,
-)
+from helpers.quick_jobs import AdamDigits, digits
+from helpers.toys import Toy
+from helpers.training import assert_same, assert_same_state, losses, made, make, snapshot, steps, train
 from orchestrator.config import schema
 from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.train_state import TrainState
@@ -56,7 +44,7 @@ def test_all_have_one_model_and_it_learns(gang: Gang, options: schema.StrategyCo
 
 
 def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
-    from helpers.toys import watched
+    from helpers.training import watched
 
     strategy = make(case, rank)
     seen = watched(strategy, steps(strategy))

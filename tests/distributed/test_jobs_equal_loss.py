@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.cases import DDP, Case, having
 from helpers.equal_loss import assert_equal_losses
 from helpers.layouts import ADAMW, SGD, pipeline
-from helpers.toys import DDP, Case, having, losses, train
+from helpers.training import losses, train
 from jobs.names import Names
 from jobs.resnet50 import ResNet50
 from jobs.sparse import MatrixCompletion, SparseLogistic

@@ -10,21 +10,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from helpers.cases import Case, assignment, having
 from helpers.gang import SOON_S
 from helpers.loops import evaluation, run_loop
-from helpers.toys import (
-    CPU,
-    Case,
-    Cliff,
-    Dropped,
-    Normed,
-    Tokens,
-    Toy,
-    TwoHeads,
-    assignment,
-    digits,
-    having,
-)
+from helpers.quick_jobs import digits
+from helpers.toys import Cliff, Dropped, Normed, Tokens, Toy, TwoHeads
+from helpers.training import CPU
 from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.state.checkpoint import load

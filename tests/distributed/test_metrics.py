@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.toys import CPU
+from helpers.training import CPU
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, StepTimer, Window, peak_memory_mb, system_metrics

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
 from helpers.layouts import MODEL_PARALLEL, PARAMETER_SERVER, pipeline
-from helpers.toys import DDP, Case, Toy, having, losses, make, steps, watched
-from helpers.toys import Steps as Seen
+from helpers.toys import Toy
+from helpers.training import Steps as Seen
+from helpers.training import losses, make, steps, watched
 from orchestrator.config import schema
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.replicated.dp import DPConfig

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers.batches import validated
+from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
 from helpers.layouts import LAYOUTS, PARAMETER_SERVER, SGD
-from helpers.toys import DDP, Case, Steps, Tokens, Toy, having, losses, make, steps, train, watched
+from helpers.toys import Tokens, Toy
+from helpers.training import Steps, losses, make, steps, train, watched
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint

@@ -13,24 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.cases import DDP as DDP_OPTIONS
+from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, SGD
-from helpers.toys import DDP as DDP_OPTIONS
-from helpers.toys import (
-    AdamDigits,
-    Case,
-    Normed,
-    Poisoned,
-    ScheduledDigits,
+from helpers.quick_jobs import AdamDigits, ScheduledDigits, TinyGPT, digits
+from helpers.toys import Normed, Poisoned, Tokens, Toy, TwoHeads
+from helpers.training import (
     Steps,
-    TinyGPT,
-    Tokens,
-    Toy,
-    TwoHeads,
     assert_same,
     assert_same_state,
-    digits,
-    having,
     losses,
     made,
     make,

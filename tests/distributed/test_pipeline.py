@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, SGD, STAGED, assert_as_alone
-from helpers.toys import Case, TinyGPT, digits, having
+from helpers.quick_jobs import TinyGPT, digits
 
 
 @pytest.mark.parametrize("name", STAGED)

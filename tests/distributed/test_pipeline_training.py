@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import helpers.stage_toys as of
+from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, whole_model
+from helpers.quick_jobs import digits
 from helpers.stage_toys import AdamTokenChain, Chain, Marked, TokenChain
-from helpers.toys import Case, Steps, Toy, digits, having, losses, make, piece, steps, train, watched
+from helpers.toys import Toy
+from helpers.training import Steps, losses, make, piece, steps, train, watched
 from jobs.sparse import MatrixCompletion
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums

@@ -17,11 +17,12 @@ import digits_gan
 import digits_job
 import digits_script
 import streamed_lines
+from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
 from helpers.job_trials import one_thread
 from helpers.layouts import pipeline
 from helpers.loops import evaluation, losses_by_step, run_loop
-from helpers.toys import DDP, Case, Steps, having, losses, train
+from helpers.training import Steps, losses, train
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.cases import Case, having, plan_of
+from helpers.cases import config_of as config_for
 from helpers.gang import Gang
-from helpers.toys import Case, MeasuredDigits, having, losses, metrics_of, plan_of, train
-from helpers.toys import config_of as config_for
+from helpers.quick_jobs import MeasuredDigits
+from helpers.training import losses, metrics_of, train
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import choices
 from orchestrator.config.schema import StrategyConfig

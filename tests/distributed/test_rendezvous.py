@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.cases import assignment
 from helpers.gang import HOST, SOON_S
-from helpers.toys import CPU, assignment
+from helpers.training import CPU
 from orchestrator.worker import rendezvous
 
 

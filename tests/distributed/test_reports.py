@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from helpers.cases import Case, having
 from helpers.gang import SOON_S, Gang
 from helpers.layouts import LAYOUTS
 from helpers.loops import Ran, run_loop
-from helpers.toys import Case, MeasuredDigits, Toy, having
+from helpers.quick_jobs import MeasuredDigits
+from helpers.toys import Toy
 from orchestrator.job import Split, StepEnd
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.protocol.messages import EvalPoint, TrainPoint

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import MODEL_PARALLEL, SGD, ddp_pipeline, pipeline
 from helpers.special_modules import SPECIAL, Model, model_with
 from helpers.stage_toys import Chain
-from helpers.toys import Case, having, losses, train
+from helpers.training import losses, train
 from orchestrator.config import schema
 
 LAYOUTS: dict[str, tuple[schema.StrategyConfig, int]] = {

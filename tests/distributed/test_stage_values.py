@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 import helpers.stage_toys as of
+from helpers.cases import Case, having
 from helpers.gang import SOON_S, Gang
 from helpers.layouts import LAYOUTS, assert_as_alone
 from helpers.stage_toys import Answers, Chain, Lengths, NestedBatches
-from helpers.toys import Case, having, train
+from helpers.training import train
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
 """A stage a worker; backward passes in halves, neighbours on one worker; replicas."""

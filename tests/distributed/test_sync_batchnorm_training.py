@@ -9,22 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.cases import DDP, Case, having
 from helpers.equal_loss import assert_equal_losses
-from helpers.toys import (
-    DDP,
-    Case,
-    Steps,
-    Toy,
-    assert_same,
-    having,
-    losses,
-    make,
-    model_of,
-    piece,
-    steps,
-    train,
-    watched,
-)
+from helpers.toys import Toy
+from helpers.training import Steps, assert_same, losses, make, model_of, piece, steps, train, watched
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm2d
 

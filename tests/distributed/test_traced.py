@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import MODEL_PARALLEL, SGD, assert_as_alone, ddp_pipeline, pipeline
 from helpers.stage_toys import NestedBatches
-from helpers.toys import Branched, Case, having, losses, train
+from helpers.toys import Branched
+from helpers.training import losses, train
 from orchestrator.config import schema
 
 

@@ -13,16 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from helpers.cases import DDP, Case, having
 from helpers.gang import SOON_S, Gang
 from helpers.loops import losses_by_step, run_loop
 from helpers.step_toys import GAN, Contrastive, Distillation, Models, NormedGAN, Optimizers, ScheduledGAN, SomeParts
-from helpers.toys import (
-    DDP,
-    Case,
+from helpers.training import (
     Steps,
     assert_same,
     assert_same_state,
-    having,
     losses,
     make,
     metrics_of,

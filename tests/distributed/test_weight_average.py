@@ -11,24 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD
 from helpers.loops import Ran, run_loop
-from helpers.toys import (
-    DDP,
-    AdamDigits,
-    Case,
-    Poisoned,
-    TwoHeads,
-    assert_same,
-    digits,
-    having,
-    make,
-    model_of,
-    piece,
-    snapshot,
-    steps,
-)
+from helpers.quick_jobs import AdamDigits, digits
+from helpers.toys import Poisoned, TwoHeads
+from helpers.training import assert_same, make, model_of, piece, snapshot, steps
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.dp import DPConfig

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from helpers.cases import Case
 from helpers.gang import Gang
-from helpers.toys import Case, Steps, assert_same, losses, train
+from helpers.training import Steps, assert_same, losses, train
 
 
 def assert_equal_losses(gang: Gang, case: Case, world_sizes: tuple[int, ...], *, rtol: float) -> list[Steps]:

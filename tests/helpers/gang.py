@@ -25,7 +25,7 @@ HOST = "127.0.0.1"
 SIZE = 4
 START_TIMEOUT_S = 60.0
 SOON_S = 15.0
-"""Limit of calls in which no rank may wait for another until the collective timeout of 20 s (`toys.assignment`)."""
+"""Limit of calls in which no rank may wait for another until the collective timeout of 20 s (`cases.assignment`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,8 @@ def group_of(rank: int, call: Call) -> Iterator[None]:
     """The process group that ``call`` asks for."""
     import torch
 
-    from helpers.toys import assignment, close_strategies
+    from helpers.cases import assignment
+    from helpers.training import close_strategies
     from orchestrator.worker import rendezvous
 
     if call.store_port is None:

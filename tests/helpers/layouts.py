@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.cases import DDP, Case
 from helpers.gang import Gang
-from helpers.toys import DDP, Case, Steps, losses, train
+from helpers.training import Steps, losses, train
 from orchestrator.config import schema
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
 from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig

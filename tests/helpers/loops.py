@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
 
-from helpers.toys import CPU, Case, assignment, made, make, model_of
+from helpers.cases import Case, assignment
+from helpers.training import CPU, made, make, model_of
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
 from orchestrator.worker.control import Outbox, StepGate

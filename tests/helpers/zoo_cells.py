@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from helpers.batches import validated
+from helpers.cases import DDP, SINGLE, Case, config_of, having, plan_of
 from helpers.gang import Answer, Gang
 from helpers.layouts import MODEL_PARALLEL, PARAMETER_SERVER, SGD, ddp_pipeline, pipeline, whole_model
-from helpers.toys import DDP, SINGLE, Case, Steps, config_of, having, losses, make, plan_of, steps, watched
+from helpers.training import Steps, losses, make, steps, watched
 from helpers.zoo import ZOO, Staged, Whole
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.protocol.messages import EvalPoint

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -150,41 +150,43 @@ def test_other_errors_are_not_the_loaders() -> None:
     assert compat.loader_failure(RuntimeError("out of memory")) is None
 
 
-def test_nodes_on_the_way_back_to_an_input() -> None:
-    inputs = torch.ones(1, requires_grad=True) * 1
+def test_the_parameter_of_a_node() -> None:
     weight = nn.Parameter(torch.ones(1))
-    beside = weight * 2
-    output = inputs * 3 + beside
-    nodes = compat.nodes_between([node(output)], [node(inputs)])
-    assert {node(output), node(inputs)} <= nodes
-    assert node(beside) not in nodes
-    assert compat.parameter_of(node(weight)) is weight
-    assert compat.parameter_of(node(output)) is None
-
-
-def node(tensor: Tensor) -> Any:
-    return get_gradient_edge(tensor).node
+    assert compat.parameter_of(get_gradient_edge(weight).node) is weight
+    assert compat.parameter_of(get_gradient_edge(weight * 2).node) is None
 
 
 PIPELINE_STAGE = """
 import inspect
 import torch, torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from orchestrator.compat import torch as compat
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from orchestrator.compat import pipelining
+
+inputs, weight = torch.ones(1, requires_grad=True) * 1, torch.ones(1, requires_grad=True)
+beside = weight * 2
+output, source, branch = pipelining.nodes_of([inputs * 3 + beside, None, inputs, beside])
+nodes = pipelining.nodes_between([output], [source])
+assert output in nodes and source in nodes and branch not in nodes
+
+class Checked(pipelining.ConnectedStage):
+    checked = False
+
+    def backward_one_chunk(self, bwd_chunk_id, *args, **kwargs):
+        assert pipelining.microbatches_in_memory(self) == 1
+        outputs, inputs = pipelining.saved_forward(self, bwd_chunk_id)
+        assert len(outputs) == 1 and inputs == []
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.bwd_cache[7] = (torch.ones(2, 2).t(), None)
+        pipelining.make_input_gradients_contiguous(self, 7)
+        assert self.bwd_cache[7][0].is_contiguous() and self.bwd_cache.pop(7)[1] is None
+        self.checked = True
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-stage = PipelineStage(torch.nn.Linear(2, 2), 1, 3, torch.device("cpu"), input_args=torch.ones(1, 2, requires_grad=True),
-                      output_args=torch.ones(1, 2), group=dist.group.WORLD)
-assert compat.microbatches_in_memory(stage) == 0
-inputs = torch.ones(1, 2, requires_grad=True)
-stage.fwd_cache[0] = ((stage.submod(inputs),), [inputs])
-assert compat.microbatches_in_memory(stage) == 1
-assert compat.saved_forward(stage, 0)[1] == [inputs]
-assert not compat.waits_for_weight_gradients(stage, 0)
-stage.bwd_cache[0] = (torch.ones(2, 2).t(), None)
-compat.make_input_gradients_contiguous(stage, 0)
-assert stage.bwd_cache[0][0].is_contiguous() and stage.bwd_cache[0][1] is None
+x = torch.ones(1, 2)
+stage = Checked(torch.nn.Linear(2, 2), 0, 1, torch.device("cpu"), input_args=x, output_args=x, group=dist.group.WORLD)
+ScheduleGPipe(stage, 1, loss_fn=lambda output, target: (output - target).sum()).step(x, target=x)
+assert stage.checked and pipelining.microbatches_in_memory(stage) == 0
 
 def takes(method, *names):
     found = inspect.signature(getattr(PipelineStage, method)).parameters
@@ -223,7 +225,7 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
             else:
                 found = []
             broken += [f"{path.relative_to(ROOT)}, line {n.lineno}: {name}" for name in found]  # type: ignore[attr-defined]
-    assert not broken, "give it a name in orchestrator/compat/torch.py:\n" + "\n".join(broken)
+    assert not broken, "give it a name in orchestrator/compat:\n" + "\n".join(broken)
 
 
 def parsed(path: Path) -> ast.Module:

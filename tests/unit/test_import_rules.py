@@ -21,13 +21,13 @@ RULES = {
     # package       ours                                                                       libraries
     "version":      ("",                                                                       ""),
     "job":          ("",                                                                       "(torch)"),
+    "compat":       ("",                                                                       "hydra torch ray"),
     "storage":      ("",                                                                       "(pyarrow)"),
-    "config":       ("job",                                                                    "hydra omegaconf"),
+    "config":       ("job compat",                                                             "hydra omegaconf"),
     "planning":     ("config",                                                                 "(torch)"),
     "timeline":     ("",                                                                       ""),
     "protocol":     ("storage config planning timeline",                                       ""),
     "records":      ("storage protocol",                                                       ""),
-    "compat":       ("",                                                                       "torch ray"),
     "state":        ("storage",                                                                "torch"),
     "model":        ("config compat",                                                          "torch"),
     "strategies":   ("job config planning timeline protocol compat state model",               "torch"),
@@ -49,6 +49,7 @@ KNOWS = {
     ("tracking", "mlflow"): {"tracking.mlflow"},
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {"compat.ray"},
+    ("compat", "hydra"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from helpers.toys import CPU
+from helpers.training import CPU
 from orchestrator.worker.job_calls import ModelChangedError, call_without_effect, describe
 
 
@@ -116,8 +117,5 @@ def test_an_error_is_told_with_its_place_in_the_users_code() -> None:
 
     with pytest.raises(RuntimeError) as raised:
         call(look, model())
-    text = describe(raised.value)
-    assert text.startswith(
-        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and 4x4) (test_job_calls.py, line "
-    )
-    assert text.endswith(", in look)")
+    message, place = str(raised.value), r" \(test_job_calls\.py, line \d+, in look\)"
+    assert re.fullmatch(re.escape(f"RuntimeError: {message}") + place, describe(raised.value))

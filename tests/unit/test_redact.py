@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import pytest
 
-from orchestrator.config.build import format_override
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import masked
@@ -25,11 +24,11 @@ from orchestrator.config.redact import (
     holds_secret,
     redact,
     redact_text,
-    secret_values,
     url_secrets,
 )
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
+from orchestrator.config.text import format_override
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
@@ -135,13 +134,16 @@ def test_passwords_in_addresses(text: str, clean: str) -> None:
 
 
 def test_known_secrets_are_masked_in_free_text_the_longest_first() -> None:
-    secrets = secret_values({"job": {"token": "abcd", "password": "abcdef", "credentials": {"user": "root1"}}})
-    assert secrets == ("abcdef", "root1", "abcd")
-    assert redact_text("abcdef abcd root1 abc", secrets) == f"{MASK} {MASK} {MASK} abc"
+    redactor = Redactor()
+    redactor.learn({"job": {"token": "abcd", "password": "abcdef", "credentials": {"user": "root1"}}})
+    assert redactor.secrets == ("abcdef", "root1", "abcd")
+    assert redactor.text("abcdef abcd root1 abc") == f"{MASK} {MASK} {MASK} abc"
 
 
 def test_short_values_are_not_hunted_in_free_text() -> None:
-    assert secret_values({"token": "abc", "password": 7, "token_dim": 4096, "tokenizer": "gpt2"}) == ()
+    redactor = Redactor()
+    redactor.learn({"token": "abc", "password": 7, "token_dim": 4096, "tokenizer": "gpt2"})
+    assert redactor.secrets == ()
 
 
 @pytest.mark.parametrize(
@@ -254,8 +256,9 @@ def test_the_secrets_of_a_built_object_are_known() -> None:
         hf_tokens: frozenset[str]
         made: str = field(init=False, default="https://token-in-url@host")
 
-    holder = Holder(Login("anybody", "password-1"), {"value": "auth-value-2"}, frozenset(["hf-3333"]))
-    assert set(secret_values(holder)) == {"password-1", "auth-value-2", "hf-3333", "token-in-url"}
+    redactor = Redactor()
+    redactor.learn(Holder(Login("anybody", "password-1"), {"value": "auth-value-2"}, frozenset(["hf-3333"])))
+    assert set(redactor.secrets) == {"password-1", "auth-value-2", "hf-3333", "token-in-url"}
 
 
 def test_secrets_of_the_environment_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,11 +390,21 @@ class LeakyConstruction(LeakyFactory):
         raise ValueError(f"cannot log in with {self.password}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeakyNestedConstruction(Leaky):
+    password: str = ""
+    login: Mapping[str, str] = field(default_factory=lambda: {"password": os.environ["NAME_THAT_TELLS_NOTHING"]})
+
+    def __post_init__(self) -> None:
+        raise ValueError(f"cannot log in with {self.login['password']}")
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
         (LeakyFactory, f"job.password={MASK}: not welcome"),
         (LeakyConstruction, f"job: cannot log in with {MASK}"),
+        (LeakyNestedConstruction, f"job: cannot log in with {MASK}"),
     ],
 )
 def test_a_secret_of_a_default_factory_is_not_repeated(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from orchestrator.timeline.ideal import Action, live_microbatches, order_of, simulate, theoretical_bubble
+from helpers.schedules import live_microbatches
+from orchestrator.timeline.ideal import Action, order_of, simulate, theoretical_bubble
 from orchestrator.timeline.spans import bubble
 
 GRIDS = [(2, 4), (4, 8), (4, 16), (8, 16)]

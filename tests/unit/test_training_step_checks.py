@@ -23,7 +23,7 @@ from orchestrator.records.process import this_process
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.training_step import joined, optimizers_of
-from orchestrator.worker.loop import datasets_of
+from orchestrator.worker.job_data import datasets_of
 
 OTHERS = ["dp", "model_parallel", "pipeline", "ddp_pipeline", "hogwild", "locked_sgd", "parameter_server"]
 

@@ -20,11 +20,12 @@ from typing import Any
 from safetensors import safe_open
 
 from orchestrator.compat import deferred_dynamo
-from orchestrator.config.build import ConfigError, did_you_mean
+from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import to_dict, to_yaml
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ def forward_only(
 ) -> list[Any]:
     """Run the forward pass of every micro-batch and return the model's outputs.
 
-    Each stage processes all micro-batches before the next stage of the same rank starts. A rank's stages are in
-    ascending order, so this order cannot deadlock.
+    All ranks go through :func:`forward_steps` and exchange activations after each step, each rank in one batch. NCCL
+    does not buffer sends, so ranks that send to each other must receive at the same time.
 
     Args:
         stages: This rank's stages, in ascending order.
@@ -36,38 +36,48 @@ def forward_only(
     Returns:
         The output of each micro-batch on the rank of the last stage; an empty list on the other ranks.
     """
+    own = {stage.index: stage for stage in stages}
+    arrived: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by stage and micro-batch
     outputs: list[Any] = []
-    local: dict[int, list[tuple[Tensor, ...]]] = {}  # inputs of stages whose predecessor is on this rank too
-    sends = []
-    for stage in stages:
-        for number in range(layout.num_microbatches):
-            if stage.inputs is None:
-                value = inputs[number]
-            elif stage.index in local:
-                value = stage.inputs.unpack(local[stage.index][number])
-            else:
-                value = stage.inputs.unpack(_receive(stage, layout, group, device))
-            out = stage.module(value)
-            if stage.outputs is None:
-                outputs.append(out)
-                continue
-            tensors = stage.outputs.pack(out)
-            to = layout.stage_ranks[stage.index + 1]
-            if to == layout.stage_ranks[stage.index]:
-                local.setdefault(stage.index + 1, []).append(tensors)
-            else:
-                sends += [(t, dist.isend(t, group=group, group_dst=to)) for t in tensors]
-    for _, work in sends:
-        assert work is not None
-        work.wait()
+    for step in forward_steps(layout):
+        exchange: list[dist.P2POp] = []
+        for index, number in step:
+            stage, following = own.get(index), own.get(index + 1)
+            if stage is not None:
+                value = inputs[number] if stage.inputs is None else stage.inputs.unpack(arrived.pop((index, number)))
+                out = stage.module(value)
+                if stage.outputs is None:
+                    outputs.append(out)
+                    continue
+                tensors = stage.outputs.pack(out)
+                if following is not None:
+                    arrived[index + 1, number] = tensors
+                else:
+                    to = layout.stage_ranks[index + 1]
+                    exchange += [dist.P2POp(dist.isend, t, group=group, group_peer=to) for t in tensors]
+            elif following is not None:
+                assert following.inputs is not None
+                tensors = following.inputs.examples(device)
+                arrived[index + 1, number] = tensors
+                sender = layout.stage_ranks[index]
+                exchange += [dist.P2POp(dist.irecv, t.detach(), group=group, group_peer=sender) for t in tensors]
+        for work in dist.batch_isend_irecv(exchange) if exchange else []:
+            work.wait()
     return outputs
 
 
-def _receive(
-    stage: Stage, layout: PipelineLayout, group: dist.ProcessGroup, device: torch.device
-) -> tuple[Tensor, ...]:
-    assert stage.inputs is not None
-    tensors = stage.inputs.examples(device)
-    for tensor in tensors:
-        dist.recv(tensor.detach(), group=group, group_src=layout.stage_ranks[stage.index - 1])
-    return tensors
+def forward_steps(layout: PipelineLayout) -> Iterator[list[tuple[int, int]]]:
+    """Yield, step by step, which stages process which micro-batches: at most one on each rank.
+
+    Of its stages that have a micro-batch to process, a rank takes the first one.
+    """
+    m = layout.num_microbatches
+    done = [0] * layout.num_stages
+    while done[-1] < m:
+        chosen: dict[int, int] = {}
+        for stage, rank in enumerate(layout.stage_ranks):
+            if done[stage] < (done[stage - 1] if stage else m):
+                chosen.setdefault(rank, stage)
+        yield [(stage, done[stage]) for stage in chosen.values()]
+        for stage in chosen.values():
+            done[stage] += 1

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed.pipelining import PipelineStage
+from torch.autograd.graph import Node
 
-from orchestrator.compat.torch import (
+from orchestrator.compat.pipelining import (
+    ConnectedStage,
     make_input_gradients_contiguous,
     microbatches_in_memory,
     nodes_between,
-    parameter_of,
+    nodes_of,
     saved_forward,
 )
+from orchestrator.compat.torch import parameter_of
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.timeline.spans import Kind, Span
@@ -85,7 +86,7 @@ class InputBuffer:
         self.microbatches: Sequence[Any] = ()
 
 
-class TimedStage(PipelineStage):
+class TimedStage(ConnectedStage):
     """A stage as a schedule calls it. The first stage receives a micro-batch number and looks up its input.
 
     Attributes:
@@ -104,13 +105,13 @@ class TimedStage(PipelineStage):
         inputs: InputBuffer,
         precision: Precision,
     ):
-        placeholder = (torch.zeros(1),)
+        microbatch_number, placeholder = (torch.zeros(1, dtype=torch.int64),), (torch.zeros(1),)
         super().__init__(
             stage.module,
             stage.index,
             num_stages,
             device,
-            input_args=placeholder if stage.inputs is None else stage.inputs.examples(device),
+            input_args=microbatch_number if stage.inputs is None else stage.inputs.examples(device),
             output_args=placeholder if stage.outputs is None else stage.outputs.examples(device),
             group=group,
         )
@@ -156,19 +157,20 @@ class TimedStage(PipelineStage):
         if self._splits_backward is None:
             outputs, inputs = saved_forward(self, chunk_id)
             # The first stage sends no gradients back: torch leaves its whole backward pass to the second half.
-            self._splits_backward = self.is_first or backward_splits([loss] if self.is_last else outputs, inputs)
+            self._splits_backward = self.is_first or backward_splits(
+                nodes_of([loss]) if self.is_last else outputs, inputs
+            )
         return self._splits_backward
 
 
-def backward_splits(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> bool:
+def backward_splits(outputs: Sequence[Node], inputs: Sequence[Node]) -> bool:
     """Return whether torch's split backward pass computes every gradient.
 
     Its second half starts from the paths between outputs and inputs. It misses parameters that contribute beside all
     of these paths, through a branch that takes no input or only inputs without a gradient.
     """
-    roots, ends = ([_node(t) for t in tensors if t is not None and t.requires_grad] for tensors in (outputs, inputs))
-    on_path = nodes_between(roots, ends)
-    off_path = [node for node in roots if node not in on_path]
+    on_path = nodes_between(outputs, inputs)
+    off_path = [node for node in outputs if node not in on_path]
     seen = set(off_path)
     while off_path:
         node = off_path.pop()
@@ -178,10 +180,6 @@ def backward_splits(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) 
         seen |= found
         off_path += found
     return True
-
-
-def _node(tensor: Tensor) -> Node:
-    return get_gradient_edge(tensor).node
 
 
 @contextlib.contextmanager

@@ -1,0 +1,71 @@
+"""Private parts of ``torch.distributed.pipelining``, an alpha API, and its differences between torch 2.11 and 2.15.
+
+The import of pipelining is slow; import this module only where a model is cut into stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
+
+
+class ConnectedStage(PipelineStage):
+    """A stage that can have a neighbour on its own rank under every backend."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 connects a rank to itself too, which gloo refuses.
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
+
+
+def microbatches_in_memory(stage: PipelineStage) -> int:
+    """Return the number of micro-batches whose activations ``stage`` holds."""
+    return len(_forward_passes(stage)) + len(stage.backward_state)
+
+
+def saved_forward(stage: PipelineStage, microbatch: int) -> tuple[list[Node], list[Node]]:
+    """Return the autograd nodes of the outputs and of the inputs of a forward pass that awaits its backward pass."""
+    saved = _forward_passes(stage)[microbatch]
+    if isinstance(saved, tuple):
+        outputs, inputs = saved
+    else:  # from torch 2.15
+        outputs, inputs = saved.stage_output_for_backward(), saved.input_values
+    return nodes_of(outputs), nodes_of(inputs)
+
+
+def make_input_gradients_contiguous(stage: PipelineStage, microbatch: int) -> None:
+    """Make the gradients that ``stage`` is about to send back contiguous, as the backends require."""
+    gradients = stage.bwd_cache[microbatch]
+    stage.bwd_cache[microbatch] = tuple(None if g is None else g.contiguous() for g in gradients)
+
+
+def nodes_of(values: Iterable[Tensor | GradientEdge | None]) -> list[Node]:
+    """Return the autograd nodes of the values that have a gradient."""
+    edges = (
+        value if isinstance(value, GradientEdge) else get_gradient_edge(value)
+        for value in values
+        if value is not None and (isinstance(value, GradientEdge) or value.requires_grad)
+    )
+    return [edge.node for edge in edges]
+
+
+def nodes_between(outputs: Sequence[Node], inputs: Sequence[Node]) -> set[Node]:
+    """Return the nodes of the autograd graph on any path from ``outputs`` back to ``inputs``.
+
+    The search is the one with which torch splits a backward pass into gradients of inputs and gradients of weights.
+    """
+    nodes, _ = reverse_closure(list(inputs), set(), construct_reverse_graph(list(outputs)))
+    return nodes
+
+
+def _forward_passes(stage: PipelineStage) -> dict[int, Any]:
+    """Return what ``stage`` keeps of each micro-batch whose backward pass has not begun."""
+    name = "fwd_cache" if hasattr(stage, "fwd_cache") else "_forward_chunk_states"  # from torch 2.15
+    passes: dict[int, Any] = getattr(stage, name)
+    return passes

@@ -1,0 +1,37 @@
+"""Keys and values in messages: as typed on the command line, with secrets masked, and with the closest valid name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from orchestrator.config.redact import MASK, holds_secret, redact
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Return ``did you mean x?`` with the closest known name, or the list of valid names if none is close.
+
+    ``prefix`` is put before each name.
+    """
+    names = sorted(known)
+    closest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if closest:
+        return f"did you mean {prefix}{closest[0]}?"
+    return f"valid: {', '.join(prefix + n for n in names) or 'none'}"
+
+
+def format_override(key: str, value: Any) -> str:
+    """Return ``key=value`` as typed on the command line, with secret values masked."""
+    return f"{key}={MASK if holds_secret(key, value) else to_cli(redact(value))}"
+
+
+def to_cli(value: Any) -> str:
+    """Return the value as typed on the command line: ``null``, ``true``, ``[a,b]``, ``{key:value}``."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{to_cli(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(to_cli, value)) + "]"
+    return str(value)

@@ -1,0 +1,155 @@
+"""What a test trains: configurations, and the plans and assignments made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from helpers.quick_jobs import digits
+from orchestrator.config import schema
+from orchestrator.job import Job
+from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.protocol.messages import Assignment, WorkerEnvironment
+from orchestrator.strategies import registry
+from orchestrator.strategies.replicated.ddp import DDPConfig
+from orchestrator.strategies.replicated.single import SingleConfig
+
+TRAIN = schema.TrainConfig(
+    steps=20,
+    global_batch_size=64,
+    grad_accumulation=1,
+    log_every=1,
+    eval_every=0,
+    clip_norm=None,
+    precision="fp32",
+    on_nonfinite="stop",
+    ema_decay=None,
+    deterministic=False,
+)
+SINGLE = SingleConfig(name="single", num_workers=1)
+DDP = DDPConfig(
+    name="ddp",
+    num_workers="auto",
+    bucket_mb=0.001,  # several buckets even in these models
+    comm_hook="none",
+    powersgd_rank=4,
+    find_unused_parameters=False,
+    sync_batchnorm=False,
+)
+CLUSTER = schema.ClusterConfig(
+    address=None,
+    device="cpu",
+    cpus_per_worker=1,
+    autoscaling=False,
+    dashboard=False,
+    pending_timeout_s=5,
+    rendezvous_timeout_s=20,
+    collective_timeout_s=20,
+    heartbeat_s=1,
+    node_timeout_s=4,
+    heartbeat_timeout_s=5,
+    stopped_timeout_s=5,
+    stop_grace_s=5,
+)
+RECOVERY = schema.RecoveryConfig(
+    max_failures=0,
+    spares=0,
+    peer_copy_every=0,
+    backoff_s=1,
+    hang_factor=10,
+    hang_min_s=10,
+    hang_max_s=20,
+    build_max_s=20,
+    replace_stragglers=False,
+    chaos=(),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job and how it is trained; ``options`` are for more than one rank, ``alone`` for one (None: ``single``)."""
+
+    job: Job
+    train: schema.TrainConfig = TRAIN
+    options: schema.StrategyConfig = DDP
+    alone: schema.StrategyConfig | None = None
+    seed: int = 3
+
+
+def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
+    """The configuration of ``case`` for that many workers and shards."""
+    num_workers = world_size - getattr(case.options, "num_shards", 0)
+    options = (case.alone or SINGLE) if world_size == 1 else replace(case.options, num_workers=num_workers)
+    config = schema.Config(
+        name="test",
+        seed=case.seed,
+        resume="never",
+        output_dir="outputs",
+        plan=False,
+        profile=False,
+        train=case.train,
+        data=schema.DataConfig(num_workers=0),
+        checkpoint=schema.CheckpointConfig(every=0, keep=3),
+        recovery=RECOVERY,
+        tracking=schema.TrackingConfig(
+            uri=None,
+            experiment="test",
+            request_timeout_s=1,
+            upload_every_s=0,
+            flush_timeout_s=1,
+            system_metrics_every_s=0,
+        ),
+        cluster=CLUSTER,
+        strategy=options,
+        job=schema.JobSpec(target="test.Test", fields={}),
+    )
+    return replace(config, **changes)
+
+
+def plan_of(config: schema.Config) -> Plan:
+    return make_plan(
+        config,
+        registry.load(config.strategy.name),
+        (Node(node_id="here", name="here", cpus=8, gpus=0),),
+        oversubscribe_cpus=True,
+    )
+
+
+def assignment(
+    *,
+    rank: int,
+    world_size: int,
+    generation: int,
+    store_port: int,
+    run_dir: str,
+    case: Case | None = None,
+    checkpoint: str | None = None,
+    checkpoint_every: int = 0,
+    rendezvous_timeout_s: float = 20,
+) -> Assignment:
+    """Orders as the driver would give them, on this machine and with gloo."""
+    case = case or Case(job=digits(), seed=0)
+    config = config_of(
+        case,
+        world_size,
+        output_dir=run_dir,
+        checkpoint=schema.CheckpointConfig(every=checkpoint_every, keep=3),
+        cluster=replace(CLUSTER, rendezvous_timeout_s=rendezvous_timeout_s),
+    )
+    return Assignment(
+        generation=generation,
+        global_rank=rank,
+        local_rank=rank,
+        store_host="127.0.0.1",
+        store_port=store_port,
+        backend="gloo",
+        run_dir=run_dir,
+        run_uid="test",
+        environment=WorkerEnvironment(working_dir=run_dir, import_paths=(), config=config),
+        plan=plan_of(config),
+        checkpoint=checkpoint,
+    )
+
+
+def having(train: schema.TrainConfig = TRAIN, **changes: Any) -> schema.TrainConfig:
+    return replace(train, **changes)

@@ -1,0 +1,168 @@
+"""A bare training loop, to run a case on a rank, and comparisons of what it trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers.cases import Case, config_of, plan_of
+from orchestrator.state.train_state import TrainState
+from orchestrator.strategies import registry
+from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
+from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
+from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.worker.data import checked_weights, train_batches
+from orchestrator.worker.loop import seed_step
+
+CPU = torch.device("cpu")
+made: list[Strategy] = []
+"""To be closed before the process group ends, as the training loop does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What a rank saw at each step, and its model after the last one."""
+
+    loss_sums: list[float]
+    weights: list[float]
+    norms: list[float | None]
+    skipped: list[bool]
+    metrics: list[dict[str, float]]
+    model: dict[str, Tensor]
+
+
+def losses(ranks: list[Steps]) -> Tensor:
+    """The loss of the run at every step: summed over the ranks, divided by the summed weight."""
+    sums = torch.tensor([r.loss_sums for r in ranks], dtype=torch.float64).sum(0)
+    return sums / torch.tensor([r.weights for r in ranks], dtype=torch.float64).sum(0)
+
+
+def metrics_of(ranks: list[Steps]) -> list[dict[str, float]]:
+    """The job's metrics of the run at every step: summed over the ranks, divided by the summed weight."""
+    return [
+        {
+            name: sum(r.metrics[step].get(name, 0.0) for r in ranks) / sum(r.weights[step] for r in ranks)
+            for name in {name for r in ranks for name in r.metrics[step]}
+        }
+        for step in range(len(ranks[0].weights))
+    ]
+
+
+def make(case: Case, rank: int, *, peer_copy_every: int = 0) -> Strategy:
+    """The strategy of ``case`` on this rank of the default group, set up."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    config = config_of(case, world_size)
+    plan = plan_of(config)
+    context = Context(
+        mesh=plan.mesh,
+        global_rank=rank,
+        device=CPU,
+        seed=case.seed,
+        train=case.train,
+        options=config.strategy,
+        pipeline=plan.pipeline,
+        num_devices=plan.devices_per_worker,
+        peer_copy_every=peer_copy_every,
+    )
+    strategy = registry.load(config.strategy.name).create(context, case.job)
+    made.append(strategy)
+    strategy.setup(case.job.dataset("train"))
+    strategy.attach()
+    strategy.sync_initial_state()
+    return strategy
+
+
+def close_strategies() -> None:
+    while made:
+        made.pop().close()
+
+
+def steps(
+    strategy: Strategy, *, first: int = 1, last: int | None = None, want_grad_norm: bool = False
+) -> Iterator[StepResult]:
+    """Train from step ``first`` to ``last``, with the data and seeds that the training loop gives."""
+    context = strategy.context
+    train, mesh = context.train, context.mesh
+    last = train.steps if last is None else last
+    batches = train_batches(
+        strategy.job.dataset("train"),
+        collate=strategy.job.collate,
+        seed=context.seed,
+        samples_consumed=(first - 1) * train.global_batch_size,
+        steps=last - first + 1,
+        global_batch_size=train.global_batch_size,
+        data_parallel_size=mesh.data_parallel_size,
+        dp_rank=context.dp_rank,
+        grad_accumulation=train.grad_accumulation,
+        num_workers=0,
+        pin_memory=False,
+        timeout_s=10,
+        weights=checked_weights(strategy.job.sample_weights("train"), strategy.job.dataset("train")),
+        read=strategy.reads_data,
+    )
+    for step, batch in zip(range(first, last + 1), batches, strict=True):
+        seed_step(context.seed, step, context.global_rank)
+        yield strategy.train_step(batch, want_grad_norm=want_grad_norm, want_metrics=True)
+
+
+def train(rank: int, case: Case, want_grad_norm: bool = False) -> Steps:
+    """Train ``case`` on this rank from the first step to the last."""
+    strategy = make(case, rank)
+    return watched(strategy, steps(strategy, want_grad_norm=want_grad_norm))
+
+
+def watched(strategy: Strategy, results: Iterable[StepResult]) -> Steps:
+    kept = list(results)
+    return Steps(
+        loss_sums=[float(r.loss_sum) for r in kept],
+        weights=[float(r.weight) for r in kept],
+        norms=[None if r.grad_norm is None else float(r.grad_norm) for r in kept],
+        skipped=[r.skipped for r in kept],
+        metrics=[{name: float(value) for name, value in r.metrics.items()} for r in kept],
+        model=snapshot(model_of(strategy)),
+    )
+
+
+def model_of(strategy: Strategy) -> nn.Module:
+    """This rank's part of the model; a shard has none."""
+    if isinstance(strategy, Shard):
+        return nn.Module()
+    if isinstance(strategy, Pipeline):
+        return strategy.state_module()
+    if isinstance(strategy, Worker):
+        strategy.pull()
+    assert isinstance(strategy, WholeModel)
+    return strategy.model
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def piece(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[Steps, TrainState | None]:
+    """Train from ``state``, which rank 0 alone looks at, to step ``stop``; what rank 0 would save."""
+    strategy, done = make(case, rank), 0
+    if state is not None:
+        meta = strategy.restore(state if rank == 0 else None, source=0)
+        assert meta["samples_consumed"] == meta["step"] * case.train.global_batch_size
+        done = meta["step"]
+    seen = watched(strategy, steps(strategy, first=done + 1, last=stop))
+    return seen, strategy.capture(step=stop, samples_consumed=stop * case.train.global_batch_size, into=None)
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert a.keys() == b.keys()
+    assert [n for n in a if not torch.equal(a[n], b[n])] == []
+
+
+def assert_same_state(a: TrainState, b: TrainState) -> None:
+    assert_same(a.model, b.model)
+    assert_same(a.optimizer, b.optimizer)
+    assert a.meta == b.meta

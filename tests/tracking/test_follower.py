@@ -1,0 +1,162 @@
+"""The process that uploads: when it works, when it ends, and what follows if it or its driver is killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from helpers.runs import wait_for
+from helpers.tracked_runs import (
+    end,
+    ended_run,
+    expected,
+    follower_of,
+    history,
+    log,
+    new_run,
+    run_of,
+    start,
+    tracking,
+)
+from orchestrator.records.journal import Journal
+from orchestrator.records.process import this_process
+from orchestrator.tracking.follower import FollowerOptions
+from orchestrator.tracking.transfer import exclusive, read_cursor
+from orchestrator.tracking.uploader import Uploader
+
+
+def test_a_follower_yields_the_cpu_waits_for_points_and_ends_in_time_when_left_alone(tmp_path):
+    run_dir = new_run(tmp_path, uri := "http://127.0.0.1:9")  # nothing listens there
+    uploader = Uploader.start(run_dir, tracking(uri, flush_timeout_s=3.0))
+    journal = Journal(run_dir)
+    start(journal)
+    follower = wait_for(lambda: follower_of(run_dir))
+    assert follower.nice() == 19
+    time.sleep(1.5)
+    assert sum(follower.cpu_times()[:2]) < 0.7, "MLflow's import must not compete with the start of a run"
+    log(journal, range(1, 4))
+    wait_for(uploader.problem)
+    end(journal, run_dir, "KILLED")
+    journal.close()
+    uploader.leave()
+    with exclusive(run_dir) as free:
+        assert not free, "it still works"
+    with exclusive(run_dir, timeout_s=6) as free:
+        assert free, "it has ended"
+
+
+def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 4))
+    follower = wait_for(lambda: follower_of(run_dir))
+    time.sleep(2.5)
+    assert sum(follower.cpu_times()[:2]) < 0.7, "MLflow's import must not compete with the training"
+    assert uploader.problem() is None
+    end(journal, run_dir)
+    journal.close()
+    upload = uploader.finish(30)
+    assert (upload.uploaded, upload.missing, upload.complete) == (6, 0, True)
+
+
+def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    uploader = Uploader.start(run_dir, tracking(uri))
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 4))
+    wait_for(lambda: read_cursor(run_dir).points == 6)
+    wait_for(lambda: follower_of(run_dir)).kill()
+    assert "died; another one continues" in wait_for(uploader.problem)
+    log(journal, range(4, 7))
+    wait_for(lambda: read_cursor(run_dir).points == 12)
+    assert uploader.problem() is None
+    wait_for(lambda: follower_of(run_dir)).kill()
+    end(journal, run_dir)
+    journal.close()
+    time.sleep(0.2)
+    upload = uploader.finish(30)
+    assert (upload.uploaded, upload.missing, upload.complete) == (12, 0, True)
+
+
+class SlowSecrets(tuple):
+    """Options with these are sent when a process that does not read them has ended."""
+
+    def __iter__(self):
+        time.sleep(0.5)
+        return super().__iter__()
+
+
+def test_a_follower_that_does_not_start_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    run_dir = ended_run(tmp_path, uri := "http://127.0.0.1:9")
+    options = FollowerOptions(
+        uri=uri,
+        request_timeout_s=1,
+        upload_every_s=0,
+        flush_timeout_s=1,
+        events_offset=0,
+        driver=this_process(),
+        secrets=SlowSecrets(),
+    )
+    uploader = Uploader(run_dir, options)
+    assert "died; another one continues" in wait_for(uploader.problem)
+    upload = uploader.finish(10)
+    assert (upload.missing, upload.complete) == (20, False)
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from orchestrator.config.schema import TrackingConfig
+from orchestrator.protocol.events import MetricsLogged, RunStarted
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir
+from orchestrator.records.journal import Journal
+from orchestrator.tracking.uploader import Uploader
+
+run_dir = RunDir(Path(sys.argv[1]))
+run_dir.update_record(driver=this_process())
+journal = Journal(run_dir)
+tracking = TrackingConfig(
+    uri=sys.argv[2],
+    experiment="tests",
+    request_timeout_s=5,
+    upload_every_s=0,
+    flush_timeout_s=30,
+    system_metrics_every_s=0,
+)
+uploader = Uploader.start(run_dir, tracking)
+journal.emit(RunStarted(name="n", run_dir="", strategy="ddp", job="digits", world_size=2, steps=9))
+for step in (1, 2, 3):
+    journal.emit(MetricsLogged(step=step, metrics={"train/loss": 1 / step}))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_kill_minus_nine_of_the_driver_ends_as_killed(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(run_dir.path), uri], stdout=subprocess.PIPE, start_new_session=True
+    )
+    driver.stdout.readline()
+    wait_for(lambda: read_cursor(run_dir).run_id)
+    os.killpg(driver.pid, signal.SIGKILL)  # with all that would die with it
+    wait_for(lambda: run_dir.read_record()["state"] == "killed", timeout_s=5)
+    with exclusive(run_dir, timeout_s=20) as ended:
+        assert ended
+    driver.wait(timeout=10)
+    driver.stdout.close()
+    run = run_of(uri, run_dir)
+    assert run.info.status == "KILLED"
+    assert history(uri, run.info.run_id) == expected(run_dir)
+    assert run_dir.read_record()["mlflow_run_id"] == run.info.run_id
+    last = json.loads(run_dir.events_file.read_text().splitlines()[-1])
+    assert (last["event"], last["status"]) == ("run_ended", "KILLED")

@@ -1,0 +1,53 @@
+"""What the upload relies on in MLflow: equal points and images are stored once."""
+
+import math
+import re
+
+from PIL import Image
+
+from helpers.tracked_runs import artifacts, client_of, history, new_run, save_samples
+from orchestrator.records.journal import Journal, Sample
+from orchestrator.tracking.backend import Point
+from orchestrator.tracking.mlflow import MlflowBackend
+
+
+def test_the_same_batch_twice_leaves_each_point_once(uri):
+    """What the whole upload relies on: MLflow's store knows an equal point again."""
+    client = client_of(uri)
+    run_id = client.create_run(client.create_experiment("twice")).info.run_id
+    values = [(0.5, 1000.0, 1), (math.nan, 1001.0, 2), (math.inf, 1002.0, 3), (0.25, 1003.0, 4)]
+    points = [Point("a", value, at, step) for value, at, step in values]
+    backend = MlflowBackend(uri, request_timeout_s=10)
+    backend.log_points(run_id, points[:3])
+    backend.log_points(run_id, points)
+    assert [step for step, _ in history(uri, run_id, "a")] == [1, 2, 3, 4]
+
+
+def test_an_image_is_stored_as_mlflow_stores_its_own_and_the_same_twice_is_one(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    journal = Journal(run_dir)
+    save_samples(journal, run_dir, 7)
+    journal.close()
+    client = client_of(uri)
+    experiment = client.create_experiment("images", artifact_location=str(tmp_path / "images"))
+    ours, theirs = (client.create_run(experiment).info.run_id for _ in range(2))
+    image = Sample(name="digits", step=7, time=1700000000.25, path=run_dir.sample_file(7, "digits", "png"))
+    for _ in range(2):
+        MlflowBackend(uri, request_timeout_s=10).log_sample(ours, image)
+    client.log_image(theirs, Image.open(image.path), key="digits", step=7, timestamp=1700000000250)
+    named = [
+        [re.sub(r"[0-9a-f]{8}(-[0-9a-f]+)+", "<uuid>", path) for path in artifacts(uri, r, "images")]
+        for r in (ours, theirs)
+    ]
+    assert (
+        named[0]
+        == named[1]
+        == [f"images/digits+step+7+timestamp+1700000000250+<uuid>{end}" for end in ("+compressed.webp", ".png")]
+    )
+    sizes = [
+        [Image.open(path).size for path in sorted((tmp_path / "images" / r / "artifacts" / "images").iterdir())]
+        for r in (ours, theirs)
+    ]
+    assert sizes[0] == sizes[1] == [(128, 256), (300, 600)]
+    tags = [client.get_run(run_id).data.tags["mlflow.loggedImages"] for run_id in (ours, theirs)]
+    assert tags[0] == tags[1]

@@ -1,0 +1,111 @@
+"""The upload of a journal: requests, failures, and masked secrets."""
+
+import time
+
+import pytest
+
+from helpers.tracked_runs import ended_run, expected, history, log, new_run, run_of, save_samples
+from orchestrator.protocol.events import MetricsLogged
+from orchestrator.records.journal import Ending, Journal
+from orchestrator.tracking.mlflow import MlflowBackend
+from orchestrator.tracking.transfer import Transfer, final_ending, read_cursor
+
+
+class MemoryBackend:
+    """A tracking server that fails where it is told to."""
+
+    uri = "http://localhost"
+    max_points_per_request = 3
+
+    def __init__(self):
+        self.calls = []
+        self.failing = None
+
+    def _call(self, name, value):
+        if self.failing == name:
+            raise ConnectionError(f"{name} failed")
+        self.calls.append((name, value))
+
+    def open_run(self, record, *, run_id, start_time, running):
+        self._call("open", running)
+        return record["uid"]
+
+    def log_points(self, run_id, points):
+        self._call("log", [(p.name, p.step) for p in points])
+
+    def log_sample(self, run_id, sample):
+        self._call("sample", (sample.name, sample.step))
+
+    def close_run(self, run_id, record, ending, run_dir):
+        self._call("close", ending.status)
+
+
+def test_the_upload_needs_no_more_of_a_server_than_the_protocol(tmp_path):
+    run_dir = ended_run(tmp_path, "http://localhost")
+    backend = MemoryBackend()
+    transfer = Transfer(run_dir, backend)
+    transfer.push(None)
+    assert backend.calls[0] == ("open", True)
+    assert [len(points) for name, points in backend.calls if name == "log"] == [2] * 10
+    backend.failing = "close"
+    ending = Ending(status="FINISHED", time=time.time(), summary={})
+    with pytest.raises(ConnectionError):
+        transfer.push(ending)
+    assert read_cursor(run_dir).error == "ConnectionError: close failed"
+    backend.calls, backend.failing = [], None
+    transfer.push(ending)
+    assert backend.calls == [("open", False), ("close", "FINISHED")]
+    assert read_cursor(run_dir).error is None
+
+
+def test_a_store_that_refuses_files_still_gets_the_points_and_the_status(tmp_path):
+    run_dir = ended_run(tmp_path, "http://localhost")
+    journal = Journal(run_dir)
+    save_samples(journal, run_dir, 5, 10)
+    journal.close()
+    backend = MemoryBackend()
+    backend.failing = "sample"
+    transfer = Transfer(run_dir, backend)
+    ending = Ending(status="FINISHED", time=time.time(), summary={})
+    with pytest.raises(ConnectionError):
+        transfer.push(ending)
+    assert backend.calls[-1] == ("close", "FINISHED")
+    assert read_cursor(run_dir).closed_at is None, "something is missing"
+    backend.calls, backend.failing = [], None
+    transfer.push(ending)
+    samples = [("sample", (name, step)) for step in (5, 10) for name in ("digits", "says")]
+    assert backend.calls == [("open", False), ("close", "FINISHED"), *samples]
+    backend.calls = []
+    transfer.push(ending)
+    assert backend.calls == [], "everything is there"
+    assert read_cursor(run_dir).closed_at == ending.time
+
+
+def test_more_than_one_request_of_points(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    journal = Journal(run_dir)
+    journal.emit(MetricsLogged(step=1, metrics={f"m/{i}": float(i) for i in range(1500)}))
+    log(journal, range(2, 1002))
+    journal.close()
+    transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5))
+    transfer.push(Ending(status="FINISHED", time=time.time(), summary={}))
+    assert transfer.cursor.points == 3500
+    assert history(uri, transfer.cursor.run_id) == expected(run_dir)
+    assert len(run_of(uri, run_dir).data.metrics) == 1502
+
+
+def test_secrets_are_masked_in_what_is_uploaded(tmp_path, uri, monkeypatch):
+    monkeypatch.setenv("SOME_API_TOKEN", "from-environment")
+    run_dir = ended_run(tmp_path, uri, command="launch job.password=short job.text=given-secret")
+    text = "given-secret and from-environment, password=x\n"
+    run_dir.log_file(0).write_text(text)
+    picture = b"\x89PNG\0 given-secret"
+    run_dir.timeline_picture.write_bytes(picture)
+    transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5), secrets=["given-secret"])
+    transfer.push(final_ending(run_dir))
+    (log_file,) = tmp_path.glob("mlartifacts/**/rank-0.log")
+    assert log_file.read_text() == "*** and ***, password=***\n"
+    (uploaded,) = tmp_path.glob("mlartifacts/**/timeline.png")
+    assert uploaded.read_bytes() == picture, "a file that is not text is uploaded as it is"
+    assert run_of(uri, run_dir).data.tags["mlflow.note.content"] == "`launch job.password=*** job.text=***`"
+    assert run_dir.log_file(0).read_text() == text
