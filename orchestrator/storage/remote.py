@@ -102,8 +102,14 @@ class Remote:
         Raises:
             FileNotFoundError: there is no ``source``.
         """
-        with source.open("rb") as file:
-            self._store(name, functools.partial(_copy, file), on_progress)
+        source.stat()
+
+        def copy(out: Any, progressed: Callable[[], None]) -> None:
+            # Open here: a stream that is closed early leaves a part of the file, and a call that was given up goes on.
+            with source.open("rb") as file:
+                _copy(file, out, progressed)
+
+        self._store(name, copy, on_progress)
 
     def read(self, name: str) -> bytes:
         """Return the contents of a small file."""

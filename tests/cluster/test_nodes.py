@@ -132,9 +132,9 @@ def test_with_a_url_every_node_writes_to_a_directory_of_its_own(cluster: Cluster
     store, staging = tmp_path / "store", tmp_path / "staging"
     staging.mkdir()
     url = (f"output_dir=file://{store}", f"storage.staging_dir={staging}", "storage.upload_every_s=0.5")
-    fault = ("recovery.chaos=[kill@20:0,kill@40:1]", "checkpoint.every=30")
+    faults = "recovery.chaos=[kill@20:0,kill@40:1]"
     with node_with_its_own(staging, cluster):
-        run = Run(cluster, tmp_path, "strategy.num_workers=2", "train.steps=60", *url, *fault)
+        run = Run(cluster, tmp_path, "strategy.num_workers=2", "train.steps=60", *url, faults)
         output = run.output()
     (stored,) = store.glob("*/*")
     assert f"run directory: file://{stored}" in output
@@ -142,8 +142,7 @@ def test_with_a_url_every_node_writes_to_a_directory_of_its_own(cluster: Cluster
     assert (record["state"], record["summary"]["restarts"], record["summary"]["steps_lost"]) == ("finished", 2, 0)
     points = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
     assert sorted(p["step"] for p in points if "train/loss" in p) == list(range(1, 61))
-    saved = sorted(p.parent.name for p in stored.glob("checkpoints/*/manifest.json"))
-    assert saved == ["step-00000030", "step-00000060"]
+    assert [p.parent.name for p in stored.glob("checkpoints/*/manifest.json")] == ["step-00000060"]
     of_driver, of_node = sorted(stored.glob("logs/**/*.log"), key=lambda p: len(p.parts))
     assert {of_driver.name, of_node.name} == {"rank-0.log", "rank-1.log"}
     assert of_node.parent.name.startswith(socket.gethostname())
