@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_results import WriteFailed
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
@@ -17,6 +19,8 @@ from orchestrator.state.train_state import nonfinite_parameter
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.metrics import NonFiniteError
+
+_LIMIT = "cluster.collective_timeout_s is the limit"
 
 
 class Checkpoints:
@@ -94,7 +98,10 @@ class Checkpoints:
         stalled = self._writer.drain(self._limit_s, on_progress=self._outbox.progress)
         if stalled is not None and stalled.step != self._given_up:
             self._given_up = stalled.step
-            reason = nothing_written(self._timeout_s, self._writer.upload_problem())
+            reason = nothing_written(self._timeout_s)
+            if (problem := self._writer.upload_problem()) is not None:
+                staged = path_of(self._run_dir.checkpoints, stalled.step)
+                reason = not_uploaded(self._timeout_s, problem, f"{staged} on {socket.gethostname()}")
             self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=reason))
         self.report()
 
@@ -116,12 +123,14 @@ class Checkpoints:
         return PendingCheckpoint(step=pending.step, progress=pending.progress)
 
 
-def nothing_written(seconds: float, upload_problem: str | None = None) -> str:
-    """Return why a checkpoint was given up, after ``upload_problem`` if that is known."""
-    limit = "cluster.collective_timeout_s is the limit"
-    if upload_problem is not None:
-        return f"nothing was uploaded for {seconds:g} s ({upload_problem}); {limit}"
+def nothing_written(seconds: float) -> str:
+    """Return why a checkpoint was given up."""
     return (
         f"nothing was written for {seconds:g} s: is the file system of the run directory full, slow or disconnected? "
-        f"{limit}"
+        f"{_LIMIT}"
     )
+
+
+def not_uploaded(seconds: float, problem: str, staged: str) -> str:
+    """Return why the upload of a checkpoint was given up, and where it is: ``staged``."""
+    return f"nothing was uploaded for {seconds:g} s ({problem}); it is in {staged}; {_LIMIT}"
