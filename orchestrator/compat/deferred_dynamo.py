@@ -53,7 +53,7 @@ def uninstall() -> None:
 class _StandIn(types.ModuleType):
     """A module that has ``answers`` as its attributes and takes all others from the real module.
 
-    The exception is ``__file__``: ``inspect`` reads it from every module, which is no reason to load the real one.
+    ``__file__`` is missing, because ``inspect`` reads it from every module and must not load the real one.
     """
 
     def __init__(self, name: str, **answers: Any):

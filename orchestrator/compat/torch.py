@@ -11,9 +11,10 @@ Two parts have modules of their own: ``compat/pipelining.py``, and ``compat/defe
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,12 +41,14 @@ __all__ = [
     "TorchDispatchMode",
     "adopt_user_state",
     "broadcast_ddp_buffers",
+    "calls_through",
     "data_parallel_replica",
     "ddp_comm_ms",
     "end_loader_processes",
     "is_view",
     "loader_exit_codes",
     "loader_failure",
+    "loads_through",
     "mutates",
     "own_buffers",
     "own_children",
@@ -155,6 +158,38 @@ def data_parallel_replica(module: nn.Module) -> nn.Module:
     """Return a copy of ``module`` as ``nn.DataParallel`` makes it: same buffers and children, no parameters."""
     replica: nn.Module = module._replicate_for_data_parallel()
     return replica
+
+
+@contextlib.contextmanager
+def calls_through(call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``call(original, module, *args, **kwargs)`` make every call of a module in the block.
+
+    ``original(module, *args, **kwargs)`` is the call itself, hooks included.
+    """
+    original = nn.Module.__call__
+
+    def call_through(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return call(original, module, *args, **kwargs)
+
+    nn.Module.__call__ = call_through  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+# Files
+
+
+@contextlib.contextmanager
+def loads_through(load: Callable[..., Any]) -> Iterator[None]:
+    """Let ``load(original, *args, **kwargs)`` make every call of ``torch.load`` in the block."""
+    original = torch.load
+    torch.load = functools.partial(load, original)
+    try:
+        yield
+    finally:
+        torch.load = original
 
 
 # DistributedDataParallel

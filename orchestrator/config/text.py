@@ -1,9 +1,9 @@
-"""Keys and values in messages: as typed on the command line, with secrets masked, and with the closest valid name."""
+"""Keys, values and names in messages: as typed on the command line, masked, abridged, or with the closest match."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.config.redact import MASK, holds_secret, redact
@@ -35,3 +35,9 @@ def to_cli(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(to_cli, value)) + "]"
     return str(value)
+
+
+def first_of(names: Sequence[str], *, most: int = 2) -> str:
+    """Return the first ``most`` names and the number of the others, as in ``a, b and 3 more``."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -97,8 +97,8 @@ def _pipeline(plan: Plan) -> list[tuple[str, str]]:
     if plan.pipeline is None:
         return []
     layout = plan.pipeline
-    samples = plan.workers[0].samples_per_step // plan.grad_accumulation // layout.num_microbatches
-    work = f"{layout.schedule}, {count(layout.num_microbatches, 'micro-batch', 'es')} of {count(samples, 'sample')}"
+    rows = plan.microbatch_rows
+    work = f"{layout.schedule}, {count(layout.num_microbatches, 'micro-batch', 'es')} of {count(rows, 'sample')}"
     where = "balanced by measured time" if plan.split is None else f"split before {', '.join(plan.split)}"
     return [("pipeline", f"{count(layout.num_stages, 'stage')} {where}; {work}")]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -81,17 +81,30 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
     return pytree.tree_map(at, *trees)
 
 
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Call ``function`` on each tensor of a tree, and rebuild the containers; everything else stays as it is."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield everything in a tree that is not a container, in the order of :func:`map_leaves`."""
+    for node in pytree.tree_leaves(tree):
+        if isinstance(node, Mapping):
+            parts = list(node.values())
+        elif dataclasses.is_dataclass(node):
+            parts = [getattr(node, field.name) for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        elif isinstance(node, (tuple, list)):
+            parts = list(node)
+        else:
+            yield node
+            continue
+        for part in parts:
+            yield from leaves(part)
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree."""
-    found: list[Tensor] = []
-
-    def keep(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(keep, tree)
-    return found
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -101,7 +114,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if device.type == "cpu":
         return batch
-    return map_leaves(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def num_rows(tree: Any) -> int | None:
@@ -111,7 +124,7 @@ def num_rows(tree: Any) -> int | None:
 
 def rows_between(tree: Any, start: int, stop: int) -> Any:
     """Cut each tensor of a tree to its samples from ``start`` to ``stop``; scalars stay as they are."""
-    return map_leaves(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.ndim else leaf, tree)
+    return map_tensors(lambda tensor: tensor[start:stop] if tensor.ndim else tensor, tree)
 
 
 def first_rows(tree: Any, rows: int) -> Any:
@@ -125,14 +138,9 @@ def has_row_per_sample(tree: Any, rows: int) -> bool:
     A scalar, such as a loss that the model computes itself, and an opaque object, such as a cache, depend on all
     samples. None does not.
     """
-    each: list[bool] = []
-
-    def check(leaf: Any) -> Any:
-        each.append(leaf is None or (isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows))
-        return leaf
-
-    map_leaves(check, tree)
-    return all(each)
+    return all(
+        leaf is None or (isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows) for leaf in leaves(tree)
+    )
 
 
 def join(outputs: Sequence[Any], device: torch.device) -> Any:

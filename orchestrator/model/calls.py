@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from orchestrator.compat.torch import pytree
 from orchestrator.config.text import did_you_mean
+from orchestrator.model.batch import map_tensors
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel
 
@@ -45,9 +45,11 @@ def first_modules(
             for name, module in whole.model.named_modules()
             if name
         ]
-        whole.model(pytree.tree_map_only(Tensor, whole.fake_like, inputs))
-    for hook in hooks:
-        hook.remove()
+        try:
+            whole.model(map_tensors(whole.fake_like, inputs))
+        finally:
+            for hook in hooks:
+                hook.remove()
     num_calls = Counter(calls)
     once = [name for name in calls if num_calls[name] == 1]
     setting = f"strategy.split=[{','.join(split)}]"

@@ -30,6 +30,7 @@ class Cut:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages."""
         return len(self.starts)
 
     def layers_of(self, stage: int, num_layers: int) -> range:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import (
     FakeTensor,
-    FakeTensorMode,
-    pytree,
+    calls_through,
     unset_fake_temporarily,
     without_fake_tensor_logs,
 )
+from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
-from orchestrator.model.recorder import fake_like
 from orchestrator.model.tensor_slots import filled, random_like
 
 
@@ -43,32 +42,31 @@ def fake_calls(whole: FakeModel, *, opened: Collection[nn.Module] = ()) -> Itera
     Raises:
         Exception: whatever a module raises with real tensors too.
     """
-    original = nn.Module.__call__
     real_calls = RealCalls()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(module, *args, **kwargs)
         except ValueError:
             raise
         except Exception:
-            if module in opened or not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            if module in opened or not any(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
                 raise
-            return _call_real(module, args, kwargs, whole.mode)
+            return call_real(original, module, args, kwargs)
 
-    def _call_real(module: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
+    def call_real(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), filled(module, random_like):
             was_active, real_calls.active = real_calls.active, True
             try:
-                real_args, real_kwargs = pytree.tree_map_only(FakeTensor, random_like, (args, kwargs))
+                real_args, real_kwargs = map_tensors(_real, (args, kwargs))
                 out = original(module, *real_args, **real_kwargs)
             finally:
                 real_calls.active = was_active
-        return pytree.tree_map_only(Tensor, lambda t: fake_like(t, mode).requires_grad_(t.requires_grad), out)
+        return map_tensors(lambda t: whole.fake_like(t).requires_grad_(t.requires_grad), out)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        with without_fake_tensor_logs():
-            yield real_calls
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+    with calls_through(call), without_fake_tensor_logs():
+        yield real_calls
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return random_like(tensor) if isinstance(tensor, FakeTensor) else tensor

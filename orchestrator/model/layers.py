@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import FakeTensor, pytree, version_of
+from orchestrator.compat.torch import version_of
+from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
@@ -28,7 +29,7 @@ def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[
         inputs: a batch for the model, of real tensors on the device of the fake model.
         precision: what the forward pass is computed in.
     """
-    values = [pytree.tree_map_only(Tensor, sequence.whole.fake_like, inputs)]
+    values = [map_tensors(sequence.whole.fake_like, inputs)]
     with sequence.whole.mode, fake_calls(sequence.whole), precision.autocast():
         for layer in sequence.modules:
             values.append(layer(values[-1]))
@@ -51,15 +52,20 @@ def changing_buffers(sequence: LayerSequence, inputs: Any, *, precision: Precisi
 
 
 def costs(
-    sequence: LayerSequence, values: Sequence[Any], inputs: Any, *, precision: Precision, loss: Callable[[Any], Tensor]
+    layers: Sequence[nn.Module],
+    values: Sequence[Any],
+    inputs: Any,
+    *,
+    precision: Precision,
+    loss: Callable[[Any], Tensor],
 ) -> list[float]:
     """Measure the forward and backward time of each layer in milliseconds; the last one includes the loss.
 
     One layer at a time gets memory, filled with small random numbers. Layers that differ only in the values of their
-    parameters are measured once. A layer that replaces its buffers leaves real ones in ``sequence``.
+    parameters are measured once. A layer that replaces its buffers keeps the real ones.
 
     Args:
-        sequence: the layers, of fake tensors.
+        layers: all layers of a model, of fake tensors.
         values: the result of :func:`flow`.
         inputs: a batch for the model, of real tensors.
         precision: what the forward pass is computed in.
@@ -67,12 +73,12 @@ def costs(
     """
     known: dict[Any, float] = {}
     measured = []
-    for index, layer in enumerate(sequence.modules):
-        is_last = index == len(sequence.modules) - 1
-        tensors = (*pytree.tree_leaves(values[index]), *layer.parameters())
-        kind = (repr(layer), is_last, *((t.shape, t.dtype) for t in tensors if isinstance(t, Tensor)))
+    for index, layer in enumerate(layers):
+        is_last = index == len(layers) - 1
+        tensors = (*tensors_in(values[index]), *layer.parameters())
+        kind = (repr(layer), is_last, *((t.shape, t.dtype) for t in tensors))
         if kind not in known:
-            value = inputs if index == 0 else pytree.tree_map_only(FakeTensor, random_like, values[index])
+            value = inputs if index == 0 else map_tensors(random_like, values[index])
             with filled(layer, random_like):
                 known[kind] = _cost(layer, value, precision, loss if is_last else _sum)
         measured.append(known[kind])
@@ -96,10 +102,10 @@ def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[An
 
 
 def _sum(value: Any) -> Tensor:
-    return torch.stack([t.float().sum() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]).sum()
+    return torch.stack([t.float().sum() for t in tensors_in(value)]).sum()
 
 
 def _synchronize(value: Any) -> None:
-    for tensor in pytree.tree_leaves(value):
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
+    for tensor in tensors_in(value):
+        if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 
-def on_meta_device(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return ``make()`` with its tensors on the meta device, or on the CPU if the constructor needs their values."""
+def on_meta_device(make: Callable[[], nn.Module]) -> nn.Module | None:
+    """Return ``make()`` with its tensors on the meta device; None if the constructor fails there.
+
+    It fails if it needs the values of tensors. A worker, which builds the model with memory, reports any other failure.
+    """
     try:
         with torch.device("meta"):
             return make()
-    except (RuntimeError, NotImplementedError):
-        return make()
+    except Exception:
+        return None

@@ -1,4 +1,4 @@
-"""The mode of a model's modules, training or evaluation, each of which is the job's to choose."""
+"""Train and eval modes. The job chooses the mode of each module."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from torch import nn
+
+from orchestrator.config.text import first_of
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -55,8 +57,7 @@ def note_on_dropout(model: nn.Module) -> str | None:
     ]
     if not off:
         return None
-    names = ", ".join(off[:2]) + (f" and {len(off) - 2} more" if len(off) > 2 else "")
     return (
-        f"dropout is off in training ({names}), because these modules are in eval mode, as from_pretrained returns "
-        "them; call .train() on the model in job.model() to turn it on"
+        f"dropout is off in training ({first_of(off)}), because these modules are in eval mode, as from_pretrained "
+        "returns them; call .train() on the model in job.model() to turn it on"
     )

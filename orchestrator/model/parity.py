@@ -16,7 +16,7 @@ from orchestrator.model.partial_init import build_part
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.streamed import NotStreamableError, Streamed
-from orchestrator.model.tensor_slots import tensor_slots
+from orchestrator.model.tensor_slots import move, tensor_slots
 
 PASSES = 2
 """Forward and backward passes that are compared; the second one shows what the first has left in the modules."""
@@ -54,16 +54,15 @@ def compare(
 ) -> Verdict:
     """Compare the pieces of a model with the whole model, in training and in evaluation.
 
-    Compared are the losses in training and in evaluation and, after each of two backward passes, the gradients of all
-    parameters and the values of all buffers.
+    Compares the losses in training and in evaluation and, after each of two backward passes, all gradients and buffers.
 
     With memory for two copies of the model and their gradients, both are compared with their initial values.
 
     Otherwise both run with memory for the parameters of one layer at a time
-    (:class:`~orchestrator.model.streamed.Streamed`). A layer is here an outermost module that the pieces call as it is.
-    Its parameters are random numbers instead of the initial values, and of their gradients, norms and samples are
-    compared. Buffers, and parameters that are used between the layers, stay in memory, and so do the tensors that the
-    layers receive for one micro-batch. What happens inside of a layer is not compared: both call the same one.
+    (:class:`~orchestrator.model.streamed.Streamed`). Here, a layer is an outermost module that the pieces call as it
+    is. Its parameters are random numbers, and its gradients are compared by norm and samples. Buffers, and parameters
+    that are used between the layers, stay in memory, and so do the tensors that the layers receive for one micro-batch.
+    What happens inside of a layer is not compared: both call the same one.
 
     A layer that changes what it is called with, or does not repeat its results, cannot be compared in this way.
 
@@ -79,17 +78,17 @@ def compare(
     """
     if sequence.runs_modules_as_they_are:
         return Verdict()
-    forms = _Forms(build=build, sequence=sequence, device=device, seed=seed, precision=precision)
+    variants = _VariantBuilder(build=build, sequence=sequence, device=device, seed=seed, precision=precision)
     generator_state = torch.random.get_rng_state()
     try:
         needed = COPIES * _bytes_of(sequence.whole.model.parameters())
         if needed <= free_bytes:
-            return Verdict(error=_difference(forms.whole(), forms.pieces(), inputs, loss, seed=seed))
+            return Verdict(error=_difference(variants.whole(), variants.pieces(), inputs, loss, seed=seed))
         reason = f"two copies of the model with gradients need {needed / 1e9:.3g} GB of {free_bytes / 1e9:.3g} GB"
         if (streamed := _streamed_bytes(sequence)) > free_bytes:
             return Verdict(note=f"{_NOT_COMPARED}: {reason}, and its largest layer needs {streamed / 1e9:.3g} GB")
         try:
-            error = _difference(forms.streamed(cut=False), forms.streamed(cut=True), inputs, loss, seed=seed)
+            error = _difference(variants.streamed(cut=False), variants.streamed(cut=True), inputs, loss, seed=seed)
         except Exception as e:  # a model may do anything that is impossible with one layer at a time
             why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
             return Verdict(note=f"{_NOT_COMPARED}: {reason}, and layer by layer it is impossible ({why})")
@@ -110,7 +109,7 @@ def free_memory(device: torch.device) -> int:
 
 
 @dataclass(kw_only=True)
-class _Form:
+class _Variant:
     """The model whole or in pieces.
 
     Attributes:
@@ -151,6 +150,7 @@ class _Form:
         return {**{(-1, name): tensor.grad for name, tensor in named.items()}, **streamed}
 
     def buffers(self) -> dict[tuple[int, str], Tensor | None]:
+        """Return the buffers under the keys of :meth:`gradients`."""
         return {(-1, name): t for name, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
 
     def _calls(self) -> contextlib.AbstractContextManager[None]:
@@ -158,8 +158,8 @@ class _Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Forms:
-    """Builds the forms of a model; for the attributes see :func:`compare`."""
+class _VariantBuilder:
+    """Builds the variants of a model; for the attributes see :func:`compare`."""
 
     build: Callable[[], nn.Module]
     sequence: LayerSequence
@@ -167,30 +167,28 @@ class _Forms:
     seed: int
     precision: Precision
 
-    def whole(self) -> _Form:
+    def whole(self) -> _Variant:
         """Return the whole model with its initial values."""
         torch.manual_seed(self.seed)
         model = self.build().to(self.device)
-        return _Form(module=model, tensors=lambda: _named_tensors(model), precision=self.precision)
+        return _Variant(module=model, tensors=lambda: _named_tensors(model), precision=self.precision)
 
-    def pieces(self) -> _Form:
+    def pieces(self) -> _Variant:
         """Return its pieces with their initial values."""
         layers = self.sequence.build_layers(self.build, range(len(self.sequence.names)), seed=self.seed)
 
         def tensors() -> dict[str, Tensor]:
             return {n: t for index, layer in layers.items() for n, t in self.sequence.tensors_of(index, layer).items()}
 
-        return _Form(module=_chain(layers).to(self.device), tensors=tensors, precision=self.precision)
+        return _Variant(module=_chain(layers).to(self.device), tensors=tensors, precision=self.precision)
 
-    def streamed(self, *, cut: bool) -> _Form:
+    def streamed(self, *, cut: bool) -> _Variant:
         """Return the model, in pieces if ``cut``, with parameters that have memory only while their layer runs."""
         without_memory = _parameters_of_layers(self.sequence)
         model = build_part(self.build, lambda name: name not in without_memory, seed=self.seed)
-        slots = [slot for slot in tensor_slots(model) if not isinstance(slot.tensor, FakeTensor)]
-        moved = {id(slot.tensor): slot.tensor.detach().to(self.device) for slot in slots}
-        for slot in slots if self.device.type != "cpu" else ():
-            slot.fill(moved)
-        return _Form(
+        if self.device.type != "cpu":
+            move([slot for slot in tensor_slots(model) if not isinstance(slot.tensor, FakeTensor)], self.device)
+        return _Variant(
             module=_chain(self.sequence.of(model, range(len(self.sequence.names)))) if cut else model,
             tensors=lambda: {n: t for n, t in _named_tensors(model).items() if not isinstance(t, FakeTensor)},
             precision=self.precision,
@@ -206,13 +204,15 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict((*model.named_parameters(), *model.named_buffers()))
 
 
-def _difference(whole: _Form, pieces: _Form, inputs: Any, loss: Callable[[Any], Tensor], *, seed: int) -> str | None:
+def _difference(
+    whole: _Variant, pieces: _Variant, inputs: Any, loss: Callable[[Any], Tensor], *, seed: int
+) -> str | None:
     """Return what differs first, and in which module; None if nothing does."""
     for number in range(PASSES):
         losses = []
-        for form in (whole, pieces):
+        for variant in (whole, pieces):
             torch.manual_seed(seed + number)
-            losses.append(form.train(inputs, loss))
+            losses.append(variant.train(inputs, loss))
         if whole.streamed is not None and not losses[0].isfinite():
             raise NotStreamableError("with random parameters, the loss is not finite")
         if not _close(*losses):
@@ -223,9 +223,9 @@ def _difference(whole: _Form, pieces: _Form, inputs: Any, loss: Callable[[Any], 
         if (name := _first_different(whole.buffers(), pieces.buffers())) is not None:
             return f"the forward pass leaves another value in the buffer {name[1]} than that of the whole model"
     losses = []
-    for form in (whole, pieces):
+    for variant in (whole, pieces):
         torch.manual_seed(seed)
-        losses.append(form.evaluate(inputs, loss))
+        losses.append(variant.evaluate(inputs, loss))
     if not _close(*losses):
         values = f"{float(losses[1]):g}, that of the whole model {float(losses[0]):g}"
         return f"in evaluation, the loss of the pieces is {values}"
@@ -250,8 +250,8 @@ def _first_different(
 ) -> tuple[int, str] | None:
     """Return the first key, or the last one, whose tensors differ.
 
-    Names of tensors that have memory all the time are left out if only one form has them, because the two may know a
-    shared tensor by different names.
+    Names of tensors that have memory all the time are left out if only one variant has them, because the two may know
+    a shared tensor by different names.
     """
     in_both = whole.keys() & pieces.keys()
     keys = sorted((key for key in {**whole, **pieces} if key[0] >= 0 or key in in_both), key=lambda key: key[0])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import FakeTensor, FakeTensorMode
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
-from orchestrator.model.tensor_slots import tensor_slots
+from orchestrator.model.tensor_slots import move, tensor_slots
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ def build_fake(build: Callable[[], nn.Module], device: torch.device) -> FakeMode
             model = _with_fakes(build(), lambda name: False, recorder.mode)
     if device.type != "cpu":
         with recorder.mode:
-            moved = {id(slot.tensor): slot.tensor.detach().to(device) for slot in tensor_slots(model)}
-        for slot in list(tensor_slots(model)):
-            slot.fill(moved)
+            move(list(tensor_slots(model)), device)
     return FakeModel(model, recorder.mode, reason)
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import pytree
+from orchestrator.model.batch import leaves, map_tensors, tensors_in
 from orchestrator.model.calls import first_modules
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.partial_init import FakeModel, build_fake
+from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.sequence import LayerSequence, saved_tensors
 from orchestrator.model.tape import Held, Slot, Step, Tape, TapeError, play, record, restore
 from orchestrator.model.tensor_slots import tensor_slots
@@ -48,19 +48,12 @@ class RecordedLayers(LayerSequence):
     runs_modules_as_they_are = False
 
     def __init__(
-        self,
-        build: Callable[[], nn.Module],
-        inputs: Any,
-        device: torch.device,
-        *,
-        split: Sequence[str],
-        largest_share: float | None = None,
+        self, whole: FakeModel, inputs: Any, *, split: Sequence[str], largest_share: float | None = None
     ) -> None:
         """
         Args:
-            build: the model's constructor.
-            inputs: a real micro-batch on ``device``.
-            device: the device on which the model will run.
+            whole: the model, of fake tensors.
+            inputs: a real micro-batch on the device of the fake model.
             split: the names of layers at which stages are to begin.
             largest_share: see :func:`~orchestrator.model.calls.first_modules`.
 
@@ -68,11 +61,10 @@ class RecordedLayers(LayerSequence):
             TapeError: the forward pass cannot be recorded.
             ValueError: the model cannot be cut at these layers.
         """
-        if other := {type(leaf).__name__ for leaf in pytree.tree_leaves(inputs) if not isinstance(leaf, Tensor)}:
+        if other := {type(leaf).__name__ for leaf in leaves(inputs) if not isinstance(leaf, Tensor)}:
             raise ValueError(
                 f"the model takes {' and '.join(sorted(other))}; only tensors can be cut into micro-batches"
             )
-        whole = build_fake(build, device)
         names = first_modules(whole, inputs, split, largest_share=largest_share)
         tapes = {training: _record(whole, inputs, names, training=training) for training in (True, False)}
         cut_tapes = {training: _cut(tape, names) for training, tape in tapes.items()}
@@ -184,7 +176,7 @@ class TapePiece(nn.Module):
 
     def forward(self, value: Any) -> Any:
         excerpt = self._excerpts[self.training]
-        tensors = pytree.tree_leaves(value)
+        tensors = tensors_in(value)
         keys = [(-1, number) for number in range(len(tensors))] if self._first else self._takes
         values = {excerpt.slots[key]: tensor for key, tensor in zip(keys, tensors, strict=True) if key in excerpt.slots}
         held = {name: getattr(self, f"held_{number}") for number, name in enumerate(self._held_names)}
@@ -231,8 +223,7 @@ def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bo
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     mode = contextlib.nullcontext() if training else evaluation_mode(whole.model)
     with mode, whole.mode, fake_calls(whole, opened=[whole.model, *map(whole.model.get_submodule, parents)]):
-        fakes = pytree.tree_map_only(Tensor, whole.fake_like, inputs)
-        return record(whole.model, fakes, opened=parents)
+        return record(whole.model, map_tensors(whole.fake_like, inputs), opened=parents)
 
 
 def _cut(tape: Tape, names: Sequence[str]) -> list[tuple[Step, ...]]:

@@ -7,9 +7,8 @@ a tensor is found later by executing, in order, only those operations that its s
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from orchestrator.compat.torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    loads_through,
     mutates,
     pytree,
     setting_fake_data,
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
             NeedsRandomValues: ``build`` depends on random values and ``draw`` is False.
             Exception: whatever ``build`` raises, including the error of an operation that fake tensors do not support.
         """
-        with self, setting_fake_data(), self._load_real_tensors():
+        with self, setting_fake_data(), loads_through(self._load_real):
             return build()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,23 +130,13 @@ class Recorder(TorchDispatchMode):
         else:
             self._execute(func, views)
 
-    @contextlib.contextmanager
-    def _load_real_tensors(self) -> Iterator[None]:
+    def _load_real(self, load: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Let ``torch.load`` return real tensors, because it fills their memory and fake ones have none."""
-        load = torch.load
-
-        def load_real(*args: Any, **kwargs: Any) -> Any:
-            self._loading = True
-            try:
-                return load(*args, **kwargs)
-            finally:
-                self._loading = False
-
-        torch.load = load_real
+        self._loading = True
         try:
-            yield
+            return load(*args, **kwargs)
         finally:
-            torch.load = load
+            self._loading = False
 
     def _place_over(self, tensor: Tensor, real: Tensor) -> Tensor:
         """Let a fake tensor stand for a real one. safetensors lays a tensor over the memory of its file this way."""
@@ -220,7 +210,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _scratch(self, fake: FakeTensor) -> Tensor:
-        """Return memory with the layout of ``fake`` for values that nobody reads.
+        """Return memory with the layout of ``fake`` for values that are never read.
 
         It is one block of the largest size so far. Blocks that come and go between small ones that stay would fragment
         the heap, and the C library would not reuse them.

@@ -15,8 +15,8 @@ from orchestrator.model.partial_init import FakeModel, build_part
 from orchestrator.model.tensor_slots import tensor_slots
 
 
-class CutsByHand(Protocol):
-    """The part of a job that may cut its model."""
+class DefinesStages(Protocol):
+    """The part of a job that may define the stages of its model."""
 
     def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """Return the layers of ``model``, or None to leave the cutting to the strategy."""
@@ -140,12 +140,12 @@ class SequentialLayers(LayerSequence):
         return lambda name: name.partition(".")[0] in own
 
 
-class HandCutLayers(LayerSequence):
+class JobStages(LayerSequence):
     """The modules that ``Job.stages`` returns for the model."""
 
     runs_modules_as_they_are = False
 
-    def __init__(self, whole: FakeModel, job: CutsByHand):
+    def __init__(self, whole: FakeModel, job: DefinesStages):
         """
         Args:
             whole: the model, of fake tensors.
@@ -196,7 +196,7 @@ class HandCutLayers(LayerSequence):
         return {name for index in indices for name in self._model_names[index].values()}.__contains__
 
 
-def _layers_of(model: nn.Module, job: CutsByHand) -> list[nn.Module]:
+def _layers_of(model: nn.Module, job: DefinesStages) -> list[nn.Module]:
     modules = list(job.stages(model) or ())
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise ValueError("Job.stages: expected a list of modules, each of which is called with the result of the last")

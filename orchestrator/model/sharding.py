@@ -41,6 +41,7 @@ class Extent:
 
     @property
     def size_bytes(self) -> int:
+        """The size of the parameter."""
         return self.units * self.unit_bytes
 
 

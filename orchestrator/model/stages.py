@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from orchestrator.compat.torch import own_buffers, own_children, own_parameters
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
-from orchestrator.model.partial_init import build_fake
+from orchestrator.model.partial_init import FakeModel, build_fake
 from orchestrator.model.recorded import RecordedLayers
-from orchestrator.model.sequence import CutsByHand, HandCutLayers, LayerSequence, SequentialLayers
+from orchestrator.model.sequence import DefinesStages, JobStages, LayerSequence, SequentialLayers
 from orchestrator.model.tape import TapeError
 
 
@@ -66,7 +66,7 @@ def sequence_of(
     *,
     split: Sequence[str],
     num_stages: int,
-    job: CutsByHand,
+    job: DefinesStages,
 ) -> LayerSequence:
     """Divide a model into layers, with fake tensors.
 
@@ -79,21 +79,21 @@ def sequence_of(
         device: the device on which the model will run.
         split: the names of layers at which stages are to begin; empty to choose among the layers later.
         num_stages: the number of stages.
-        job: may cut the model by hand.
+        job: may define the stages.
 
     Raises:
         ValueError: the model cannot be cut; the text says why and what else to do.
     """
     whole = build_fake(build, device)
     if job.stages(whole.model) is not None:
-        return HandCutLayers(whole, job)
+        return JobStages(whole, job)
     splits_a_child = any("." in name for name in split)
     if isinstance(whole.model, nn.Sequential) and not splits_a_child:
         sequence = SequentialLayers(whole)
         if split or _has_layers_for(sequence, num_stages):
             return sequence
     try:
-        return _recorded(build, inputs, device, split=split, num_stages=num_stages)
+        return _recorded(whole, inputs, split=split, num_stages=num_stages)
     except TapeError as e:
         raise ValueError(
             f"the model cannot be cut: {e}. Define Job.stages(model), which returns its parts in order, make "
@@ -101,17 +101,15 @@ def sequence_of(
         ) from e
 
 
-def _recorded(
-    build: Callable[[], nn.Module], inputs: Any, device: torch.device, *, split: Sequence[str], num_stages: int
-) -> LayerSequence:
+def _recorded(whole: FakeModel, inputs: Any, *, split: Sequence[str], num_stages: int) -> LayerSequence:
     """Divide a model at ``split``, or else so finely that no layer is larger than a stage, if that is possible."""
     if split:
-        return RecordedLayers(build, inputs, device, split=split)
+        return RecordedLayers(whole, inputs, split=split)
     try:
-        return RecordedLayers(build, inputs, device, split=(), largest_share=1 / num_stages)
+        return RecordedLayers(whole, inputs, split=(), largest_share=1 / num_stages)
     except TapeError:
         # The code inside of a large module cannot be recorded, so it stays in one piece.
-        outermost = RecordedLayers(build, inputs, device, split=())
+        outermost = RecordedLayers(whole, inputs, split=())
         if not _has_layers_for(outermost, num_stages):
             raise
         return outermost

@@ -3,7 +3,7 @@
 A call of a layer is one node of the autograd graph, as with activation checkpointing: its forward pass keeps only what
 went in, and its backward pass runs the layer again. The parameters have memory only in these two calls. They are not
 the initial values, which only the whole constructor could draw again, but random numbers that depend on the parameter's
-name. Two forms of one model, such as the whole model and its pieces, therefore compute with the same values.
+name. Two variants of one model, such as the whole model and its pieces, therefore compute with the same values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from orchestrator.compat.torch import FakeTensor, version_of
-from orchestrator.model.batch import map_leaves, tensors_in
+from orchestrator.compat.torch import FakeTensor, calls_through, version_of
+from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import filled, tensor_slots
 
@@ -71,18 +71,14 @@ class Streamed:
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:
         """Stream the calls of the layers that are made in the block."""
-        original = nn.Module.__call__
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if self.inside or module not in self._layers:
                 return original(module, *args, **kwargs)
             return _Call(self, module, self._layers[module], original, (args, kwargs)).run()
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
+        with calls_through(call):
             yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def memory_for(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
@@ -128,7 +124,7 @@ class _Call:
         anchor = torch.zeros((), device=self.streamed.device, requires_grad=True)  # the inputs may need no gradient
         tensors = iter(_Node.apply(self, anchor, *self.inputs))  # type: ignore[no-untyped-call]
         result, self.result = self.result, None
-        return map_leaves(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, result)
+        return map_tensors(lambda _: next(tensors), result)
 
     def again(self, inputs: Sequence[Tensor]) -> Any:
         """Call the layer with ``inputs`` in place of its tensors, and return its result.
@@ -139,7 +135,7 @@ class _Call:
         with torch.enable_grad(), self.streamed.precision.autocast():
             own = [tensor.clone() for tensor in inputs]  # so that a change is allowed, and is found
             given = iter(own)
-            args, kwargs = map_leaves(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, self.arguments)
+            args, kwargs = map_tensors(lambda _: next(given), self.arguments)
             result = self.original(self.module, *args, **kwargs)
         if any(map(version_of, own)):
             raise NotStreamableError(f"{self.name} changes what it is called with")

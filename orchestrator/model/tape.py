@@ -1,7 +1,7 @@
 """A forward pass as a tape: calls of submodules as they are, and the tensor operations between them.
 
 The model's own ``forward`` runs once and is recorded. A submodule that holds no cut point is a *leaf*: its call is one
-step of the tape, and what happens inside is not looked at. Custom autograd functions, hooks, state kept in attributes,
+step of the tape, and its operations are not recorded. Custom autograd functions, hooks, state kept in attributes,
 data-dependent branches, and compiled or quantised blocks therefore run as they are. Only the code between leaves, the
 *glue*, is recorded operation by operation (:class:`torch.overrides.TorchFunctionMode`). Its control flow is resolved by
 the recording, so glue that branches on the values of tensors is refused.
@@ -12,7 +12,6 @@ The recorded shapes hold for every micro-batch, because all micro-batches have o
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from orchestrator.compat.torch import pytree
+from orchestrator.compat.torch import calls_through, pytree
+from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor_slots import tensor_slots
 
 _READ_VALUES = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
@@ -54,7 +54,7 @@ class Step:
     Attributes:
         target: a function, or the name of a leaf module.
         arguments: ``(args, kwargs)``, in which ``Slot`` and ``Held`` stand for tensors.
-        results: the slots of the tensors in the result, in the order of :func:`tensors_in`.
+        results: the slots of the tensors in the result, in the order of ``model.batch.tensors_in``.
         grad_enabled: whether autograd recorded the call.
     """
 
@@ -101,10 +101,10 @@ def record(model: nn.Module, inputs: Any, *, opened: Collection[str]) -> Tape:
         TapeError: the glue reads values of tensors, or uses a tensor or an object that a stage cannot rebuild.
     """
     recorder = _Recorder(model, opened)
-    for tensor in pytree.tree_leaves(inputs):
+    for tensor in tensors_in(inputs):
         recorder.new_slot(tensor)
     num_inputs = recorder.num_slots
-    with _calls_through(recorder), recorder:
+    with calls_through(recorder.call), recorder:
         out = model(inputs)
     return Tape(
         num_inputs=num_inputs,
@@ -138,21 +138,6 @@ def restore(tree: Any, values: Mapping[Slot, Tensor], held: Mapping[str, Tensor]
     return pytree.tree_map(value, tree)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, opened: Collection[str]):
         super().__init__()
@@ -184,15 +169,15 @@ class _Recorder(TorchFunctionMode):
             arguments = self.stand_ins((args, kwargs), name)
         except TapeError:
             out = func(*args, **kwargs)
-            if name in _WRITE or any(True for _ in tensors_in(out)):
+            if name in _WRITE or tensors_in(out):
                 raise
             return out
         out = func(*args, **kwargs)
-        if name in _WRITE or any(True for _ in tensors_in(out)):
+        if name in _WRITE or tensors_in(out):
             self._add(func, arguments, out)
         return out
 
-    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module of the model, and record the call if it is that of a leaf."""
         name = self._names.get(module)
         if self._inside_leaf or name is None:
@@ -200,7 +185,7 @@ class _Recorder(TorchFunctionMode):
         if name:
             self.begins.setdefault(name, len(self.steps))
         if not name or name in self._opened:
-            return self._call_opened(module, forward, args, kwargs)
+            return self._call_opened(forward, module, args, kwargs)
         arguments = self.stand_ins((args, kwargs), f"the arguments of {name}")
         before = _fingerprint((args, kwargs))
         self._inside_leaf = True
@@ -217,7 +202,7 @@ class _Recorder(TorchFunctionMode):
         self._add(name, arguments, out)
         return out
 
-    def _call_opened(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_opened(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's own forward, whose operations are recorded."""
         self._open.append(" ".join(filter(None, (type(module).__name__, self._names[module]))))
         try:
@@ -271,21 +256,6 @@ class _Recorder(TorchFunctionMode):
         self.steps.append(
             Step(target=target, arguments=arguments, results=results, grad_enabled=torch.is_grad_enabled())
         )
-
-
-@contextlib.contextmanager
-def _calls_through(recorder: _Recorder) -> Iterator[None]:
-    """Let the recorder make every call of a module, hooks included."""
-    original = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call(module, original, args, kwargs)
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, range, type, type(...), torch.dtype, torch.device)

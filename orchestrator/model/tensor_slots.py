@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,13 @@ def tensor_slots(model: nn.Module) -> Iterator[TensorSlot]:
             for path, leaf in pytree.tree_leaves_with_path(value):
                 if isinstance(leaf, Tensor):
                     yield TensorSlot(name + pytree.keystr(path), module, attribute, leaf)
+
+
+def move(slots: Collection[TensorSlot], device: torch.device) -> None:
+    """Move the tensors in these slots to ``device``. Slots that share a tensor share the moved one."""
+    moved = {id(slot.tensor): slot.tensor.detach().to(device) for slot in slots}
+    for slot in slots:
+        slot.fill(moved)
 
 
 @contextlib.contextmanager

@@ -74,6 +74,12 @@ class Plan:
         """The number of workers and shards."""
         return self.mesh.world_size
 
+    @property
+    def microbatch_rows(self) -> int:
+        """The number of samples in a micro-batch of a pipeline; those of all its replicas have the same size."""
+        assert self.pipeline is not None
+        return self.workers[0].samples_per_step // self.grad_accumulation // self.pipeline.num_microbatches
+
     def display_name(self, global_rank: int) -> str:
         """Return the rank as shown to users: ``rank 1``, ``rank 0 (stages 0 and 3)`` or ``rank 2 (shard 0)``."""
         stages, shard = self.workers[global_rank].stages, self.workers[global_rank].shard

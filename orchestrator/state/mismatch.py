@@ -49,13 +49,13 @@ def mismatches(
         return f"{name}: not in the model{nearest(name, missing)}"
 
     return [
-        *first_few(missing, not_in_checkpoint, "are not in the checkpoint"),
-        *([] if partial else first_few(unexpected, not_in_model, "are not in the model")),
-        *first_few(unlike, str, "differ in shape or type"),
+        *capped_lines(missing, not_in_checkpoint, "are not in the checkpoint"),
+        *([] if partial else capped_lines(unexpected, not_in_model, "are not in the model")),
+        *capped_lines(unlike, str, "differ in shape or type"),
     ]
 
 
-def first_few(names: Sequence[str], line: Callable[[str], str], rest: str) -> Iterator[str]:
+def capped_lines(names: Sequence[str], line: Callable[[str], str], rest: str) -> Iterator[str]:
     """Yield ``line(name)`` for the first few names, then one line that counts the others: "and 3 more <rest>"."""
     yield from map(line, names[:_LISTED])
     if len(names) > _LISTED:

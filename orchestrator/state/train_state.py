@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from orchestrator.state.joint import AnyOptimizer, AnyScheduler, label_of
 from orchestrator.state.json_values import from_json, to_json
-from orchestrator.state.mismatch import first_few, mismatches
+from orchestrator.state.mismatch import capped_lines, mismatches
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that select how an update is computed, not its result. The loading process chooses its own."""
@@ -40,14 +40,17 @@ class TrainState:
 
     @property
     def step(self) -> int:
+        """The number of completed steps."""
         return int(self.meta["step"])
 
     @property
     def samples_consumed(self) -> int:
+        """The number of global samples consumed."""
         return int(self.meta["samples_consumed"])
 
     @property
     def size_bytes(self) -> int:
+        """The size of all tensors, in bytes."""
         return sum(t.nbytes for t in (*self.model.values(), *self.optimizer.values()))
 
 
@@ -263,9 +266,9 @@ def _match_groups(
         unexpected += sorted(known.difference(*(aliases[p] for p in parameters)))
         names.append([name for name in found if name is not None])
     absent = "not in this parameter group of the"
-    errors = list(first_few(missing, lambda n: f"{n}: {absent} checkpoint's optimizer", f"are {absent} same"))
+    errors = list(capped_lines(missing, lambda n: f"{n}: {absent} checkpoint's optimizer", f"are {absent} same"))
     if not partial:
-        errors += first_few(unexpected, lambda n: f"{n}: {absent} job's optimizer", f"are {absent} same")
+        errors += capped_lines(unexpected, lambda n: f"{n}: {absent} job's optimizer", f"are {absent} same")
     return names, errors
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.state.train_state import TrainState
+
+CPU = torch.device("cpu")
+"""Host memory, where snapshots are kept and from which gloo sends."""
 
 MESSAGE_BYTES = 4 * 2**20
 """Small tensors are packed into messages of up to this size."""
@@ -24,13 +27,13 @@ def broadcast_state(
     device: torch.device,
     keep: Callable[[str], bool] = lambda name: True,
 ) -> TrainState:
-    """Broadcast a state through the default group. A collective operation.
+    """Broadcast a state through the default group, from host memory to host memory. A collective operation.
 
     Args:
         state: the state to send on ``source``; None on the other ranks.
         source: the sending rank.
         rank: this rank.
-        device: where the received tensors are placed.
+        device: the device that the backend sends from and receives on, one tensor at a time.
         keep: whether this rank keeps the tensors of a parameter or buffer, by its name. The others are dropped one by
             one as they arrive.
     """
@@ -47,8 +50,30 @@ def broadcast_state(
             moved = tensor.to(device)
             dist.broadcast(_as_bytes(moved), src=source)
             if keep(path if part == "model" else path.rpartition("/")[0]):
-                tensors[path] = moved
+                tensors[path] = tensor if rank == source else moved.cpu()
     return TrainState(meta=header["meta"], **parts)
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    tensors: Iterable[Tensor], *, source: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Replace the values of ``tensors`` by those of one rank. A collective operation.
+
+    Args:
+        tensors: tensors of the same shapes and dtypes on all ranks of ``group``, in the same order.
+        source: the sending rank, by its number in ``group``.
+        device: the device that the backend sends from and receives on.
+        group: None for the default group.
+    """
+    own = list(tensors)
+    sizes = [tensor.nbytes for tensor in own]
+    for message in messages_of(sizes):
+        whole = torch.cat([_as_bytes(tensor).to(device) for tensor in own[message]])
+        dist.broadcast(whole, group=group, group_src=source)
+        for tensor, values in zip(own[message], whole.split(sizes[message]), strict=True):
+            # A copy, because the bytes of a tensor need not be aligned for its dtype.
+            tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:

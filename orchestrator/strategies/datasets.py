@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from orchestrator.job import Split
+from orchestrator.job import Job, Split
+from orchestrator.model.batch import split_batch
+
+
+class DatasetError(ValueError):
+    """The job's data cannot be used. The text explains it without a traceback."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -26,10 +31,6 @@ def known_length(dataset: Any) -> int | None:
         return None
 
 
-class DatasetError(ValueError):
-    """The job's data cannot be used. The text explains it without a traceback."""
-
-
 def check_dataset(dataset: Any, *, split: Split) -> None:
     """Check that ``job.dataset(split)`` has returned something that samples can be read from.
 
@@ -38,7 +39,8 @@ def check_dataset(dataset: Any, *, split: Split) -> None:
     """
     where, kind = f"job.dataset({split!r})", type(dataset).__name__
     if dataset is None:
-        raise DatasetError(f"{where} returns None; return a dataset" + _ONLY_VAL * (split == "train"))
+        hint = " (only the validation set may be missing)" if split == "train" else ""
+        raise DatasetError(f"{where} returns None; return a dataset{hint}")
     if isinstance(dataset, DataLoader):
         raise DatasetError(
             f"{where} returns a {kind}; return its .dataset instead, its collate_fn from job.collate, and weights for "
@@ -73,4 +75,12 @@ def first_item(dataset: Any) -> Any:
     raise DatasetError("job.dataset('train'): the stream has no samples; give it at least one")
 
 
-_ONLY_VAL = " (only the validation set may be missing)"
+def example_batch(job: Job, train_set: Any, rows: int) -> tuple[Any, Any]:
+    """Return the input and the target of a batch that has the first sample ``rows`` times.
+
+    Raises:
+        DatasetError: see :func:`first_item`.
+        ValueError: the batch is neither a pair nor a mapping.
+    """
+    collate = job.collate or default_collate
+    return split_batch(collate([first_item(train_set)] * rows))

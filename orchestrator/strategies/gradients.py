@@ -61,12 +61,15 @@ def _no_rows(parameter: Tensor) -> Tensor:
 
 
 def norm_over(group: dist.ProcessGroup, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the 2-norm over all tensors of all ranks of ``group``, as a scalar on ``device``."""
-    squares = torch.zeros((), device=device)
+    """Return the 2-norm over all tensors of all ranks of ``group``, as a float32 scalar on ``device``.
+
+    The dtypes of the tensors may differ between the ranks.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
     if tensors:
-        squares = torch.nn.utils.get_total_norm(tensors).square().to(device)
+        squares += nn.utils.get_total_norm(tensors).to(device, torch.float64).square()
     dist.all_reduce(squares, group=group)
-    return squares.sqrt()
+    return squares.sqrt().float()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from orchestrator.job import Job
-from orchestrator.model.batch import map_leaves
+from orchestrator.model.batch import map_tensors
 
 _NAME = re.compile(r"[a-zA-Z0-9_\-.: ]+(/[a-zA-Z0-9_\-.: ]+)*")
 _MAX_NAME_LENGTH = 200
-_OURS = {
-    "metrics": re.compile(r"loss|ema_.*"),
-    "train_metrics": re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|samples_seen"),
-    "training_step": re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|samples_seen"),
-}
+_TRAIN = re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|samples_seen")
+_RESERVED = {"metrics": re.compile(r"loss|ema_.*"), "train_metrics": _TRAIN, "training_step": _TRAIN}
+"""The names of the run's own metrics, by the method of the job."""
 
 
 def has_train_metrics(job: Job) -> bool:
@@ -38,8 +36,7 @@ def train_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
     Raises:
         ValueError: see :func:`checked_metrics`.
     """
-    detached = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-    return checked_metrics(job.train_metrics(detached, target), "train_metrics")
+    return checked_metrics(job.train_metrics(map_tensors(Tensor.detach, output), target), "train_metrics")
 
 
 def checked_metrics(values: Any, method: Literal["metrics", "train_metrics", "training_step"]) -> dict[str, Tensor]:
@@ -52,7 +49,7 @@ def checked_metrics(values: Any, method: Literal["metrics", "train_metrics", "tr
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} returned a {type(values).__name__}; return a dict of scalar tensors by name")
     kind = "a mean over the batch" if method == "training_step" else "a sum over the batch"
-    return {_checked_name(n, where, _OURS[method]): _scalar(v, n, where, kind) for n, v in values.items()}
+    return {_checked_name(n, where, _RESERVED[method]): _scalar(v, n, where, kind) for n, v in values.items()}
 
 
 def add_metrics(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -61,10 +58,10 @@ def add_metrics(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
         sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
 
 
-def _checked_name(name: Any, where: str, ours: re.Pattern[str]) -> str:
+def _checked_name(name: Any, where: str, reserved: re.Pattern[str]) -> str:
     if not isinstance(name, str):
         raise ValueError(f"{where}: the name {name!r} is a {type(name).__name__}; name metrics by strings")
-    if ours.fullmatch(name):
+    if reserved.fullmatch(name):
         raise ValueError(f"{where}: the run itself logs a metric named {name!r}; choose another name")
     parts = name.split("/")
     if not _NAME.fullmatch(name) or {".", ".."} & {*parts} or len(name) > _MAX_NAME_LENGTH:

@@ -11,21 +11,30 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import receive_state, send_state
+from orchestrator.state.transport import CPU, receive_state, send_state
 
 KEPT = 2
-WAIT_S = 60.0
-"""How long the background thread waits for a snapshot before it waits again."""
-
-CPU = torch.device("cpu")
 
 States = dict[int, TrainState]
 """Snapshots by the step after which they were taken."""
+
+
+@dataclass
+class _Exchange:
+    """What the background thread of one process group does.
+
+    Attributes:
+        work: the snapshots to send; None ends the thread.
+        error: why it failed.
+    """
+
+    work: queue.Queue[TrainState | None] = field(default_factory=queue.Queue)
+    error: Exception | None = None
 
 
 class PeerCopies:
@@ -35,41 +44,40 @@ class PeerCopies:
         self._own: States = {}
         self._neighbours: States = {}
         self._lock = threading.Lock()
-        self._work: queue.Queue[TrainState | None] = queue.Queue()
-        self._error: Exception | None = None
+        self._exchange = _Exchange()
 
     def attach(self, group: dist.ProcessGroup, ring: Sequence[int], *, rank: int) -> None:
         """Start to exchange snapshots.
 
         Args:
-            group: A gloo group of the ranks of ``ring``, used for nothing else.
-            ring: Global ranks; each sends to the next one, and the last one to the first.
-            rank: This global rank.
+            group: a gloo group of the ranks of ``ring``, used for nothing else.
+            ring: global ranks; each sends to the next one, and the last one to the first.
+            rank: this global rank.
         """
         place = ring.index(rank)
         self._sends_first = place % 2 == 0
         self._previous, self._next = ring[place - 1], ring[(place + 1) % len(ring)]
-        self._work, self._error = queue.Queue(), None
-        threading.Thread(target=self._exchange, args=(group, self._work), name="peer-copies", daemon=True).start()
+        self._exchange = _Exchange()
+        threading.Thread(target=self._run, args=(self._exchange, group), name="peer-copies", daemon=True).start()
 
     def submit(self, take: Callable[[TrainState | None], TrainState]) -> None:
         """Take a snapshot and send it in the background. Waits until the previous one has arrived everywhere.
 
         Args:
-            take: Returns the snapshot; its argument is an old one whose memory it may reuse, or None.
+            take: returns the snapshot; its argument is an old one whose memory it may reuse, or None.
 
         Raises:
-            Exception: The background thread failed, for a reason other than a lost rank.
+            Exception: the previous exchange failed.
         """
-        self._work.join()
-        if self._error is not None:
-            raise self._error
+        self._exchange.work.join()
+        if self._exchange.error is not None:
+            raise self._exchange.error
         with self._lock:
             old = _reusable(self._own)
         state = take(old)
         with self._lock:
             self._own[state.step] = state
-        self._work.put(state)
+        self._exchange.work.put(state)
 
     def own(self, step: int) -> TrainState:
         """Return this rank's own snapshot after ``step``."""
@@ -102,27 +110,20 @@ class PeerCopies:
 
     def detach(self) -> None:
         """Stop the background thread. An exchange in progress fails when the process group is destroyed."""
-        self._work.put(None)
+        self._exchange.work.put(None)
 
-    def _exchange(self, group: dist.ProcessGroup, work: queue.Queue[TrainState | None]) -> None:
-        while True:
+    def _run(self, exchange: _Exchange, group: dist.ProcessGroup) -> None:
+        # Without a timeout: the thread is a daemon, and detach() ends the wait.
+        while (state := exchange.work.get()) is not None:
             try:
-                state = work.get(timeout=WAIT_S)
-            except queue.Empty:
-                continue
-            try:
-                if state is None:
-                    return
                 copy = self._swap(state, group)
                 with self._lock:
                     self._neighbours[copy.step] = copy
                 dist.barrier(group)
-            except (RuntimeError, ValueError):
-                pass  # a neighbour or the group is lost, which the training thread notices itself
             except Exception as e:
-                self._error = e.with_traceback(None)  # the traceback would keep the group alive
+                exchange.error = e.with_traceback(None)  # the traceback would keep the group alive
             finally:
-                work.task_done()
+                exchange.work.task_done()
 
     def _swap(self, state: TrainState, group: dist.ProcessGroup) -> TrainState:
         with self._lock:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, has_loss
+from orchestrator.model.meta import on_meta_device
 from orchestrator.state.joint import AnyOptimizer, JointOptimizer
 from orchestrator.strategies.job_metrics import checked_metrics
 
@@ -112,8 +112,4 @@ def training_step_errors(config: Config, job: Job, *, supported: bool) -> list[s
 
 
 def _has_several_models(job: Job) -> bool:
-    try:
-        with torch.device("meta"):
-            return isinstance(job.model(), nn.ModuleDict)
-    except Exception:  # building it on this machine could take all of its memory
-        return False
+    return isinstance(on_meta_device(job.model), nn.ModuleDict)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from helpers.cases import DDP, Case, having
 from helpers.gang import SOON_S
@@ -27,6 +29,37 @@ def collectives(rank: int, case: Case) -> Counter[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         next(results)
     return Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
+
+
+class Noisy(nn.Module):
+    """Has values of its own on each rank, some of which are not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.linear = nn.Linear(10, 4)
+        self.noise: Tensor
+        self.register_buffer("noise", torch.randn(10), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x + self.noise)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyToy(Toy):
+    def model(self) -> nn.Module:
+        return Noisy()
+
+
+def initial_values(rank: int, case: Case) -> list[Tensor]:
+    model = model_of(make(case, rank))
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def test_all_ranks_begin_with_the_values_of_rank_0_also_with_those_that_are_not_saved(gang):
+    first, second = gang.run(initial_values, Case(job=NoisyToy()), world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("grad_accumulation", [1, 3])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import helpers.stage_toys as of
 from helpers.cases import Case, having
@@ -19,6 +20,7 @@ from helpers.training import Steps, losses, make, piece, steps, train, watched
 from jobs.sparse import MatrixCompletion
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.gradients import norm_over
 from orchestrator.worker.data import SampleOrder, eval_batches
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
@@ -41,6 +43,17 @@ def test_the_norm_that_is_clipped_is_that_of_all_stages(gang: Gang, name: str) -
     (unclipped,) = gang.run(train, free, world_size=1)
     assert any(norm is not None and norm > 0.2 for norm in ranks[0].norms), "nothing was clipped"
     assert (unclipped.model["head.weight"] - whole_model(ranks)["head.weight"]).abs().max() > 1e-3
+
+
+def norm_of_mixed(rank: int) -> tuple[float, torch.dtype]:
+    gradients = [[torch.full((9,), 200.0, dtype=torch.float16)], [torch.full((16,), 200.0).double()], []][rank]
+    assert dist.group.WORLD is not None
+    norm = norm_over(dist.group.WORLD, gradients, torch.device("cpu"))
+    return float(norm), norm.dtype
+
+
+def test_stages_of_other_types_and_one_without_gradients_have_one_norm(gang: Gang) -> None:
+    assert gang.run(norm_of_mixed, world_size=3) == [(1000.0, torch.float32)] * 3
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -128,7 +141,7 @@ def test_sparse_gradients_are_summed_and_clipped(gang: Gang, build, name: str) -
 
 
 @pytest.mark.parametrize("name", ["model_parallel-2", "GPipe-2x2"])
-def test_sparse_gradients_of_a_traced_model(gang: Gang, name: str) -> None:
+def test_sparse_gradients_of_a_recorded_model(gang: Gang, name: str) -> None:
     job = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
     assert_as_alone(gang, case(job, global_batch_size=100), name)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.gang import Gang
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import MESSAGE_BYTES, messages_of, receive_state, send_state
+from orchestrator.state.transport import MESSAGE_BYTES, broadcast_tensors, messages_of, receive_state, send_state
+from orchestrator.strategies.peer_copies import PeerCopies
 
 CPU = torch.device("cpu")
 
@@ -65,3 +67,35 @@ def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
         ours, theirs = getattr(received, part), getattr(sent, part)
         assert list(ours) == list(theirs)
         assert [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])] == []
+
+
+def broadcast_from_1(rank: int) -> list[torch.Tensor]:
+    """Tensors of several types and layouts, after the broadcast; those of rank 1 are nonzero."""
+    torch.manual_seed(0)
+    tensors = [torch.tensor([True]), torch.randn(3).bfloat16(), torch.randn(()), torch.randn(4, 6).t(), torch.empty(0)]
+    for tensor in tensors if rank == 0 else ():
+        tensor.zero_()
+    broadcast_tensors(tensors, source=1, device=CPU)
+    return tensors
+
+
+def test_tensors_of_any_type_take_the_values_of_one_rank(gang: Gang) -> None:
+    received, sent = gang.run(broadcast_from_1, world_size=2)
+    assert all(torch.equal(got, value) for got, value in zip(received, sent, strict=True))
+    assert all(tensor.any() for tensor in sent if tensor.numel())
+
+
+def submitted_after_a_failure(rank: int) -> str:
+    """The error of the second snapshot, after an exchange with the rank itself, which torch refuses."""
+    copies = PeerCopies()
+    assert dist.group.WORLD is not None
+    copies.attach(dist.group.WORLD, [rank], rank=rank)
+    copies.submit(lambda into: state())
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is that of torch
+        copies.submit(lambda into: state())
+    copies.detach()
+    return str(error.value)
+
+
+def test_copies_that_cannot_be_exchanged_are_reported(gang: Gang) -> None:
+    assert all("destination rank" in text for text in gang.run(submitted_after_a_failure, world_size=2))

@@ -224,8 +224,8 @@ def offered_after_failure(rank: int, case: Case) -> Mapping[int, tuple[int, ...]
     raise AssertionError("the step did not fail")
 
 
-@pytest.mark.parametrize(("fails_before", "offered"), [(5, {ANY_RANK: (2,)}), (6, {})], ids=["whole", "torn"])
-def test_a_survivor_offers_its_state_unless_the_step_is_torn(
+@pytest.mark.parametrize(("fails_before", "offered"), [(5, {ANY_RANK: (2,)}), (6, {})], ids=["whole", "partly"])
+def test_a_survivor_offers_its_state_unless_a_step_is_partly_updated(
     gang: Gang, fails_before: int, offered: Mapping[int, tuple[int, ...]]
 ) -> None:
     case = Case(job=FailingGAN(fails_before=fails_before, on_rank=1), train=UNEVEN)
@@ -261,7 +261,7 @@ def offered_by_moving_teacher(rank: int, case: Case) -> Mapping[int, tuple[int, 
     return strategy.recoverable_steps(2, update_complete=True)
 
 
-def test_a_step_that_has_changed_a_teacher_is_torn(gang: Gang) -> None:
+def test_a_step_that_has_changed_a_teacher_is_partly_updated(gang: Gang) -> None:
     assert gang.run(offered_by_moving_teacher, Case(job=MovingTeacher(), train=UNEVEN), world_size=2) == [{}, {}]
 
 
@@ -343,7 +343,8 @@ def gathered_by(rank: int, rows: list[int]) -> tuple[list[Tensor], list[str]]:
     with gather.training_step():
         found = [gather_batch(t) for t in (own, own.double(), own[:, 0] % 2 == 0, own[:, :0])]
         errors = []
-        for wrong in (torch.ones(2, 1 + rank), torch.ones(())):
+        columns, dtype = [(2, 6), (3, 4), (3, 4)][rank], [torch.float32, torch.int32, torch.float32][rank]
+        for wrong in (torch.ones(rows[rank], *columns), torch.ones(rows[rank], 4, dtype=dtype), torch.ones(())):
             with pytest.raises(ValueError, match="gather_batch") as error:
                 gather_batch(wrong)
             errors.append(str(error.value))
@@ -357,11 +358,13 @@ def gathered_by(rank: int, rows: list[int]) -> tuple[list[Tensor], list[str]]:
 @pytest.mark.parametrize("rows", [[2, 2, 2], [3, 1, 0]])
 def test_rows_are_gathered_in_the_order_of_ranks(gang: Gang, rows: list[int]) -> None:
     expected = torch.cat([torch.arange(n * 2).reshape(n, 2) + 100 * rank for rank, n in enumerate(rows)])
-    for found, errors in gang.run(gathered_by, rows, world_size=3):
+    for rank, (found, errors) in enumerate(gang.run(gathered_by, rows, world_size=3)):
         whole = (expected, expected.double(), expected[:, 0] % 2 == 0, expected[:, :0])
         assert all(torch.equal(f, e) for f, e in zip(found, whole, strict=True))
-        assert "give them the same shape and type" in errors[0]
-        assert "got a scalar" in errors[1]
+        shapes = [[2, 6], [3, 4], [3, 4]]
+        assert errors[0].endswith(f"those of rank {rank} are torch.float32 of shape {shapes[rank]}")
+        assert "differ in shape or type" in errors[1]
+        assert "got a scalar" in errors[2]
 
 
 def test_a_worker_without_peers_gathers_itself() -> None:

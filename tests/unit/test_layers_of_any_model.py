@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.stage_toys import Chain
+from orchestrator.model.calls import first_modules
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import FLOAT32
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import sequence_of
@@ -111,6 +113,18 @@ def test_a_module_whose_code_cannot_be_recorded_stays_in_one_piece() -> None:
 def test_too_few_layers_without_it_are_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"Blocks body: its forward\(\) reads the values of a tensor .*Job\.stages"):
         layers_of(lambda: Headed(Blocks(depends_on_values)), num_stages=3)
+
+
+class Failing(Borrowing):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"no batches of {len(super().forward(x))}")
+
+
+def test_a_model_that_cannot_be_called_keeps_no_hooks() -> None:
+    whole = build_fake(Failing, CPU)
+    with pytest.raises(ValueError, match="no batches of 4"):
+        first_modules(whole, torch.randn(4, 10), ())
+    assert not any(module._forward_pre_hooks for module in whole.model.modules())
 
 
 class SelectsByValue(nn.Module):

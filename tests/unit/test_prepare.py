@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -346,8 +346,10 @@ class Adam(Digits):
 class Computing(Digits):
     """Computes with real numbers while it builds its model."""
 
+    sums: list[float] = field(default_factory=list)
+
     def model(self) -> nn.Module:
-        assert torch.linspace(0, 1, 3).sum().item() == 1.5
+        self.sums.append(torch.linspace(0, 1, 3).sum().item())
         return super().model()
 
 
@@ -366,10 +368,12 @@ def test_another_optimizer_is_named(tmp_path: Path) -> None:
     assert "Adam" in error
 
 
-def test_a_model_that_computes_while_it_is_built_can_be_compared_too(tmp_path: Path) -> None:
+def test_a_model_that_computes_while_it_is_built_is_left_to_the_workers(tmp_path: Path) -> None:
     an_earlier_run(tmp_path)
-    found, _ = resume(config_of(tmp_path, "resume=auto"), Computing(hidden=4))
+    job = Computing(hidden=5)
+    found, _ = resume(config_of(tmp_path, "resume=auto"), job)
     assert found is not None
+    assert job.sums == [], "the driver does not build it with memory"
 
 
 # Records ------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def stage(number: int, layers: int, width: int) -> object:
     inputs = torch.ones(2, width)
     sequence = sequence_of(build, inputs, CPU, split=(), num_stages=2, job=NotByHand())
     values = flow(sequence, inputs, precision=FLOAT32)
-    fresh = sequence_of(build, inputs, CPU, split=(), num_stages=2, job=NotByHand())
+    fresh = sequence_of(build, inputs, CPU, split=(), num_stages=2, job=NotByHand()).modules
     costs(fresh, values, inputs, precision=FLOAT32, loss=lambda out: out.square().mean())
     return build_stages(build, sequence, values, CUT, [number], device=CPU, seed=1)
 

@@ -153,7 +153,7 @@ def test_nothing_is_noted_where_all_is_as_on_one_worker(job: Job, words: str) ->
     assert new_notes(job, *words.split()) == ()
 
 
-def test_of_a_traced_model_too() -> None:
+def test_of_a_recorded_model_too() -> None:
     (note,) = new_notes(Traced(), "strategy=pipeline", "strategy.num_microbatches=8", "strategy.split=[norm]")
     assert note.startswith("BatchNorm (norm)")
 

@@ -153,6 +153,6 @@ def test_a_batchnorm_of_another_class_is_an_error_of_the_plan() -> None:
 def test_a_model_that_cannot_be_built_without_memory_is_not_passed_over_in_silence() -> None:
     job = NeedsValues()
     ((note,), errors) = notes(job)
-    assert note.startswith("job.model() cannot be built on the meta device (")
+    assert note.startswith("job.model() cannot be built on the meta device")
     assert "strategy.sync_batchnorm=true" in note
     assert (errors, job.seen) == ([], []), "the driver does not build it with memory"

@@ -308,9 +308,14 @@ def _named_run(config: Config) -> RunDir:
 
 
 def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
-    """Return how the job's model and optimizer differ from those of the checkpoint, without allocating either."""
+    """Return how the job's model and optimizer differ from those of the checkpoint, without allocating either.
+
+    Empty if the model cannot be built without memory: the workers then find out when they restore it.
+    """
     deferred_dynamo.install()
     model = on_meta_device(job.model)
+    if model is None:
+        return []
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
     with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping

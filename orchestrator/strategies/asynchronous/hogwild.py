@@ -40,7 +40,7 @@ from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.strategies.replicated.whole_model import WholeModel, divisor_of
 
 PROBES = 1024
 """The number of counters that every update increments without a lock, to estimate how many updates are lost."""
@@ -48,6 +48,8 @@ PROBES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class HogwildConfig(StrategyConfig):
+    """The keys of ``hogwild``."""
+
     name: Literal["hogwild"]
 
 
@@ -108,7 +110,8 @@ class Hogwild(WholeModel):
         with self._exclusive():
             before = int(self._updates.sum())
             result = super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
-            self._staleness.append(int(self._updates.sum()) - before - 1)
+            if not result.skipped:
+                self._staleness.append(int(self._updates.sum()) - before - 1)
             self._steps[self.context.global_rank] += 1
         return result
 
@@ -199,14 +202,14 @@ class Hogwild(WholeModel):
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
         """Return the weight as if all workers had this one's: each update applies the mean gradient of one worker."""
-        return weight * self.context.mesh.world_size
+        return divisor_of(weight) * self.context.mesh.world_size
 
 
 def create_state(optimizer: Optimizer) -> None:
     """Create the state that the optimizer would create in its first step, so that it can be moved to shared memory.
 
     Raises:
-        ValueError: The state of this optimizer cannot be shared.
+        ValueError: the state of this optimizer cannot be shared.
     """
     if not isinstance(optimizer, (SGD, Adagrad, Adam)):
         raise ValueError(

@@ -19,6 +19,8 @@ from orchestrator.strategies.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class LockedSGDConfig(HogwildConfig):
+    """The keys of ``locked_sgd``."""
+
     name: Literal["locked_sgd"]  # type: ignore[assignment]
     lock: Literal["step", "update"] = option(
         "step: one worker at a time reads, computes and updates; update: one at a time updates"

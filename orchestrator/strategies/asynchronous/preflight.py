@@ -9,8 +9,13 @@ from orchestrator.model.sharding import extents_of, optimizer_error
 
 
 def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:
-    """Return why the job's parameters and optimizer cannot be divided into ``num_shards`` shards; empty if they can."""
+    """Return why the job's parameters and optimizer cannot be divided into ``num_shards`` shards.
+
+    Empty if they can, or if the workers have to find out because the model cannot be built without memory.
+    """
     model = on_meta_device(job.model)
+    if model is None:
+        return []
     errors = []
     max_shards = sum(extent.units for extent in extents_of(model))
     if num_shards > max_shards:
@@ -23,7 +28,7 @@ def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:
 def statistics_notes(job: Job) -> tuple[str, ...]:
     """Return a note if the model has running statistics, which asynchronous workers do not share."""
     model = on_meta_device(job.model)
-    if not any(isinstance(module, BatchNorm) for module in model.modules()):
+    if model is None or not any(isinstance(module, BatchNorm) for module in model.modules()):
         return ()
     return (
         "BatchNorm: each worker has the running statistics of its own batches, and those of rank 0 are saved; "

@@ -16,26 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.state.transport import broadcast_json
+from orchestrator.state.transport import CPU, broadcast_json
 
-_ALIGNMENT = 64
+_CACHE_LINE_BYTES = 64
 
 
 class SharedMemory:
     """Memory that several processes of one machine map.
 
     Attributes:
-        tensors: Views of the memory, by name.
+        tensors: views of the memory, by name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, path: str | None = None):
         """Create shared memory with the values of ``tensors``, or map existing memory.
 
         Args:
-            tensors: Names, shapes and dtypes. They must be equal in all processes that map the memory.
+            tensors: names, shapes and dtypes. They must be equal in all processes that map the memory.
             path: :attr:`path` of the memory in a process that has it, or None to create new memory.
         """
-        sizes = {name: -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for name, t in tensors.items()}
+        sizes = {name: -(-t.nbytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES for name, t in tensors.items()}
         total = max(1, sum(sizes.values()))
         self._descriptor = os.memfd_create("orchestrator") if path is None else os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._descriptor)
@@ -75,10 +75,10 @@ def map_shared(
     """Return memory that all ranks of the default group map. Collective.
 
     Args:
-        existing: The memory that this rank has from an earlier generation, or None.
-        tensors: Names, shapes and dtypes of the tensors, and the values of new memory.
-        rank: This rank.
-        world_size: The number of ranks.
+        existing: the memory that this rank has from an earlier generation, or None.
+        tensors: names, shapes and dtypes of the tensors, and the values of new memory.
+        rank: this rank.
+        world_size: the number of ranks.
 
     Returns:
         The memory of the ranks that have one; if none has, new memory with the values of rank 0.
@@ -89,7 +89,7 @@ def map_shared(
     if existing is None and rank == source:
         existing = SharedMemory(tensors)
     own_path = None if existing is None else existing.path
-    path = broadcast_json(own_path, source=source, rank=rank, device=torch.device("cpu"))
+    path = broadcast_json(own_path, source=source, rank=rank, device=CPU)
     if existing is None:
         existing = SharedMemory(tensors, path=path)
     dist.barrier()  # no rank may change the memory or leave before all have mapped it

@@ -11,7 +11,7 @@ def staleness_metrics(staleness: Sequence[int]) -> dict[str, Metric]:
     """Return percentiles of the staleness of gradients.
 
     Args:
-        staleness: For each update, the number of other updates since its worker read the parameters.
+        staleness: for each update, the number of other updates since its worker read the parameters.
 
     Returns:
         ``async/staleness_p50``, ``_p95`` and ``_max``; nothing if there were no updates.

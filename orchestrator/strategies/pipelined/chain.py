@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from orchestrator.compat.torch import pytree
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, tensors_in
+from orchestrator.model.batch import first_rows, rows_between, tensors_in
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
@@ -33,9 +32,9 @@ class Chain:
     """The stages of this rank, connected to those of the other ranks of its pipeline.
 
     Attributes:
-        feeds: Whether the first stage is on this rank, so that it reads the inputs.
-        has_loss: Whether the last stage is on this rank, so that it computes the loss.
-        timed_stages: The stages as the schedule calls them, in ascending order; empty after :meth:`close`.
+        feeds: whether the first stage is on this rank, so that it reads the inputs.
+        has_loss: whether the last stage is on this rank, so that it computes the loss.
+        timed_stages: the stages as the schedule calls them, in ascending order; empty after :meth:`close`.
     """
 
     def __init__(
@@ -53,14 +52,14 @@ class Chain:
         """Connect the stages.
 
         Args:
-            stages: This rank's stages, in ascending order.
-            layout: The schedule, the number of micro-batches and which rank has which stage.
-            job: Defines loss, weight and metrics.
-            rows: Samples in a micro-batch.
-            device: The device of the stages.
-            group: The ranks of this pipeline.
-            precision: What the forward passes are computed in.
-            measure: Called in training with the output and the target of every micro-batch.
+            stages: this rank's stages, in ascending order.
+            layout: the schedule, the number of micro-batches and which rank has which stage.
+            job: defines loss, weight and metrics.
+            rows: samples in a micro-batch.
+            device: the device of the stages.
+            group: the ranks of this pipeline.
+            precision: what the forward passes are computed in.
+            measure: called in training with the output and the target of every micro-batch.
         """
         self.feeds = stages[0].inputs is None
         self.has_loss = stages[-1].outputs is None
@@ -103,9 +102,9 @@ class Chain:
         """Run forward and backward passes and add the gradients to those of the stages.
 
         Args:
-            slices: The slices of this replica's batch, one per accumulation step.
-            weights: The weight of every micro-batch of every slice; read only on the rank that has the loss.
-            total_weight: The weight of the global batch.
+            slices: the slices of this replica's batch, one per accumulation step.
+            weights: the weight of every micro-batch of every slice; read only on the rank that has the loss.
+            total_weight: the weight of the global batch.
 
         Returns:
             The summed loss, a scalar on the device; 0 on ranks that do not have the loss.
@@ -139,11 +138,12 @@ class Chain:
             )
             loss_sum, total = torch.zeros((), device=device), torch.zeros((), device=device)
             sums: dict[str, Tensor] = {}
+            targets = self.microbatches(target)
             for number, output in enumerate(outputs):
                 rows = min(max(valid - number * self._rows, 0), self._rows)
                 if rows == 0:
                     break
-                output, wanted = first_rows(output, rows), first_rows(self.microbatches(target)[number], rows)
+                output, wanted = first_rows(output, rows), first_rows(targets[number], rows)
                 weight = self._job.weight(wanted)
                 weight = rows if weight is None else weight
                 loss = self._job.loss(output, wanted)
@@ -158,12 +158,11 @@ class Chain:
         return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
 
     def microbatches(self, value: Any) -> list[Any]:
-        """Cut the nested tensors of a slice into micro-batches along their first dimension."""
-
-        def rows(start: int) -> Any:
-            return pytree.tree_map_only(Tensor, lambda t: t[start : start + self._rows], value)
-
-        return [rows(number * self._rows) for number in range(self._layout.num_microbatches)]
+        """Cut the tensors of a slice into micro-batches along their first dimension."""
+        return [
+            rows_between(value, number * self._rows, (number + 1) * self._rows)
+            for number in range(self._layout.num_microbatches)
+        ]
 
     def spans(self) -> tuple[Span, ...]:
         """Return what the stages did in the last :meth:`train`."""

@@ -27,11 +27,11 @@ def forward_only(
     does not buffer sends, so ranks that send to each other must receive at the same time.
 
     Args:
-        stages: This rank's stages, in ascending order.
-        inputs: The model's inputs, one per micro-batch; read only on the rank of the first stage.
-        layout: Which rank has which stage, and the number of micro-batches.
-        group: The ranks of the pipeline.
-        device: Where received activations are placed.
+        stages: this rank's stages, in ascending order.
+        inputs: the model's inputs, one per micro-batch; read only on the rank of the first stage.
+        layout: which rank has which stage, and the number of micro-batches.
+        group: the ranks of the pipeline.
+        device: where received activations are placed.
 
     Returns:
         The output of each micro-batch on the rank of the last stage; an empty list on the other ranks.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
@@ -36,9 +36,9 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.state import train_state
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state, gather_states, receive_state, send_state
+from orchestrator.state.transport import broadcast_state, broadcast_tensors, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.datasets import first_item
+from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
@@ -55,6 +55,8 @@ from orchestrator.timeline.spans import Span
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(PipelinedConfig):
+    """The keys of ``pipeline``."""
+
     name: Literal["pipeline"]
 
 
@@ -110,8 +112,7 @@ class Pipeline(OptimizerStep):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context = self.context
-        collate = self.job.collate or default_collate
-        inputs, target = split_batch(to_device(collate([first_item(train_set)] * self._rows), context.device))
+        inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
             self.job,
             inputs,
@@ -170,8 +171,8 @@ class Pipeline(OptimizerStep):
     @torch.no_grad()
     def sync_initial_state(self) -> None:
         if self.context.mesh.data_parallel_size > 1:
-            for tensor in (*self.state_module().parameters(), *self._buffers()):
-                dist.broadcast(tensor, group=self._connected.replicas, group_src=0)
+            tensors = (*self.state_module().parameters(), *self._buffers())
+            broadcast_tensors(tensors, source=0, device=self.context.device, group=self._connected.replicas)
         self._connected.sharing.sync_initial_state()
 
     def state_module(self) -> nn.Module:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.schema import Config
+from orchestrator.config.text import first_of
 from orchestrator.job import Job
-from orchestrator.model.batch import split_batch
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
 from orchestrator.model.modes import in_train_mode, note_on_dropout
@@ -17,9 +16,8 @@ from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import FLOAT32
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
-from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.datasets import first_item
+from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.pipelined.layout import StagedConfig
 
 
@@ -45,12 +43,10 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     strategy, layout = config.strategy, plan.pipeline
     assert layout is not None
     assert isinstance(strategy, StagedConfig)
-    share = even_shares(plan.global_batch_size, plan.mesh.data_parallel_size)[0]
-    rows = share // plan.grad_accumulation // layout.num_microbatches
+    rows = plan.microbatch_rows
     split = () if strategy.split == "auto" else strategy.split
-    collate = job.collate or default_collate
     try:
-        inputs, _ = split_batch(collate([first_item(job.dataset("train"))] * rows))
+        inputs, _ = example_batch(job, job.dataset("train"), rows)
         sequence = sequence_of(
             in_train_mode(job.model),
             inputs,
@@ -85,8 +81,8 @@ def notes_of(whole: FakeModel, plan: Plan, rows: int) -> list[str]:
     norms = [name for name in _names_of(whole.model, BatchNorm) if whole.model.get_submodule(name).training]
     if norms and rows < slice_size:
         notes.append(
-            f"BatchNorm ({_few(norms)}) uses the statistics of micro-batches of {rows} samples, with strategy=single "
-            f"those of {slice_size}: expect another loss curve; GroupNorm and LayerNorm are unaffected"
+            f"BatchNorm ({first_of(norms)}) uses the statistics of micro-batches of {rows} samples, with "
+            f"strategy=single those of {slice_size}: expect another loss curve; GroupNorm and LayerNorm are unaffected"
         )
     return notes
 
@@ -100,7 +96,7 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
         errors.append(f"strategy={name}: the model has no trainable parameters; set requires_grad=True on some")
     if synchronised := _names_of(sequence.whole.model, nn.SyncBatchNorm):
         errors.append(
-            f"strategy={name}: SyncBatchNorm ({_few(synchronised)}) would wait for workers that have other stages; "
+            f"strategy={name}: SyncBatchNorm ({first_of(synchronised)}) would wait for workers that have other stages; "
             "use BatchNorm"
         )
     if plan.split is None:
@@ -120,7 +116,3 @@ def _too_few_layers_error(plan: Plan, reason: str, size_key: str) -> str:
 
 def _names_of(model: nn.Module, kind: type[nn.Module]) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, kind)]
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

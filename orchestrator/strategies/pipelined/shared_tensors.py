@@ -20,9 +20,9 @@ class Sharing:
     """The tensors that one rank shares with other ranks of its pipeline.
 
     Attributes:
-        first_names: This rank's names of parameters that another rank saves, each mapped to its first name there.
-        saved_elsewhere: The names of this rank's tensors that another rank saves under the same name.
-        counted_elsewhere: Parameters whose gradient another rank counts in the norm.
+        first_names: this rank's names of parameters that another rank saves, each mapped to its first name there.
+        saved_elsewhere: the names of this rank's tensors that another rank saves under the same name.
+        counted_elsewhere: parameters whose gradient another rank counts in the norm.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Sharing:
         """Form a process group for each set of ranks that share a tensor. Collective over the default group.
 
         Args:
-            shared: All tensors that several stages have.
-            own: This rank's tensors by name; a shared tensor appears under each of its names.
-            mesh: The grid of ranks.
-            global_rank: This rank.
-            stage_ranks: The ``pp_rank`` of each stage.
+            shared: all tensors that several stages have.
+            own: this rank's tensors by name; a shared tensor appears under each of its names.
+            mesh: the grid of ranks.
+            global_rank: this rank.
+            stage_ranks: the ``pp_rank`` of each stage.
         """
         self.first_names: dict[str, str] = {}
         self.saved_elsewhere: set[str] = set()

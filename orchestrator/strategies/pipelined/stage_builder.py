@@ -1,4 +1,4 @@
-"""What is needed to measure a model's layers and to build one rank's stages of it."""
+"""Builds one rank's stages of a model, after measuring and checking its layers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from orchestrator.model.cut import Cut
 from orchestrator.model.layers import changing_buffers, costs, flow
 from orchestrator.model.modes import in_train_mode
 from orchestrator.model.parity import compare, free_memory
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import (
@@ -31,8 +32,8 @@ class BuiltStages:
     """The stages of one rank.
 
     Attributes:
-        stages: This rank's stages, in ascending order.
-        shared: The tensors that several stages of the model have, on any rank.
+        stages: this rank's stages, in ascending order.
+        shared: the tensors that several stages of the model have, on any rank.
     """
 
     stages: Sequence[Stage]
@@ -44,14 +45,13 @@ class StageBuilder:
     """An outline of the model and a sample micro-batch. Drop it after the stages are built, to free their memory.
 
     Attributes:
-        job: Builds the model and defines the loss.
-        sequence: The layers of the model as fake tensors.
-        values: What flows into each layer, and out of the last, as fake tensors.
-        inputs: The inputs of a real micro-batch, on the device.
-        target: The targets of the same micro-batch.
-        device: Where the stages are placed.
-        seed: The seed with which the whole model would be initialized.
-        num_stages: The number of stages.
+        job: builds the model and defines the loss.
+        sequence: the layers of the model as fake tensors.
+        values: what flows into each layer, and out of the last, as fake tensors.
+        inputs: the inputs of a real micro-batch, on the device.
+        target: the targets of the same micro-batch.
+        device: where the stages are placed.
+        seed: the seed with which the whole model would be initialized.
     """
 
     job: Job
@@ -61,7 +61,6 @@ class StageBuilder:
     target: Any
     device: torch.device
     seed: int
-    num_stages: int
 
     @classmethod
     def outline(
@@ -76,20 +75,20 @@ class StageBuilder:
         seed: int,
         precision: Precision,
     ) -> StageBuilder:
-        """Trace the model without memory for its parameters.
+        """Divide the model into layers, without memory for its parameters.
 
         Args:
-            job: Builds the model.
-            inputs: The inputs of a micro-batch.
-            target: The targets of the same micro-batch.
-            split: The module names to cut at; empty to cut by measured time.
-            num_stages: The number of stages.
-            device: Where the stages are placed.
-            seed: The seed of the model's initialization.
-            precision: What the forward pass is computed in.
+            job: builds the model.
+            inputs: the inputs of a micro-batch.
+            target: the targets of the same micro-batch.
+            split: the module names to cut at; empty to cut by measured time.
+            num_stages: the number of stages.
+            device: where the stages are placed.
+            seed: the seed of the model's initialization.
+            precision: what the forward pass is computed in.
 
         Raises:
-            ValueError: The model cannot be cut.
+            ValueError: the model cannot be cut.
         """
         sequence = sequence_of(in_train_mode(job.model), inputs, device, split=split, num_stages=num_stages, job=job)
         return cls(
@@ -100,50 +99,37 @@ class StageBuilder:
             target=target,
             device=device,
             seed=seed,
-            num_stages=num_stages,
         )
 
     def measure_costs(self, *, precision: Precision) -> list[float]:
         """Return the milliseconds that forward and backward of each layer take; the last one includes the loss."""
-        fresh = sequence_of(
-            in_train_mode(self.job.model),
-            self.inputs,
-            self.device,
-            split=(),
-            num_stages=self.num_stages,
-            job=self.job,
-        )
-
-        def loss(output: Any) -> Tensor:
-            return self.job.loss(output, self.target)
-
-        return costs(fresh, self.values, self.inputs, precision=precision, loss=loss)
+        # Of another instance of the model, because a layer may keep what it has computed with real tensors.
+        model = build_fake(in_train_mode(self.job.model), self.device).model
+        layers = self.sequence.of(model, range(len(self.sequence.names)))
+        ordered = [layers[index] for index in sorted(layers)]
+        return costs(ordered, self.values, self.inputs, precision=precision, loss=self._loss)
 
     def check_parity(self, *, precision: Precision, free_bytes: int | None = None) -> str | None:
         """Check on one micro-batch that the pieces of the model train as the whole model does.
 
         Layers that are the model's own modules in their order do so by construction. For all others see
-        :func:`~orchestrator.model.parity.compare`, which needs the less memory, the less there is.
+        :func:`~orchestrator.model.parity.compare`, which uses less memory if less is free.
 
         Args:
-            precision: What the forward passes are computed in.
-            free_bytes: The memory that may be used; None for half of what the device has free.
+            precision: what the forward passes are computed in.
+            free_bytes: the memory that may be used; None for half of what the device has free.
 
         Returns:
             A note for the user on what was not compared; None if all was.
 
         Raises:
-            ValueError: they do not; the text names the module.
+            ValueError: the pieces train differently; the text names the module.
         """
-
-        def loss(output: Any) -> Tensor:
-            return self.job.loss(output, self.target)
-
         verdict = compare(
             in_train_mode(self.job.model),
             self.sequence,
             self.inputs,
-            loss,
+            self._loss,
             device=self.device,
             seed=self.seed,
             precision=precision,
@@ -160,13 +146,13 @@ class StageBuilder:
         """Build the stages ``own``, initialized as in the whole model.
 
         Args:
-            cut: Where the model is cut.
-            own: The indices of this rank's stages.
-            stage_ranks: The ``pp_rank`` of each stage.
-            precision: What the forward pass is computed in.
+            cut: where the model is cut.
+            own: the indices of this rank's stages.
+            stage_ranks: the ``pp_rank`` of each stage.
+            precision: what the forward pass is computed in.
 
         Raises:
-            ValueError: Something other than tensors flows between two stages, or stages on different ranks share a
+            ValueError: something other than tensors flows between two stages, or stages on different ranks share a
                 buffer that forward passes change.
         """
         buffers = shared_buffers(self.sequence, cut)
@@ -176,6 +162,9 @@ class StageBuilder:
         build = in_train_mode(self.job.model)
         stages = build_stages(build, self.sequence, self.values, cut, own, device=self.device, seed=self.seed)
         return BuiltStages(stages=stages, shared=[*shared_parameters(self.sequence, cut), *buffers])
+
+    def _loss(self, output: Any) -> Tensor:
+        return self.job.loss(output, self.target)
 
 
 def _check_shared_buffers(buffers: Sequence[Shared], changing: Collection[str], stage_ranks: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ class Clock:
     """Records the spans of a step, with CUDA events on a GPU and wall-clock time on a CPU.
 
     Attributes:
-        first_microbatch: Added to the schedule's micro-batch numbers, which start at 0 in every slice of a step.
+        first_microbatch: added to the schedule's micro-batch numbers, which start at 0 in every slice of a step.
     """
 
     def __init__(self, device: torch.device):
@@ -90,8 +90,8 @@ class TimedStage(ConnectedStage):
     """A stage as a schedule calls it. The first stage receives a micro-batch number and looks up its input.
 
     Attributes:
-        output: The last output of the model's last layer, until the loss takes it.
-        live: The largest number of micro-batches whose activations the stage has held at once.
+        output: the last output of the model's last layer, until the loss takes it.
+        live: the largest number of micro-batches whose activations the stage has held at once.
     """
 
     def __init__(

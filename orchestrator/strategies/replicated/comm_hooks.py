@@ -76,12 +76,13 @@ class PowerSGD:
         """Continue after ``steps`` steps of the run with the result of :meth:`state`; other ``tensors`` are ignored."""
         self.forget()
         self._steps = steps
+        device = next(iter(self._names)).device
         for path, tensor in tensors.items():
             kind, _, name = path.partition("/")
             if kind == "powersgd.error":
-                self._errors[name] = tensor
+                self._errors[name] = tensor.to(device)
             elif kind == "powersgd.factor":
-                self._factors[name] = tensor
+                self._factors[name] = tensor.to(device)
 
     def forget(self) -> None:
         """Drop errors and factors. A NaN in them would stay forever."""

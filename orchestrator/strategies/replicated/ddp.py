@@ -24,7 +24,7 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state
+from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average_in
@@ -66,7 +66,7 @@ class DDP(WholeModel):
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:
-        """Return the strategy of a rank; a job that makes its own updates needs another than ``DDP``."""
+        """Return ``JobStep`` for a job that makes its own updates, else ``DDP``."""
         options = context.options
         assert isinstance(options, DDPConfig)
         if has_training_step(job):
@@ -111,8 +111,8 @@ class DDP(WholeModel):
             replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
 
     def sync_initial_state(self) -> None:
-        for tensor in self.model.state_dict().values():
-            dist.broadcast(tensor, src=0)
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        broadcast_tensors(tensors, source=0, device=self.context.device)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         train = self.context.train
@@ -206,7 +206,7 @@ class DDP(WholeModel):
 
 
 def _unsupported(options: DDPConfig, plan: Plan) -> list[str]:
-    """Return which options cannot be combined with ``Job.training_step``."""
+    """Return an error for each option that cannot be combined with ``Job.training_step``."""
     errors = []
     if options.comm_hook != "none":
         errors.append(

@@ -31,6 +31,8 @@ from orchestrator.strategies.replicated.whole_model import WholeModel, weighted
 
 @dataclass(frozen=True, kw_only=True)
 class DPConfig(StrategyConfig):
+    """The keys of ``dp``."""
+
     name: Literal["dp"]
     loss_on: Literal["device0", "replicas"] = option(
         "device0: outputs are gathered there and the loss computed; replicas: each computes its own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,15 +58,15 @@ class _Gather(torch.autograd.Function):
         if tensor.ndim == 0:
             raise ValueError("gather_batch: expected a tensor with a row for each sample, got a scalar")
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        row_bytes = tensor[:1].numel() * tensor.element_size() if len(tensor) else 0
-        own = torch.tensor([len(tensor), row_bytes], device=tensor.device)
-        sizes = own.new_empty(world_size, 2)
-        dist.all_gather(list(sizes.unbind()), own)
-        rows, widths = (column.tolist() for column in sizes.unbind(1))
-        if len({width for n, width in zip(rows, widths, strict=True) if n}) > 1:
+        shape = list(tensor.shape[1:])
+        own = torch.tensor([len(tensor), zlib.crc32(f"{tensor.dtype} {shape}".encode())], device=tensor.device)
+        of_ranks = own.new_empty(world_size, 2)
+        dist.all_gather(list(of_ranks.unbind()), own)
+        rows, digests = (column.tolist() for column in of_ranks.unbind(1))
+        if len(set(digests)) > 1:
             raise ValueError(
-                f"gather_batch: the rows of the workers have {', '.join(map(str, widths))} bytes; give them the same "
-                "shape and type"
+                f"gather_batch: the rows of the workers differ in shape or type; those of rank {rank} are "
+                f"{tensor.dtype} of shape {shape}"
             )
         padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
         padded[: len(tensor)] = tensor

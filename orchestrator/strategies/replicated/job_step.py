@@ -2,8 +2,8 @@
 
 The job makes its updates itself, from the losses of its own share of the batch. A hook in the ``step()`` of each
 optimizer first replaces the gradients of that optimizer's parameters by their mean over the global batch: each rank's
-gradients, weighted by its number of samples, are summed. ``DistributedDataParallel`` does not serve: it expects one
-forward pass and one backward pass, after which all parameters have their gradients.
+gradients, weighted by its number of samples, are summed. ``DistributedDataParallel`` is not used, because it expects
+one forward pass and one backward pass, after which all parameters have their gradients.
 
 After the step, all ranks take the buffers of rank 0. A step that fails between two updates cannot be undone, so no rank
 offers its state then, and the run continues from a checkpoint.
@@ -29,7 +29,7 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.joint import JointScheduler
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state
+from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult
 from orchestrator.strategies.gradients import weighted_sum_over
 from orchestrator.strategies.replicated import gather
@@ -46,7 +46,7 @@ class JobStep(WholeModel):
         super().__init__(context, job)
         self._sync_batchnorm = sync_batchnorm
         self._updating = False  # from the first update of a step to its end
-        self._untrained_before: Sequence[tuple[int, int]] = ()
+        self._frozen_versions_before: Sequence[tuple[int, int]] = ()
         self._wants_norm = False
         self._norms: dict[str, Tensor] = {}
         self._waited_s = 0.0
@@ -61,7 +61,7 @@ class JobStep(WholeModel):
         self.models = models_of(self.model)
         self.optimizers = optimizers_of(self.job, self.model)
         trained = {p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]}
-        self._untrained = [p for p in self.model.parameters() if p not in trained]
+        self._frozen = [p for p in self.model.parameters() if p not in trained]
         for name, optimizer in self.optimizers.items():
             optimizer.register_step_pre_hook(functools.partial(self._before_update, name))
             optimizer.register_step_post_hook(_forget_casts)
@@ -74,19 +74,19 @@ class JobStep(WholeModel):
         self.scheduler = JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
 
     def attach(self) -> None:
-        if not self._torn:
+        if not self._partly_updated:
             super().attach()
 
     def sync_initial_state(self) -> None:
         if self._has_peers:
-            for tensor in self.model.state_dict().values():
-                dist.broadcast(tensor, src=0)
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            broadcast_tensors(tensors, source=0, device=self.context.device)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         (batch,) = microbatches
         batch = to_device(batch, self.context.device)
         self._buffers_before = [b.clone() for b in self._buffers()] if self._has_peers else []
-        self._untrained_before = self._untrained_now()
+        self._frozen_versions_before = self._frozen_versions()
         self._wants_norm, self._norms, self._waited_s = want_grad_norm, {}, 0.0
         self._in_step = True
         self.model.zero_grad()
@@ -114,8 +114,8 @@ class JobStep(WholeModel):
         return meta
 
     def recoverable_steps(self, step: int, *, update_complete: bool) -> Mapping[int, tuple[int, ...]]:
-        """Return the last step for every rank, as all are equal; nothing if a step has been left half-way."""
-        if not update_complete or self._torn or not self._has_peers:
+        """Return the last step for every rank, as all are equal; nothing if a step was interrupted."""
+        if not update_complete or self._partly_updated or not self._has_peers:
             return {}
         return {ANY_RANK: (step,)}
 
@@ -139,13 +139,13 @@ class JobStep(WholeModel):
         return even_shares(context.train.global_batch_size, context.mesh.data_parallel_size)[context.dp_rank]
 
     @property
-    def _torn(self) -> bool:
+    def _partly_updated(self) -> bool:
         """Whether a step was left after it had changed parameters, which cannot be undone."""
-        return self._in_step and (self._updating or self._untrained_now() != self._untrained_before)
+        return self._in_step and (self._updating or self._frozen_versions() != self._frozen_versions_before)
 
-    def _untrained_now(self) -> Sequence[tuple[int, int]]:
+    def _frozen_versions(self) -> Sequence[tuple[int, int]]:
         """Return what changes with the values of the parameters that no optimizer has, such as those of a teacher."""
-        return [(p.data_ptr() if p.layout == torch.strided else 0, version_of(p)) for p in self._untrained]
+        return [(p.data_ptr() if p.layout == torch.strided else 0, version_of(p)) for p in self._frozen]
 
     @torch.no_grad()
     def _before_update(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -167,17 +167,10 @@ class JobStep(WholeModel):
                 nn.utils.clip_grads_with_norm_(parameters, train.clip_norm, norm)
         self._updating = True
 
-    @torch.no_grad()
     def _share_buffers(self) -> None:
         """Replace the buffers by those of rank 0."""
-        buffers = self._buffers()
-        if not buffers:
-            return
         began = time.perf_counter()
-        flat = torch.cat([b.reshape(-1).view(torch.uint8) for b in buffers])
-        dist.broadcast(flat, src=0)
-        for buffer, values in zip(buffers, flat.split([b.nbytes for b in buffers]), strict=True):
-            buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))
+        broadcast_tensors(self._buffers(), source=0, device=self.context.device)
         self._waited_s += time.perf_counter() - began
 
 

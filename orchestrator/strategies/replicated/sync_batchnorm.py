@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from orchestrator.compat.torch import BatchNorm
+from orchestrator.config.text import first_of
 from orchestrator.job import Job
+from orchestrator.model.meta import on_meta_device
 from orchestrator.model.modes import in_train_mode
 from orchestrator.planning.plan import Plan
 
@@ -146,16 +148,13 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
     """
     if plan.mesh.data_parallel_size == 1:
         return ()
-    try:
-        with torch.device("meta"):
-            model = in_train_mode(job.model)()
-    except Exception as e:  # building it on this machine could take all of its memory
+    model = on_meta_device(in_train_mode(job.model))
+    if model is None:
         if synchronized:
             return ()  # the workers check their model
-        reason = str(e).strip().partition("\n")[0] or type(e).__name__
         return (
-            f"job.model() cannot be built on the meta device ({reason}), so nothing is known about BatchNorm: if the "
-            "model has any, each worker uses the statistics of its own samples, unless strategy.sync_batchnorm=true",
+            "job.model() cannot be built on the meta device, so nothing is known about BatchNorm: if the model has "
+            "any, each worker uses the statistics of its own samples, unless strategy.sync_batchnorm=true",
         )
     if synchronized and (error := conversion_error(model)):
         errors.append(error)
@@ -164,7 +163,7 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
     names = [name for name, norm in norms.items() if not isinstance(norm, nn.SyncBatchNorm)]
     if not names:
         return ()
-    what = f"BatchNorm ({', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''})"
+    what = f"BatchNorm ({first_of(names)})"
     if not synchronized:
         return (
             f"{what} uses the statistics of each worker's own samples, with strategy=single those of the whole batch: "
@@ -203,7 +202,7 @@ class _Normalize(torch.autograd.Function):
         count = x.numel() // x.shape[1]
         own = [x.new_zeros(x.shape[1])] * 2
         if count:
-            own = list(torch.var_mean(x, dim=_over(x), correction=0))
+            own = list(torch.var_mean(x, dim=_reduced_dims(x), correction=0))
         variance, mean = (t.double() for t in own)
         size = torch.full((1,), count, dtype=torch.float64, device=x.device)
         sums = norm.sum_over_ranks(torch.cat([size, count * mean, count * (variance + mean.square())]))
@@ -211,11 +210,11 @@ class _Normalize(torch.autograd.Function):
         mean = mean / size
         variance = (squares / size - mean.square()).clamp(min=0)
         scale = (variance + eps).rsqrt().to(x.dtype)
-        output = (x - _along(mean.to(x.dtype), x)) * _along(scale, x)
+        output = (x - _per_channel(mean.to(x.dtype), x)) * _per_channel(scale, x)
         if weight is not None:
-            output = output * _along(weight.to(x.dtype), x)
+            output = output * _per_channel(weight.to(x.dtype), x)
         if bias is not None:
-            output = output + _along(bias.to(x.dtype), x)
+            output = output + _per_channel(bias.to(x.dtype), x)
         ctx.save_for_backward(inputs, weight, mean, scale, size)
         ctx.norm = norm
         ctx.mark_non_differentiable(mean, variance, size)
@@ -227,31 +226,33 @@ class _Normalize(torch.autograd.Function):
         inputs, weight, mean, scale, size = ctx.saved_tensors
         x = inputs.to(scale.dtype)
         g = gradient.to(scale.dtype)
-        normal = (x - _along(mean.to(x.dtype), x)) * _along(scale, x)
-        of_bias, of_weight = g.sum(_over(x)), (g * normal).sum(_over(x))
-        of_inputs = None
+        normal = (x - _per_channel(mean.to(x.dtype), x)) * _per_channel(scale, x)
+        grad_bias, grad_weight = g.sum(_reduced_dims(x)), (g * normal).sum(_reduced_dims(x))
+        grad_inputs = None
         if ctx.needs_input_grad[0]:
-            sums = ctx.norm.sum_over_ranks(torch.cat([of_bias, of_weight]).double())
+            sums = ctx.norm.sum_over_ranks(torch.cat([grad_bias, grad_weight]).double())
             mean_g, mean_g_normal = (sums / size).to(x.dtype).chunk(2)
-            of_inputs = (g - _along(mean_g, x) - normal * _along(mean_g_normal, x)) * _along(scale, x)
+            grad_inputs = (g - _per_channel(mean_g, x) - normal * _per_channel(mean_g_normal, x)) * _per_channel(
+                scale, x
+            )
             if weight is not None:
-                of_inputs = of_inputs * _along(weight.to(x.dtype), x)
-            of_inputs = of_inputs.to(inputs.dtype)
+                grad_inputs = grad_inputs * _per_channel(weight.to(x.dtype), x)
+            grad_inputs = grad_inputs.to(inputs.dtype)
         # The gradients of weight and bias are those of this rank's samples; DDP averages them.
         return (
-            of_inputs,
-            of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            of_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None,
+            grad_inputs,
+            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            grad_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None,
             None,
             None,
         )
 
 
-def _over(x: Tensor) -> list[int]:
+def _reduced_dims(x: Tensor) -> list[int]:
     """Return the dimensions that the statistics of a channel cover."""
     return [d for d in range(x.ndim) if d != 1]
 
 
-def _along(channels: Tensor, x: Tensor) -> Tensor:
+def _per_channel(channels: Tensor, x: Tensor) -> Tensor:
     """Return a vector with a value for each channel in a shape that broadcasts with ``x``."""
     return channels.view(1, -1, *[1] * (x.ndim - 2))

@@ -1,6 +1,6 @@
 """The whole model on each worker: the common part of ``single``, ``ddp``, ``dp`` and the asynchronous strategies.
 
-Each rank has the model, the optimizer and the loss. This class communicates nothing; subclasses exchange gradients or
+Each rank has the model, the optimizer and the loss. This class does not communicate; subclasses exchange gradients or
 parameters between ranks.
 """
 
@@ -167,6 +167,12 @@ def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
     return loss * weight if weight else torch.zeros_like(loss)
+
+
+def divisor_of(weight: float | Tensor) -> Tensor:
+    """Return the weight of a batch as a divisor: 1 for a weight of 0, so that its loss of 0 does not become NaN."""
+    weight = torch.as_tensor(weight, dtype=torch.float32)
+    return torch.where(weight > 0, weight, 1.0)
 
 
 def entries(gradient: Tensor) -> Tensor:

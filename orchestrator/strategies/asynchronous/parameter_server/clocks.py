@@ -9,7 +9,7 @@ class WorkerClocks:
     """Counts each worker's applied steps and decides which workers may continue.
 
     Attributes:
-        max_lead: The largest lead over the slowest worker at which a worker was let go, since the caller last set it
+        max_lead: the largest lead over the slowest worker at which a worker was let go, since the caller last set it
             to 0.
     """
 
@@ -17,9 +17,9 @@ class WorkerClocks:
         """Start all clocks.
 
         Args:
-            workers: The ranks of the workers.
-            step: The last step whose gradients have been applied.
-            bound: How many steps a worker may be ahead of the slowest; None for no bound.
+            workers: the ranks of the workers.
+            step: the last step whose gradients have been applied.
+            bound: how many steps a worker may be ahead of the slowest; None for no bound.
         """
         self._steps = dict.fromkeys(workers, step)
         self._bound = bound

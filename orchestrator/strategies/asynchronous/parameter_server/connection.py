@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchestrator.state.transport import CPU
 from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes
 from orchestrator.strategies.asynchronous.parameter_server.wire import (
     ANSWER,
@@ -19,16 +20,14 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
     receive_rows,
 )
 
-CPU = torch.device("cpu")
-
 
 class ShardConnection:
     """Pushes gradients to one shard and receives its parameters as the answer.
 
     Attributes:
-        rank: The shard's global rank.
-        sends: The messages being sent to the shard.
-        received_bytes: The size of the answers received since the last :meth:`reset_counters`.
+        rank: the shard's global rank.
+        sends: the messages being sent to the shard.
+        received_bytes: the size of the answers received since the last :meth:`reset_counters`.
     """
 
     def __init__(
@@ -43,12 +42,12 @@ class ShardConnection:
         """Allocate the buffers.
 
         Args:
-            rank: The shard's global rank.
-            parts: The parts of parameters that the shard has.
-            parameters: The worker's parameters by name.
-            memory: The contiguous memory of all dense parameters, as bytes.
+            rank: the shard's global rank.
+            parts: the parts of parameters that the shard has.
+            parameters: the worker's parameters by name.
+            memory: the contiguous memory of all dense parameters, as bytes.
             compression: ``strategy.compression``, the precision in which gradients are sent.
-            pushes: The group for pushes; None for the default one.
+            pushes: the group for pushes; None for the default one.
         """
         self.rank = rank
         self._pushes = pushes
@@ -79,7 +78,7 @@ class ShardConnection:
         """Add a gradient to the push, and send the push when it is complete.
 
         Raises:
-            ValueError: The push has already been sent.
+            ValueError: the push has already been sent.
         """
         if self._pushed:
             raise ValueError(
@@ -121,7 +120,7 @@ class ShardConnection:
         """Wait for the answer, if one is expected.
 
         Args:
-            count_bytes: Whether to add its size to :attr:`received_bytes`.
+            count_bytes: whether to add its size to :attr:`received_bytes`.
 
         Returns:
             The number of elements received.

@@ -18,12 +18,12 @@ class Groups:
     """Groups beside the default one.
 
     Attributes:
-        workers: All workers.
-        shards: All shards.
-        long_timeout: All ranks, for messages between ranks that may be many steps apart.
-        pushes: All ranks, for pushes received in the background. These use connections of their own, so that a shard
+        workers: all workers.
+        shards: all shards.
+        long_timeout: all ranks, for messages between ranks that may be many steps apart.
+        pushes: all ranks, for pushes received in the background. These use connections of their own, so that a shard
             that leaves closes the others at once.
-        copies: All shards, for their peer copies.
+        copies: all shards, for their peer copies.
     """
 
     workers: dist.ProcessGroup

@@ -22,13 +22,13 @@ class Part:
     """A part of a parameter on one shard.
 
     Attributes:
-        name: The parameter's name.
-        start: The first element, or the first row of a table.
-        stop: The end of the elements or rows.
-        dtype: The parameter's dtype.
-        begin: The first byte in the contiguous memory of all dense parameters; 0 for a table.
-        end: The end in that memory; 0 for a table.
-        row: The shape of a row of a table; None for a dense parameter.
+        name: the parameter's name.
+        start: the first element, or the first row of a table.
+        stop: the end of the elements or rows.
+        dtype: the parameter's dtype.
+        begin: the first byte in the contiguous memory of all dense parameters; 0 for a table.
+        end: the end in that memory; 0 for a table.
+        row: the shape of a row of a table; None for a dense parameter.
     """
 
     name: str
@@ -50,7 +50,7 @@ def parts_of(
     """Return the parts of each shard.
 
     Raises:
-        ValueError: There are more shards than elements in the parameters.
+        ValueError: there are more shards than elements in the parameters.
     """
     first_byte, extent_of = offsets(extents), {e.name: e for e in extents}
 
@@ -93,9 +93,9 @@ def join_optimizer_state(
     """Join the shards' optimizer states into that of whole parameters.
 
     Args:
-        parts: The state on each shard, under ``"<parameter name>/<state key>"``.
-        shapes: The shape of each parameter.
-        into: An old state whose memory may be reused.
+        parts: the state on each shard, under ``"<parameter name>/<state key>"``.
+        shapes: the shape of each parameter.
+        into: an old state whose memory may be reused.
 
     Returns:
         The joined state, under the same names.

@@ -24,10 +24,10 @@ class ShardPieces:
     """The pieces of one shard.
 
     Attributes:
-        parts: Which parts of the parameters the shard has.
-        memory: The dense pieces as bytes, of shape (n,), in the layout of an answer.
-        optimizer: Updates the pieces.
-        scheduler: The learning-rate schedule, or None.
+        parts: which parts of the parameters the shard has.
+        memory: the dense pieces as bytes, of shape (n,), in the layout of an answer.
+        optimizer: updates the pieces.
+        scheduler: the learning-rate schedule, or None.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class ShardPieces:
         """Build the whole model and its optimizer as a worker does, and keep this shard's pieces.
 
         Args:
-            job: Builds model, optimizer and scheduler.
-            state: A saved state of the whole model, or None for the initial one.
-            shard: The index of this shard.
-            num_shards: The number of shards.
-            num_workers: The number of workers.
-            seed: The seed of the model's initialization.
-            steps: The steps of the run, for the scheduler.
+            job: builds model, optimizer and scheduler.
+            state: a saved state of the whole model, or None for the initial one.
+            shard: the index of this shard.
+            num_shards: the number of shards.
+            num_workers: the number of workers.
+            seed: the seed of the model's initialization.
+            steps: the steps of the run, for the scheduler.
 
         Raises:
-            ValueError: Shards cannot own parts of this optimizer, or there are more shards than elements.
+            ValueError: shards cannot own parts of this optimizer, or there are more shards than elements.
         """
         torch.manual_seed(seed)
         model = job.model()

@@ -14,9 +14,6 @@ import torch.distributed as dist
 
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push
 
-WAIT_S = 60.0
-"""How long a thread waits for its buffer before it waits again."""
-
 
 class PushReceiver:
     """Receives one push per worker at a time, each in the worker's own buffer."""
@@ -25,8 +22,8 @@ class PushReceiver:
         """Start to receive.
 
         Args:
-            pushes: The buffer of each worker.
-            group: The group through which the workers push.
+            pushes: the buffer of each worker.
+            group: the group through which the workers push.
         """
         self._pushes = pushes
         self._arrived: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
@@ -39,7 +36,7 @@ class PushReceiver:
         """Wait for the next push and return its worker and its buffer, which is in use until :meth:`free`.
 
         Raises:
-            RuntimeError: The connection to a worker is closed.
+            RuntimeError: the connection to a worker is closed.
         """
         worker, error = self._arrived.get()
         if error is not None:
@@ -59,8 +56,7 @@ class PushReceiver:
     def _receive(self, worker: int, group: dist.ProcessGroup) -> None:
         error: Exception | None = None
         while error is None:
-            if not self._free[worker].acquire(timeout=WAIT_S):
-                continue
+            self._free[worker].acquire()  # without a timeout: the thread is a daemon, and end() ends the wait
             if self._ended:
                 return
             try:

@@ -11,18 +11,16 @@ import torch.distributed as dist
 
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_json
-
-CPU = torch.device("cpu")
+from orchestrator.state.transport import CPU, broadcast_json
 
 
 def share_meta(own: Mapping[str, Any] | None, *, mesh: Mesh, rank: int) -> dict[str, Any]:
     """Return the ``meta`` of the first rank that has it, on every rank. Collective.
 
     Args:
-        own: The ``meta`` of this rank's state after the step to recover, or None if it has no such state.
-        mesh: The grid of ranks.
-        rank: This global rank.
+        own: the ``meta`` of this rank's state after the step to recover, or None if it has no such state.
+        mesh: the grid of ranks.
+        rank: this global rank.
     """
     first = torch.tensor(mesh.world_size if own is None else rank)
     dist.all_reduce(first, op=dist.ReduceOp.MIN)

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from orchestrator.job import Job
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state, gather_states, receive_state, send_state
+from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.asynchronous.parameter_server.clocks import WorkerClocks
 from orchestrator.strategies.asynchronous.parameter_server.groups import Groups
 from orchestrator.strategies.asynchronous.parameter_server.pieces import ShardPieces
@@ -48,7 +48,6 @@ from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.peer_copies import PeerCopies
 
-CPU = torch.device("cpu")
 STEPS_APART = 2
 """How many steps asynchronous shards may be apart, because a worker continues only when all shards have answered. On
 recovery, a shard may offer its parameters as those of any of these steps."""

@@ -106,7 +106,7 @@ class PendingSends:
     """Messages being sent, whose memory must not change before they have arrived.
 
     Attributes:
-        size_bytes: The bytes sent since the caller last set it to 0.
+        size_bytes: the bytes sent since the caller last set it to 0.
     """
 
     def __init__(self) -> None:
@@ -131,10 +131,10 @@ class RowsSpec(NamedTuple):
     """The rows of one table in a message.
 
     Attributes:
-        rows: The number of rows in the message.
-        table_rows: The number of rows of the table's part.
-        dtype: The dtype in which rows are sent.
-        row: The shape of a row.
+        rows: the number of rows in the message.
+        table_rows: the number of rows of the table's part.
+        dtype: the dtype in which rows are sent.
+        row: the shape of a row.
     """
 
     rows: int

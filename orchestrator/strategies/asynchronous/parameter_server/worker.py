@@ -31,7 +31,7 @@ from orchestrator.model.sharding import extents_of, optimizer_error
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state, gather_states
+from orchestrator.state.transport import CPU, broadcast_state, broadcast_tensors, gather_states
 from orchestrator.strategies.asynchronous.parameter_server.connection import ShardConnection
 from orchestrator.strategies.asynchronous.parameter_server.groups import Groups
 from orchestrator.strategies.asynchronous.parameter_server.parts import join_optimizer_state, make_contiguous, parts_of
@@ -39,9 +39,7 @@ from orchestrator.strategies.asynchronous.parameter_server.recovery import share
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.base import Context, EvalSums, StepResult
-from orchestrator.strategies.replicated.whole_model import WholeModel
-
-CPU = torch.device("cpu")
+from orchestrator.strategies.replicated.whole_model import WholeModel, divisor_of
 
 
 class Worker(WholeModel):
@@ -240,8 +238,7 @@ class Worker(WholeModel):
         """Scale the weights for shards that sum the gradients of all workers, or apply one worker's gradient alone."""
         weights, total = super()._weights(targets)
         if not self._sync:
-            total = torch.as_tensor(sum(weights), dtype=torch.float32)
-            total = torch.where(total > 0, total, 1.0)
+            total = divisor_of(sum(weights))
         return weights, total * self.context.mesh.data_parallel_size
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
@@ -289,7 +286,7 @@ class Worker(WholeModel):
         if self._changes_gradient:
             self._put_gradients()
             self._exchange()
-        # The shards apply the update. This one has no gradients: it only tells the scheduler that a step was made.
+        # The shards apply the update. It only advances the scheduler's step count.
         self.optimizer.zero_grad()
         super()._update()
 
@@ -308,12 +305,7 @@ class Worker(WholeModel):
 
     def _share(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
         """Copy the tensors of the worker ``source`` to all workers. Collective over the workers."""
-        if not tensors:
-            return
-        flat = torch.cat([t.reshape(-1).view(torch.uint8).cpu() for t in tensors])
-        dist.broadcast(flat, src=source, group=self._groups.workers)
-        for tensor, values in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
-            tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
+        broadcast_tensors(tensors, source=source, device=CPU, group=self._groups.workers)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from helpers.cases import Case, having
 from helpers.gang import Gang
@@ -50,7 +52,7 @@ class Structured(nn.Module):
         self.first, self.second, self.head = nn.Linear(10, 24), nn.Linear(24, 24), nn.Linear(24, 4)
 
     def forward(self, value: Any) -> dict[str, Any]:
-        one, (other,) = (value["one"], value["other"]) if isinstance(value, dict) else value[:2]
+        one, (other,) = (value["one"], value["other"]) if isinstance(value, Mapping) else value[:2]
         hidden = self.second(self.first(one).tanh()).tanh()
         return {"more": (hidden,), "logits": self.head(hidden) + other[:, :4]}
 
@@ -74,3 +76,31 @@ class StructuredBatches(NestedBatches):
 def test_inputs_and_outputs_of_any_structure(gang: Gang, as_dict: bool, name: str, split: Any) -> None:
     case = Case(job=StructuredBatches(as_dict=as_dict), train=having(global_batch_size=16))
     assert_as_alone(gang, case, name, split=split)
+
+
+@dataclass
+class Targets:
+    batch: Any
+    scale: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnContainers(StructuredBatches):
+    """A collate function that returns containers which ``torch.utils._pytree`` does not know, and a scalar tensor."""
+
+    def collate(self, items: list[Any]) -> tuple[Any, Targets]:  # type: ignore[override]
+        inputs, targets = default_collate(items)
+        return UserDict(inputs), Targets(batch=targets, scale=torch.tensor(0.5))
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return super().loss(output, target.batch) * target.scale
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        return super().metrics(output["logits"], target.batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("model_parallel-2", ("second",)), ("GPipe-2x2", ("head",)), ("1F1B-2", "auto")]
+)
+def test_batches_in_containers_of_other_libraries(gang: Gang, name: str, split: Any) -> None:
+    assert_as_alone(gang, Case(job=OwnContainers(), train=having(global_batch_size=16)), name, split=split)
