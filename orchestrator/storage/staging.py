@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+_ROOT = 0
+
 
 def staging_path(url: str, staging_dir: str | None) -> Path:
     """Return the directory that stages ``url``, the same for each process of a user.
@@ -27,9 +29,12 @@ def make_private(path: Path) -> None:
     """Create a staging directory that only this user can enter.
 
     Raises:
-        OSError: it cannot be created, or another user owns it.
+        OSError: it cannot be created, or another user could replace it.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to another user; set storage.staging_dir to a directory of your own")
+    for directory, owners in ((path, (os.getuid(),)), (path.parent, (os.getuid(), _ROOT))):
+        if directory.stat().st_uid not in owners:
+            raise PermissionError(
+                f"{directory} belongs to another user; set storage.staging_dir to a directory of your own"
+            )

@@ -187,7 +187,8 @@ def test_the_staging_directory_is_private_and_differs_between_urls(tmp_path: Pat
     make_private(one)
     make_private(one)
     assert one.stat().st_mode & 0o777 == 0o700
-    if os.getuid() == 0:
-        os.chown(one, 12345, -1)
+    for directory in (one, one.parent) if os.getuid() == 0 else ():
+        os.chown(directory, 12345, -1)
         with pytest.raises(PermissionError, match=r"belongs to another user; set storage\.staging_dir"):
             make_private(one)
+        os.chown(directory, 0, -1)

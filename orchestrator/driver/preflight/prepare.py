@@ -66,14 +66,16 @@ def base_dir() -> Path:
 
 
 def absolute_paths(config: Config) -> Config:
-    """Return ``config`` with absolute paths in ``output_dir``, unless that is a URL, and in a SQLite tracking URI."""
+    """Return ``config`` with absolute paths in ``output_dir``, unless that is a URL, and in what else is a path."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = dataclasses.replace(tracking, uri=absolute_uri(tracking.uri, base_dir()))
-    output_dir = config.output_dir
+    output_dir, storage = config.output_dir, config.storage
     if not is_url(output_dir):
         output_dir = str((base_dir() / Path(output_dir).expanduser()).resolve())
-    return dataclasses.replace(config, output_dir=output_dir, tracking=tracking)
+    if storage.staging_dir is not None:
+        storage = dataclasses.replace(storage, staging_dir=str(base_dir() / Path(storage.staging_dir).expanduser()))
+    return dataclasses.replace(config, output_dir=output_dir, tracking=tracking, storage=storage)
 
 
 def output_dir(config: Config) -> OutputDir:
