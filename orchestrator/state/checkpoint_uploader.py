@@ -19,6 +19,7 @@ from orchestrator.storage.remote import StorageError
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 15.0
 """The intervals at which a store that is away is tried again."""
+_IDLE_WAIT_S = 5.0
 
 
 class CheckpointUploader:
@@ -97,7 +98,8 @@ class CheckpointUploader:
 
     def _next(self) -> Written | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+            while self._waiting is None and not self._closing:
+                self._changed.wait(_IDLE_WAIT_S)
             self._uploading, self._waiting = self._waiting, None
             return self._uploading
 
@@ -108,8 +110,10 @@ class CheckpointUploader:
                 self._store.upload(written.path.name, fence=self._fence, on_progress=self._count_progress)
             except StorageError as e:
                 self._problem = str(e)
-            except (FencedError, CheckpointError, OSError, ValueError) as e:
+            except (FencedError, CheckpointError) as e:
                 return WriteFailed(step=written.step, reason=str(e))
+            except Exception as e:  # a bug must not end the thread, because the end of the run would wait for it
+                return WriteFailed(step=written.step, reason=f"{type(e).__name__}: {e}")
             else:
                 self._problem = None
                 seconds = written.seconds + time.perf_counter() - began
