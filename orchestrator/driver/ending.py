@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,8 +111,9 @@ class RunEnding:
     def _next_commands(self, result: RunResult, *, missing_points: int) -> tuple[str, ...]:
         commands = [] if result.status == "FINISHED" else [self.resume_command]
         if missing_points:
-            commands.append(f"python -m orchestrator.sync {self.run_dir.location}")
-        where = "" if self.run_dir.remote is None else f" --output-dir {self.run_dir.remote.split(2)[0]}"
+            commands.append(f"python -m orchestrator.sync {shlex.quote(self.run_dir.location)}")
+        remote = self.run_dir.remote
+        where = "" if remote is None else f" --output-dir {shlex.quote(remote.split(2)[0].url)}"
         commands.append(f"python -m orchestrator.compare --last 5{where}")
         if self.tracking.uri is not None and self.tracking.uri.startswith("sqlite"):
             commands.append(f"mlflow ui --backend-store-uri {self.tracking.uri}")
