@@ -14,10 +14,16 @@ import pytest
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.preflight import prepare
+from orchestrator.driver.run import RunResult
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.planning.plan import Node, make_plan
+from orchestrator.protocol.events import Event, Warned
 from orchestrator.records import lease as leases
+from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.output_dir import fetch, find_run
 from orchestrator.records.process import this_process
@@ -26,10 +32,24 @@ from orchestrator.state.checkpoint import save
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import capture
 from orchestrator.strategies import registry
+from orchestrator.tracking.uploader import Uploader
 
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
 ELSEWHERE = {**this_process(), "boot_id": "of another host", "host": "elsewhere"}
+
+
+class Recorder:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.seen.append(event)
+
+    def close(self) -> None:
+        pass
 
 
 def config_of(folder: Path, host: str, *words: str, url: str = "") -> Config:
@@ -183,6 +203,32 @@ def test_the_files_of_the_host_that_drove_a_run_last_are_kept(tmp_path: Path) ->
     run_dir.update_record(state="killed")
     continued = start(config_of(tmp_path, "here", "resume=auto"))
     assert continued.metrics_file.read_text() == "not uploaded"
+
+
+def test_records_that_cannot_be_uploaded_are_named_at_the_end(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "here", "storage.flush_timeout_s=0.3")
+    run_dir = start(config)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    (tmp_path / "store").write_text("not a directory")
+    console = Recorder()
+    ending = RunEnding(
+        plan=make_plan(config, registry.load(config.strategy.name), NODES, oversubscribe_cpus=True),
+        run_dir=run_dir,
+        tracking=config.tracking,
+        uploader=Uploader.start(run_dir, config.tracking),
+        records=RecordUpload(run_dir, Lease(run_dir), config.storage, Redactor()),
+        journal=Journal(run_dir),
+        console=console,
+        redactor=Redactor(),
+        resume_command="",
+    )
+    result = ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, url=run_dir.url))
+    assert (result.status, result.exit_code) == ("FINISHED", 3)
+    assert result.reason.startswith(
+        f"not uploaded to {run_dir.url}: config.yaml, events.jsonl, metrics.jsonl, run.json ("
+    )
+    assert result.reason.endswith(f"the files are in {run_dir.path}")
+    assert [e.message for e in console.seen if isinstance(e, Warned)] == [result.reason]
 
 
 def test_commands_read_a_run_by_its_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
