@@ -8,14 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from helpers.object_store import OUTPUT, S3Server, s3, stored, stored_lines, the_run  # noqa: F401 - s3 is a fixture
-from helpers.runs import PYTHONPATH, wait_for
+from helpers.runs import wait_for
 from orchestrator.config.compose import compose
 from orchestrator.driver.preflight import prepare
 from orchestrator.storage.remote import Remote, StorageError
@@ -26,31 +26,6 @@ SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.faulty_j
         "storage.upload_every_s=0.5")  # fmt: skip
 
 pytestmark = pytest.mark.timeout(150)
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a run that stages its files in ``tmp_path / "staging"``."""
-    started: list[psutil.Process] = []
-
-    def start(*overrides: str) -> subprocess.Popen[str]:
-        staging = f"storage.staging_dir={tmp_path / 'staging'}"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.launch", *SLOW, staging, *overrides],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(psutil.Process(process.pid))
-        return process
-
-    yield start
-    for process in started:
-        if process.is_running():
-            process.kill()
 
 
 def last_step(run: Remote | None) -> int:
@@ -75,7 +50,8 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
     launch: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
 ) -> None:
-    first = launch("train.steps=2000", "checkpoint.every=10")
+    words = (*SLOW, f"storage.staging_dir={tmp_path / 'staging'}")
+    first = launch(*words, "train.steps=2000", "checkpoint.every=10")
     run = wait_for(lambda: (found := the_run()) is not None and last_step(found) > 30 and saved(found) and found)
     everyone = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
     for process in everyone:
@@ -87,8 +63,7 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
 
     newest = max(int(name.split("/")[1].removeprefix("step-")) for name in saved(run))
     last = newest + 150
-    words = (f"train.steps={last}", "checkpoint.every=40", "resume=auto", "storage.timeout_s=2")
-    second = launch(*words)
+    second = launch(*words, f"train.steps={last}", "checkpoint.every=40", "resume=auto", "storage.timeout_s=2")
     wait_for(lambda: last_step(run) > newest + 20)
     s3.process.send_signal(signal.SIGSTOP)  # the store is away, from before a checkpoint until after it
     (journal,) = (tmp_path / "staging").glob("*/*/*/metrics.jsonl")

@@ -7,26 +7,17 @@ from typing import Any
 
 import pytest
 
+from helpers.recorder import Recorder
 from orchestrator.driver import telemetry
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Member
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator
-from orchestrator.protocol.events import CheckpointSaved, Event, FirstStepDone, RankProgress, Warned
+from orchestrator.protocol.events import CheckpointSaved, FirstStepDone, RankProgress, Warned
 from orchestrator.protocol.messages import Heartbeat, WorkerInfo
 
 SAVED = CheckpointSaved(step=3, path="/run/checkpoints/3", seconds=0.1, stall_ms=1.0, size_bytes=10)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.seen: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.seen.append(event)
-
-    def close(self) -> None: ...
 
 
 class FakeGang:
