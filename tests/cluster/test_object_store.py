@@ -94,8 +94,9 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
     assert "finished" in compared.stdout, compared.stderr
 
 
-def test_a_bucket_that_does_not_exist_is_refused(s3: S3Server) -> None:  # noqa: F811
-    config, _ = compose(["output_dir=s3://nowhere/runs", "tracking=none"], [], registry.config_class)
+def test_a_bucket_that_does_not_exist_is_refused(s3: S3Server, tmp_path: Path) -> None:  # noqa: F811
+    words = ["output_dir=s3://nowhere/runs", f"storage.staging_dir={tmp_path}", "tracking=none"]
+    config, _ = compose(words, [], registry.config_class)
     assert config is not None
     (error,) = prepare.environment_errors(config)
     assert error.startswith("output_dir=s3://nowhere/runs: cannot write .probe-")
