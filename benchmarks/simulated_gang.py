@@ -16,10 +16,12 @@ import ray
 
 import orchestrator.driver.gang
 from orchestrator.config.compose import compose
+from orchestrator.config.redact import Redactor
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.slots import Slots
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import ResourceWait
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
@@ -356,4 +358,6 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
     watcher = Watcher()
     events = EventStream([Journal(run_dir, warnings=watcher), watcher])
     uploader = Uploader.start(run_dir, replace(config.tracking, uri=None))
-    return Run(spec, events, StopSignals(), uploader, Lease(run_dir)), watcher
+    lease = Lease(run_dir)
+    records = RecordUpload(run_dir, lease, config.storage, Redactor())
+    return Run(spec, events, StopSignals(), uploader, records, lease), watcher

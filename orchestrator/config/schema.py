@@ -85,6 +85,19 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """Runs whose ``output_dir`` is the URL of an object store or a remote file system."""
+
+    staging_dir: str | None = option(
+        "local directory of each node, from which files go to the URL output_dir; null: one below the directory for "
+        "temporary files"
+    )
+    upload_every_s: float = option("seconds between two uploads of records and logs that have changed", above=0)
+    timeout_s: float = option("seconds without progress after which a request to the store fails", above=0)
+    flush_timeout_s: float = option("maximum wait for uploads of records and logs at the end, in seconds", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The Ray cluster, what a worker reserves in it, and the timeouts."""
 
@@ -191,9 +204,10 @@ class Config:
     name: str | None = option("name of the run; null: <job>-<strategy>")
     seed: int = option("random seed for weights, sample order and dropout", minimum=0, maximum=LARGEST_SEED)
     resume: str = option(
-        "run to continue: never, auto (the newest unfinished run of this name with a checkpoint), or a run directory"
+        "run to continue: never, auto (the newest unfinished run of this name with a checkpoint), or a run directory "
+        "or its URL"
     )
-    output_dir: str = option("directory in which run directories are created")
+    output_dir: str = option("directory in which run directories are created, or a URL, such as s3://bucket/runs")
     plan: bool = option("print the plan and exit")
     profile: bool = option("record a torch.profiler trace of ten steps on every worker")
     train: TrainConfig
@@ -201,6 +215,7 @@ class Config:
     checkpoint: CheckpointConfig
     recovery: RecoveryConfig
     tracking: TrackingConfig
+    storage: StorageConfig
     cluster: ClusterConfig
     strategy: StrategyConfig
     job: JobSpec

@@ -181,6 +181,7 @@ class Generation:
             store_port=port,
             backend=backend,
             run_dir=str(self._run_dir.path),
+            remote=self._run_dir.remote,
             run_uid=run_uid,
             environment=self._environment,
             plan=self._plan,
@@ -483,7 +484,7 @@ class Generation:
             path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
         except OSError as e:
             return f"not written ({e.strerror})"
-        return str(path)
+        return self._run_dir.location_of(path)
 
     def _stack(self, rank: int, stacks: Stacks | None) -> str:
         return f"==== {self._plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"

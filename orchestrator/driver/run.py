@@ -19,9 +19,11 @@ from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.growth import Growth
+from orchestrator.driver.node_uploads import NodeUploads
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import Interrupted, WaitMonitor
 from orchestrator.planning.faults import without_next
 from orchestrator.policy.aggregate import Aggregator
@@ -44,10 +46,13 @@ from orchestrator.protocol.messages import PendingCheckpoint, RecoverableSteps, 
 from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.run_dir import RunDir, log_tail
-from orchestrator.state.checkpoint import CheckpointError, find_newest, path_of, read_manifest
+from orchestrator.state.checkpoint import CheckpointError, path_of, read_manifest
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.storage.remote import StorageError
 from orchestrator.timeline.spans import Timeline
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.actor import Worker
+from orchestrator.worker.spool import spool_files
 
 E = TypeVar("E", bound=WorkerFailure)
 
@@ -55,8 +60,8 @@ FINAL_HEARTBEAT_S = 2.0
 """Wait this long for the heartbeat of a worker that has finished its part."""
 FINISH_POLL_S = 2.0
 """Ask this often whether a worker still writes its last checkpoint."""
-CHECKPOINT_LOST = 3
-"""The exit code of a run that has completed its steps without saving the result."""
+RESULT_LOST = 3
+"""The exit code of a run that has completed its steps without saving the result, or all of its records."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,9 +70,11 @@ class RunResult:
 
     Args:
         status: ``"FINISHED"``, ``"FAILED"``, or ``"KILLED"`` by a signal.
-        exit_code: 0 finished, 1 failed, 3 finished but the last checkpoint is lost, 130 or 143 killed by SIGINT or
-            SIGTERM.
-        run_dir: the directory with the records, logs and checkpoints.
+        exit_code: 0 finished, 1 failed, 3 finished but the last checkpoint is lost or records are not uploaded, 130 or
+            143 killed by SIGINT or SIGTERM.
+        run_dir: the directory with the records, logs and checkpoints. If ``output_dir`` is a URL, this is the local
+            directory from which they were uploaded; it has the files of this node.
+        url: where the run is, if ``output_dir`` is a URL; None otherwise.
         reason: why the run ended; empty if it finished.
         summary: the last values of the metrics and the figures of the run: ``"final_loss"``, ``"val_loss"``,
             ``"val_<metric>"``, ``"steps"``, ``"samples_per_s"``, ``"startup_s"`` (seconds from the call to the first
@@ -79,6 +86,7 @@ class RunResult:
     status: Literal["FINISHED", "FAILED", "KILLED"]
     exit_code: int
     run_dir: Path
+    url: str | None = None
     reason: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
     timeline: Timeline | None = None
@@ -89,7 +97,8 @@ class RunResult:
         reason = [f"reason={self.reason!r}"] if self.reason else []
         keys = ("steps", "final_loss", *(key for key in self.summary if key.startswith("val_")))
         results = [f"{key}={value:.6g}" for key in keys if isinstance(value := self.summary.get(key), (int, float))]
-        return f"RunResult({', '.join([self.status, *reason, *results, f'run_dir={str(self.run_dir)!r}'])})"
+        where = f"run_dir={self.url or str(self.run_dir)!r}"
+        return f"RunResult({', '.join([self.status, *reason, *results, where])})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +106,8 @@ class RunSpec:
     """What defines a run.
 
     ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run.
-    ``started_at``: seconds since the epoch. ``pickled_job``: see :class:`WorkerEnvironment`.
+    ``started_at``: seconds since the epoch. ``secrets``: texts to mask in what other nodes upload.
+    ``pickled_job``: see :class:`WorkerEnvironment`.
     """
 
     config: Config
@@ -108,13 +118,22 @@ class RunSpec:
     resumed_from_step: int | None
     started_at: float
     tokens_per_sample: int | None
+    secrets: tuple[str, ...] = ()
     pickled_job: bytes | None = None
 
 
 class Run:
     """Executes one run. Ray must be connected."""
 
-    def __init__(self, spec: RunSpec, events: EventStream, stop: StopSignals, uploader: Uploader, lease: Lease):
+    def __init__(
+        self,
+        spec: RunSpec,
+        events: EventStream,
+        stop: StopSignals,
+        uploader: Uploader,
+        records: RecordUpload,
+        lease: Lease,
+    ):
         self.spec = spec
         self.config = spec.config
         self._events = events
@@ -131,8 +150,9 @@ class Run:
             global_batch_size=self._plan.global_batch_size,
             tokens_per_sample=spec.tokens_per_sample,
         )
-        self._telemetry = Telemetry(spec.config, self._plan, self._aggregator, events, uploader)
+        self._telemetry = Telemetry(spec.config, self._plan, self._aggregator, events, uploader, records)
         self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
+        self._node_uploads = NodeUploads(spec.run_dir, spec.run_uid, spec.config.storage, spec.secrets)
         self._lease = lease
         self._monitor = WaitMonitor(events, self._lease, stop)
         self._gang = Gang(
@@ -144,6 +164,7 @@ class Run:
         )
         self._startup: dict[str, float] = {}
         self._first_step_at: float | None = None
+        self._checkpoints = CheckpointStore(spec.run_dir.checkpoints, spec.run_dir.remote_checkpoints)
         self._checkpoint = spec.checkpoint
         self._checkpoint_step = spec.resumed_from_step or 0
         self._failed_checkpoints: dict[int, str] = {}  # by step: why
@@ -166,7 +187,7 @@ class Run:
         self._events.emit(
             RunStarted(
                 name=plan.run_name,
-                run_dir=str(spec.run_dir.path),
+                run_dir=spec.run_dir.location,
                 strategy=plan.strategy,
                 job=plan.job,
                 world_size=plan.world_size,
@@ -181,10 +202,18 @@ class Run:
             at_end.callback(shutil.rmtree, spec.run_dir.spools, ignore_errors=True)
             try:
                 with self._nodes, self._gang:
-                    return self._acquire_and_train()
+                    result = self._acquire_and_train()
             except SupersededError:
                 at_end.pop_all()  # the workers of the other driver write there
                 raise
+            self._finish_node_uploads()
+            return result
+
+    def _finish_node_uploads(self) -> None:
+        with contextlib.suppress(GangError):
+            check_ray()  # calls to a dead Ray do not return
+            if (problem := self._node_uploads.finish()) is not None:
+                self._events.warn(problem)
 
     def _acquire_and_train(self) -> RunResult:
         try:
@@ -205,6 +234,7 @@ class Run:
         number = 1
         while True:
             generation = self._make_generation(number)
+            self._node_uploads.cover(member.info.node_id for member in self._gang.members)
             generation.begin(
                 self.spec.run_uid,
                 recovery_plan,
@@ -219,6 +249,7 @@ class Run:
             self._recoverable_steps = generation.survivors()
             if failed_rank is not None or generation.paused is not None:
                 returned = generation.returned
+                self._bring_spools(returned)
                 self._handle(self._telemetry.collect_last_reports(self._gang, self.spec.run_dir, returned=returned))
             if failed_rank is not None:
                 failures.append(_failure_record(generation, failed_rank))
@@ -248,6 +279,13 @@ class Run:
         self._finish_workers(generation)
         return self._conclude(generation)
 
+    def _bring_spools(self, returned: Collection[int]) -> None:
+        """Copy the last reports of workers that have died on other nodes to this one."""
+        for member in self._gang.members:
+            if member.global_rank not in returned:
+                spool = self.spec.run_dir.spool(member.info.node_id, member.info.pid)
+                self._node_uploads.bring(member.info.node_id, spool_files(spool))
+
     def _continues_after(self, decision: RecoveryPlan) -> bool:
         """Return whether to recover from a failure. After a stop, only to save what the survivors hold, and in time."""
         if self._stop.received is None:
@@ -275,7 +313,8 @@ class Run:
         for event in events:
             match event:
                 case CheckpointSaved():
-                    self._checkpoint, self._checkpoint_step = Path(event.path), event.step
+                    checkpoints = self.spec.run_dir.checkpoints
+                    self._checkpoint, self._checkpoint_step = path_of(checkpoints, event.step), event.step
                 case CheckpointFailed():
                     self._failed_checkpoints[event.step] = event.reason
                 case FirstStepDone():
@@ -301,7 +340,7 @@ class Run:
             step=step,
             reason=failure.message,
             traceback=failure.traceback,
-            log=str(self.spec.run_dir.log_file(rank)),
+            log=self.spec.run_dir.location_of(self.spec.run_dir.log_file(rank)),
             log_tail=failure.log_tail,
         )
 
@@ -356,7 +395,11 @@ class Run:
     def _find_checkpoint(self) -> None:
         """Find the newest valid checkpoint; its writer may have died before it could report it."""
         damaged: list[CheckpointError] = []
-        newest = find_newest(self.spec.run_dir.checkpoints, damaged.append)
+        try:
+            newest = self._checkpoints.find_newest(damaged.append)
+        except StorageError as e:
+            newest = None
+            self._events.warn(f"the newest checkpoint cannot be looked up: {e}")
         for error in damaged:
             self._events.warn(f"checkpoint skipped: {error}")
         if newest is not None:
@@ -407,18 +450,22 @@ class Run:
         steps = self._plan.steps
         if (why := self._why_not_saved(steps)) is not None:
             lost = f"all {steps} steps are done, but their result is lost: the checkpoint of step {steps} {why}"
-            return self._result("FAILED", CHECKPOINT_LOST, lost)
+            return self._result("FAILED", RESULT_LOST, lost)
         return self._result("FINISHED", 0, "")
 
     def _why_not_saved(self, step: int) -> str | None:
         """Return why there is no checkpoint of ``step``, as a predicate; None if there is one."""
         if self._checkpoint_step == step:
             return None
+        path = path_of(self.spec.run_dir.checkpoints, step)
         try:
-            read_manifest(path_of(self.spec.run_dir.checkpoints, step))  # its writer may have died before its report
-        except CheckpointError as e:
+            if self.spec.run_dir.remote is None:
+                read_manifest(path)  # its writer may have died before its report
+            elif path.name not in self._checkpoints.list():
+                raise CheckpointError(self._checkpoints.location(path.name), "it is not on the store")
+        except (CheckpointError, StorageError) as e:
             reason = self._failed_checkpoints.get(step)
-            return f"was not confirmed: {e.reason}" if reason is None else f"could not be written: {reason}"
+            return f"was not confirmed: {e}" if reason is None else f"could not be written: {reason}"
         return None
 
     def _failed(self, reason: str) -> RunResult:
@@ -452,6 +499,7 @@ class Run:
             status=status,
             exit_code=exit_code,
             run_dir=self.spec.run_dir.path,
+            url=self.spec.run_dir.url,
             reason=reason,
             summary=summary,
             timeline=self._aggregator.timeline,

@@ -13,6 +13,7 @@ from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.metrics import Metric
+from orchestrator.storage.remote import Remote
 from orchestrator.timeline.spans import Span
 
 ANY_RANK = -1
@@ -60,9 +61,11 @@ class Assignment:
 
     Args:
         store_host: host of the rendezvous store, with ``store_port``.
+        run_dir: the path of the run directory, which every node has of its own if there is a ``remote``.
+        remote: the run directory on an object store or a remote file system; None if ``run_dir`` is shared.
         fence: the token that the run directory's fence file holds as long as this generation may save.
         sources: for each rank, the rank that has its state after ``source_step``; None to start from ``checkpoint``.
-        checkpoint: the checkpoint to start from; None, without ``sources``, for a new training.
+        checkpoint: the path of the checkpoint to start from; None, without ``sources``, for a new training.
         faults: the faults to inject.
     """
 
@@ -75,6 +78,7 @@ class Assignment:
     run_uid: str
     environment: WorkerEnvironment
     plan: Plan
+    remote: Remote | None = None
     fence: str = ""
     sources: tuple[int, ...] | None = None
     source_step: int = 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from orchestrator.records.lock import changed_at, locked, now_on
 from orchestrator.records.process import is_alive, is_visible
+from orchestrator.storage.remote import Remote
 
 LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
@@ -37,9 +38,27 @@ _MAX_FRAMES = 40
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory ``<output_dir>/<date>/<time>-<name>/`` of a run."""
+    """The directory ``<output_dir>/<date>/<time>-<name>/`` of a run.
+
+    ``remote``: the same directory on a store, if ``output_dir`` is a URL; ``path`` stages it then.
+    """
 
     path: Path
+    remote: Remote | None = None
+
+    @property
+    def url(self) -> str | None:
+        """The URL of the run, if it is on a store."""
+        return None if self.remote is None else self.remote.url
+
+    @property
+    def location(self) -> str:
+        """Where the user finds the run."""
+        return self.url or str(self.path)
+
+    def location_of(self, path: Path) -> str:
+        """Return where the user finds the file or directory ``path`` of the run."""
+        return str(path if self.remote is None else self.remote.child(str(path.relative_to(self.path))))
 
     @property
     def record_file(self) -> Path:
@@ -87,6 +106,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def remote_checkpoints(self) -> Remote | None:
+        """The directory of the checkpoints on the store; None without a store."""
+        return None if self.remote is None else self.remote.child(self.checkpoints.name)
+
     def stacks_file(self, generation: int) -> Path:
         """The file with the stacks of all ranks from when one of this generation hung."""
         return self.path / "logs" / f"stacks-generation-{generation}.txt"
@@ -121,6 +145,18 @@ class RunDir:
     def reserve_file(self) -> Path:
         """Space for the last records of the run, should the disk be full by then."""
         return self.path / ".reserve"
+
+    @property
+    def origin_file(self) -> Path:
+        """The driver that writes the files here, of which those on a store are copies."""
+        return self.path / ".origin"
+
+    def is_original(self, driver: Mapping[str, Any]) -> bool:
+        """Return whether ``driver`` has written the files here; otherwise they are copies of those on a store."""
+        try:
+            return bool(driver) and read_json(self.origin_file) == driver
+        except ValueError:
+            return False
 
     def reserve_space(self) -> None:
         """Take the space for the last records of the run.

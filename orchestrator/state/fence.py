@@ -4,14 +4,18 @@ A worker that a network partition cuts off does not learn that the run continues
 writes the token of each generation to one file in the run directory, and a worker saves only while that file holds
 the token of its own generation. The driver's lease restores the file within seconds whenever it differs.
 
-A worker whose run directory has no such file may save: its host does not share the directory with the driver, or the
-driver has not been able to write the file yet. No checkpoint would exist otherwise.
+A worker whose run directory has no such file may save: the driver has not been able to write the file yet. No
+checkpoint would exist otherwise.
+
+On a store, which has no atomic rename, the worker reads the file just before it writes the manifest of a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+from orchestrator.storage.remote import Remote
 
 
 class FencedError(RuntimeError):
@@ -25,13 +29,15 @@ class Fence:
         token: the token of the generation that this worker belongs to. Set it whenever the worker joins a generation.
     """
 
-    def __init__(self, path: Path, token: str = ""):
+    def __init__(self, path: Path, token: str = "", *, remote: Remote | None = None):
         """
         Args:
             path: the JSON file ``{"generation": <token>}`` that the driver writes.
             token: the initial value of the attribute.
+            remote: the directory on a store that has the file instead; None if the file is at ``path``.
         """
         self._path = path
+        self._remote = remote
         self.token = token
 
     def may_save(self) -> bool:
@@ -42,7 +48,8 @@ class Fence:
             ValueError: the file is damaged; the text names it.
         """
         try:
-            current = json.loads(self._path.read_text())
+            text = self._path.read_bytes() if self._remote is None else self._remote.read(self._path.name)
+            current = json.loads(text)
         except FileNotFoundError:
             return True
         except ValueError as e:

@@ -33,6 +33,7 @@ from orchestrator.protocol.messages import (
     WorkerInfo,
 )
 from orchestrator.records.run_dir import RunDir, log_header, log_tail
+from orchestrator.storage.staging import make_private
 from orchestrator.strategies import registry
 from orchestrator.strategies.datasets import DatasetError
 from orchestrator.worker import rendezvous
@@ -166,14 +167,18 @@ class Worker:
         return replace(outcome, last_heartbeat=self.outbox.collect_last())
 
     def _train(self, assignment: Assignment) -> Outcome:
-        run_dir = RunDir(Path(assignment.run_dir))
+        run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
         startup: dict[str, float] = {}
         try:
-            check_shared(
-                run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
-            )
+            if run_dir.remote is None:
+                check_shared(
+                    run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
+                )
+            else:
+                make_private(run_dir.path.parents[1])
+                run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
             if log != self.log:
                 _redirect_output(log, self.redactor)
                 self.log = log

@@ -18,6 +18,8 @@ from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.datasets import is_stream, known_length
 from orchestrator.strategies.weight_average import forget_average
@@ -77,6 +79,7 @@ class Loop:
         self.gate = gate
         self.outbox = outbox
         self.position = Position()
+        self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
         self._has_state = False
@@ -244,6 +247,11 @@ class Loop:
         train = self.config.train
         return step % train.log_every == 0 or step in (1, train.steps)
 
+    def _load(self, checkpoint: Path) -> TrainState:
+        """Load a checkpoint, after its download if it is on a store and not on this node."""
+        store = CheckpointStore(checkpoint.parent, self._run_dir.remote_checkpoints)
+        return load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
+
     def _restore_state(self) -> None:
         """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one."""
         assert self._data is not None
@@ -256,7 +264,7 @@ class Loop:
                 samples_consumed=position.samples_consumed,
             )
         elif assignment.checkpoint is not None:
-            state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
+            state = self._load(Path(assignment.checkpoint)) if self.rank == 0 else None
             if state is not None and self.config.train.ema_decay is None:
                 forget_average(state)
             meta = self.strategy.restore(state, source=0)
@@ -351,4 +359,4 @@ class Loop:
     def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:
         if not self.config.profile:
             return contextlib.nullcontext(NoProfiler())
-        return profile_to(RunDir(Path(self.assignment.run_dir)).profile / f"rank-{self.rank}.json")
+        return profile_to(self._run_dir.profile / f"rank-{self.rank}.json")

@@ -124,6 +124,30 @@ def test_an_output_directory_that_a_node_does_not_share_is_refused(
     assert not list(outputs.glob("*/*/checkpoints/*"))
 
 
+def test_with_a_url_every_node_writes_to_a_directory_of_its_own(
+    cluster: Cluster, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    require_mounts()
+    store, staging = tmp_path / "store", tmp_path / "staging"
+    staging.mkdir()
+    url = (f"output_dir=file://{store}", f"storage.staging_dir={staging}", "storage.upload_every_s=0.5")
+    faults = "recovery.chaos=[kill@20:0,kill@40:1]"
+    with node_with_its_own(staging, cluster):
+        output = start("strategy.num_workers=2", "train.steps=60", *url, faults).output(code=0)
+    (stored,) = store.glob("*/*")
+    assert f"run directory: file://{stored}" in output
+    record = json.loads((stored / "run.json").read_text())
+    assert (record["state"], record["summary"]["restarts"], record["summary"]["steps_lost"]) == ("finished", 2, 0)
+    points = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(p["step"] for p in points if "train/loss" in p) == list(range(1, 61))
+    assert [p.parent.name for p in stored.glob("checkpoints/*/manifest.json")] == ["step-00000060"]
+    of_driver, of_node = sorted(stored.glob("logs/**/*.log"), key=lambda p: len(p.parts))
+    assert {of_driver.name, of_node.name} == {"rank-0.log", "rank-1.log"}
+    assert of_node.parent.name.startswith(socket.gethostname())
+    for log in (of_driver, of_node):
+        assert log.read_text().count("worker process ") == 2
+
+
 @contextlib.contextmanager
 def node_with_its_own(folder: Path, cluster: Cluster) -> Iterator[None]:
     """A node with one CPU on which another file system is mounted at ``folder``."""

@@ -16,7 +16,7 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.runs import wait_for
-from orchestrator.driver.run import CHECKPOINT_LOST
+from orchestrator.driver.run import RESULT_LOST
 from orchestrator.driver.slots import START_ATTEMPTS
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
 from orchestrator.protocol.messages import Heartbeat
@@ -108,7 +108,7 @@ def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
         simulation.change([1], leaving=True)
         ended = result.result(60)
     assert "all 1000000 steps are done" in ended.reason
-    assert ended.exit_code == CHECKPOINT_LOST, "simulated workers save nothing"
+    assert ended.exit_code == RESULT_LOST, "simulated workers save nothing"
 
 
 def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
     plan: Any = SimpleNamespace(mesh=Mesh(data_parallel_size=2))
     recorder, uploader = Recorder(), FakeUploader()
     aggregator = Aggregator(mesh=plan.mesh, global_batch_size=8, tokens_per_sample=None)
-    made = Telemetry(config, plan, aggregator, EventStream([recorder]), uploader)  # type: ignore[arg-type]
+    made = Telemetry(config, plan, aggregator, EventStream([recorder]), uploader, FakeUploader())  # type: ignore[arg-type]
     return made, FakeGang(), recorder, uploader
 
 
@@ -78,8 +78,8 @@ def test_the_first_step_of_a_generation_counts_once(parts: Any) -> None:
 
 def test_failing_uploads_are_reported_once_until_they_work_again(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, gang, recorder, uploader = parts
-    monkeypatch.setattr(telemetry, "TRACKING_CHECK_EVERY_S", 0.0)
-    made._next_tracking_check = 0.0
+    monkeypatch.setattr(telemetry, "UPLOAD_CHECK_EVERY_S", 0.0)
+    made._next_upload_check = 0.0
     for uploader.error in (None, "timeout", "timeout", None, None):
         made.collect(gang)
     warnings = [event.message for event in recorder.seen if isinstance(event, Warned)]

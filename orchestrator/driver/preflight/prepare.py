@@ -29,13 +29,14 @@ from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Plan
-from orchestrator.records import run_dir as rundir
-from orchestrator.records.lock import locked
+from orchestrator.records.output_dir import OutputDir, fetch, refresh, split_run, take_over
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import CheckpointError, find_newest, list_checkpoints, read_manifest
+from orchestrator.state.checkpoint import CheckpointError, read_manifest
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
 from orchestrator.state.mismatch import mismatches
+from orchestrator.storage.remote import StorageError, is_url
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.tracking.uri import absolute_uri, validate_uri
 
@@ -65,12 +66,22 @@ def base_dir() -> Path:
 
 
 def absolute_paths(config: Config) -> Config:
-    """Return ``config`` with absolute paths in ``output_dir`` and in a SQLite tracking URI."""
+    """Return ``config`` with absolute paths in ``output_dir``, unless that is a URL, and in what else is a path."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = dataclasses.replace(tracking, uri=absolute_uri(tracking.uri, base_dir()))
-    output_dir = (base_dir() / Path(config.output_dir).expanduser()).resolve()
-    return dataclasses.replace(config, output_dir=str(output_dir), tracking=tracking)
+    output_dir, storage = config.output_dir, config.storage
+    if not is_url(output_dir):
+        output_dir = str((base_dir() / Path(output_dir).expanduser()).resolve())
+    if storage.staging_dir is not None:
+        storage = dataclasses.replace(storage, staging_dir=str(base_dir() / Path(storage.staging_dir).expanduser()))
+    return dataclasses.replace(config, output_dir=output_dir, tracking=tracking, storage=storage)
+
+
+def output_dir(config: Config) -> OutputDir:
+    """Return where the runs of ``config`` are; its paths are absolute."""
+    storage = config.storage
+    return OutputDir.of(config.output_dir, staging_dir=storage.staging_dir, timeout_s=storage.timeout_s)
 
 
 def environment_errors(config: Config) -> list[str]:
@@ -78,9 +89,12 @@ def environment_errors(config: Config) -> list[str]:
     errors = []
     if config.tracking.uri is not None and (error := validate_uri(config.tracking.uri)):
         errors.append(error)
-    output_dir = Path(config.output_dir)
+    output = output_dir(config)
     try:
-        existing = next(p for p in (output_dir, *output_dir.parents) if p.exists())
+        if output.remote is not None:
+            output.prepare()
+            output.remote.check_writable()
+        existing = next(p for p in (output.path, *output.path.parents) if p.exists())
         tempfile.TemporaryDirectory(prefix=".probe-", dir=existing).cleanup()
     except OSError as e:
         errors.append(_unwritable(config, e))
@@ -100,24 +114,29 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
         None to start a new run.
 
     Raises:
-        ConfigError: there is no such run, it is still running, it is damaged, or its model differs.
+        ConfigError: there is no such run, it is still running, it is damaged, its model differs, or the store that has
+            it cannot be used.
     """
     if config.resume == "never":
         return None
-    output_dir = Path(config.output_dir)
-    if config.resume == "auto":
-        run_dir = _unfinished_run(config, output_dir, warnings)
-        if run_dir is None:
-            return None
-    else:
-        run_dir = _named_run(output_dir, config.resume)
     try:
+        if config.resume == "auto":
+            run_dir = _unfinished_run(config, output_dir(config), warnings)
+            if run_dir is None:
+                return None
+        else:
+            run_dir = _named_run(config)
         _refuse_if_running(config, run_dir)
         driver = run_dir.read_record().get("driver", {})
+        damaged: list[CheckpointError] = []
+        checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
+        fetch(run_dir)
+    except StorageError as e:
+        raise ConfigError([str(e)]) from e
+    except ConfigError:
+        raise
     except ValueError as e:
         raise ConfigError([f"resume={config.resume}: {e}"]) from e
-    damaged: list[CheckpointError] = []
-    checkpoint = find_newest(run_dir.checkpoints, damaged.append)
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
     if checkpoint is None:
         why = "; ".join(str(e) for e in damaged) or "it has no checkpoint"
@@ -179,16 +198,20 @@ def open_run(
         "tracking": {k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
         "sweep": sweep,
     }
-    output_dir = Path(config.output_dir)
+    output = output_dir(config)
+    if resume is not None and resume.run_dir.remote is not None:
+        output = OutputDir.containing(resume.run_dir)  # its URL may be another one than output_dir
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with locked(output_dir / ".lock"):
+        output.prepare()
+        with output.locked():
             _refuse_if_taken(config, resume)
-            run_dir = resume.run_dir if resume else rundir.create(output_dir, plan.run_name)
+            run_dir = resume.run_dir if resume else output.create(plan.run_name)
             run_dir.reserve_space()
             run_dir.config_file.write_text(to_yaml(resolved))
             uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
-            run_dir.update_record(**redactor.data({**record, "uid": uid, "started": time.time()}))
+            started = {"uid": uid, "started": time.time(), "location": run_dir.location}
+            run_dir.update_record(**redactor.data({**record, **started}))
+            take_over(run_dir)
     except OSError as e:
         raise ConfigError([_unwritable(config, e)]) from e
     return run_dir, uid
@@ -197,16 +220,17 @@ def open_run(
 def _refuse_if_taken(config: Config, resume: Resume | None) -> None:
     """Refuse the run if another process has taken it since :func:`find_resume`."""
     if resume is not None:
+        refresh(resume.run_dir)
         _refuse_if_running(config, resume.run_dir)
         if resume.run_dir.read_record().get("driver", {}) != resume.driver:
             raise ConfigError(
                 [
-                    f"resume={config.resume}: another process has continued {resume.run_dir.path}; start the command "
-                    "again to continue from its last checkpoint"
+                    f"resume={config.resume}: another process has continued {resume.run_dir.location}; start the "
+                    "command again to continue from its last checkpoint"
                 ]
             )
     elif config.resume == "auto":
-        for run_dir in _unfinished_runs(Path(config.output_dir), config.run_name, warnings=[]):
+        for run_dir in _unfinished_runs(output_dir(config), config.run_name, warnings=[]):
             _refuse_if_running(config, run_dir)
 
 
@@ -215,29 +239,31 @@ def _refuse_if_running(config: Config, run_dir: RunDir) -> None:
     if driver is not None:
         raise ConfigError(
             [
-                f"resume={config.resume}: {run_dir.path} is still running (pid {driver.get('pid')} on "
+                f"resume={config.resume}: {run_dir.location} is still running (pid {driver.get('pid')} on "
                 f"{driver.get('host')}); stop it first, or start another with resume=never"
             ]
         )
 
 
 def _unwritable(config: Config, error: OSError) -> str:
+    if isinstance(error, StorageError):
+        return str(error)
     return f"output_dir={config.output_dir}: cannot be written ({error.strerror or error}); choose another"
 
 
-def _unfinished_run(config: Config, output_dir: Path, warnings: list[str]) -> RunDir | None:
+def _unfinished_run(config: Config, output: OutputDir, warnings: list[str]) -> RunDir | None:
     """Return the newest unfinished run of this name that has a checkpoint, None to start a new run.
 
     Raises:
         ConfigError: that run, or a newer one, is still running.
     """
     without: list[str] = []
-    for run_dir in _unfinished_runs(output_dir, config.run_name, warnings):
+    for run_dir in _unfinished_runs(output, config.run_name, warnings):
         _refuse_if_running(config, run_dir)
-        if list_checkpoints(run_dir.checkpoints):
+        if CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
             warnings.extend(f"resume=auto: {path} has no checkpoint; an older run is continued" for path in without)
             return run_dir
-        without.append(str(run_dir.path))
+        without.append(run_dir.location)
     if without:
         warnings.append(f"resume=auto: {without[0]} has no checkpoint yet; this is a new run")
     else:
@@ -245,9 +271,9 @@ def _unfinished_run(config: Config, output_dir: Path, warnings: list[str]) -> Ru
     return None
 
 
-def _unfinished_runs(output_dir: Path, name: str, warnings: list[str]) -> Iterator[RunDir]:
+def _unfinished_runs(output: OutputDir, name: str, warnings: list[str]) -> Iterator[RunDir]:
     """Yield the unfinished runs of this name, the newest first."""
-    for run_dir in rundir.all_runs(output_dir):
+    for run_dir in output.runs():
         try:
             record = run_dir.read_record()
         except ValueError as e:
@@ -257,17 +283,24 @@ def _unfinished_runs(output_dir: Path, name: str, warnings: list[str]) -> Iterat
             yield run_dir
 
 
-def _named_run(output_dir: Path, text: str) -> RunDir:
-    places = (Path(text).expanduser().absolute(), output_dir / text)
+def _named_run(config: Config) -> RunDir:
+    text, output = config.resume, output_dir(config)
+    if is_url(text):
+        storage = config.storage
+        above, name = split_run(text, staging_dir=storage.staging_dir, timeout_s=storage.timeout_s)
+        if (found := above.find(name)) is not None:
+            return found
+        raise ConfigError([f"resume={text}: no run directory there; its run.json is missing"])
+    places = [Path(text).expanduser().absolute(), *([output.path / text] if output.remote is None else [])]
     for path in places:
         if (path / "run.json").is_file():
             return RunDir(path.resolve())
-    names = {f"{r.path.parent.name}/{r.path.name}": r for r in rundir.all_runs(output_dir)}
-    matches = [r for name, r in names.items() if r.path.name == text]
+    names = {f"{r.path.parent.name}/{r.path.name}": r for r in output.runs()}
+    matches = [r for name, r in names.items() if text in (name, r.path.name)]
     if len(matches) == 1:
         return matches[0]
     looked = " or ".join(dict.fromkeys(str(path / "run.json") for path in places))
-    known = did_you_mean(text, list(names)[:8]) if names else f"there are no runs below {output_dir} (output_dir)"
+    known = did_you_mean(text, list(names)[:8]) if names else f"there are no runs below {output} (output_dir)"
     if len(matches) > 1:
         known = f"several runs have this name: {', '.join(name for name, run in names.items() if run in matches)}"
     raise ConfigError([f"resume={text}: no run directory there; {known} (looked for {looked})"])
