@@ -80,7 +80,7 @@ def test_heartbeats_number_the_points(tmp_path: Path) -> None:
 def test_the_reports_of_an_outcome_are_kept_until_the_next_generation(tmp_path: Path) -> None:
     """The driver may ask for heartbeats while the outcome is under way."""
     path = tmp_path / "node-7"
-    outbox = Outbox()
+    outbox = Outbox(Redactor())
     outbox.keep_in(Spool(path))
     outbox.put_point(point(1))
     last = outbox.collect_last()
