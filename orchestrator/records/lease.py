@@ -11,6 +11,8 @@ from orchestrator.records.run_dir import LEASE_S, RunDir, read_json, write_json
 RENEW_EVERY_S = LEASE_S / 12
 RETRY_EVERY_S = 0.5
 """The interval after an attempt that failed."""
+RESTORED_WITHIN_S = 2 * RENEW_EVERY_S
+"""The driver of a run restores the fence file within this time, unless the disk fails."""
 _END_TIMEOUT_S = 2.0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
+from orchestrator.records.lease import RESTORED_WITHIN_S
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed
 from orchestrator.state.fence import Fence
@@ -31,8 +32,7 @@ class Checkpoints:
         self._timeout_s = config.cluster.collective_timeout_s
         self._stall_ms = 0.0
         self._given_up: int | None = None  # the step of a checkpoint whose write stands still
-        self._fence = Fence(run_dir.fence_file)
-        self._fence.token = assignment.fence
+        self._fence = Fence(run_dir.fence_file, assignment.fence, restored_within_s=RESTORED_WITHIN_S)
         self._writer = CheckpointWriter(
             run_dir.checkpoints,
             keep=config.checkpoint.keep,
