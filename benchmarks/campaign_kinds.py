@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import ray
 from arms import HERE, kill_tree
 from campaign_trial import CHECKPOINT_EVERY, STEPS, TRIAL_TIMEOUT_S, Ended, Kind, Layout, Setting, ended, train
@@ -43,23 +40,13 @@ STALLS = {
     "job.val_s": (0.02, 0.1),
 }
 """The shortest and the longest pause of each kind, in seconds. Several may fall into one batch."""
-FAKETIME = "usr/lib/*/faketime/libfaketimeMT.so.1"
-SLEEP_OF_KERNEL = """
-#include <errno.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-int clock_nanosleep(clockid_t clock, int flags, const struct timespec *time, struct timespec *left) {
-    return syscall(SYS_clock_nanosleep, clock, flags, time, left) ? errno : 0;
-}
-"""
-"""What Python's ``time.sleep`` calls. The one of libfaketime 0.9.10 fails for deadlines of the monotonic clock."""
 CLOCK_STEPS_S = (-86_400, -3600, -60, -2, 2, 60, 3600, 86_400)
 FENCES = {"removed": None, "of another generation": '{"generation": "another"}', "damaged": "{"}
 """What happens to the fence file, and its text then; None if it is gone."""
+IMPORTS = f"{HERE}:{HERE.parent}"
+"""What a command needs on its path to find the jobs of the benchmarks."""
 FULL_DISK = "size=4m"
-ANOTHER_BOOTTIME = ("unshare", "--time", "--boottime", "86400")
+ANOTHER_BOOTTIME = ("unshare", "--map-root-user", "--time", "--boottime", "86400")
 """Runs a command in a time namespace, whose clock of the time since boot is a day ahead."""
 
 
@@ -114,40 +101,20 @@ def slow_file_system(setting: Setting, drawn: list[str]) -> Ended:
 
 
 def clock_step(setting: Setting, drawn: list[str]) -> Ended:
-    """The wall clock of all processes of the run jumps (libfaketime); the clock that stamps the files does not."""
-    libraries = clock_libraries(setting.folder)
+    """The wall clock of all Python processes of the run jumps (``stepped_clock/sitecustomize.py``)."""
     step, jump_s = setting.rng.randrange(1, STEPS), setting.rng.choice(CLOCK_STEPS_S)
     drawn += [f"{jump_s:+} s after step {step}"]
     offset = setting.folder / "offset"
-    offset.write_text("+0")
-    environment = {
-        "LD_PRELOAD": libraries,
-        "FAKETIME_TIMESTAMP_FILE": str(offset),
-        "FAKETIME_CACHE_DURATION": "1",
-        "DONT_FAKE_MONOTONIC": "1",
-        "NO_FAKE_STAT": "1",
-    }
+    offset.write_text("0")
+    environment = {"CLOCK_OFFSET_FILE": str(offset), "PYTHONPATH": f"{HERE / 'stepped_clock'}:{IMPORTS}"}
     slow = (*HEALTHY, "job.loss_s=0.1")
     with launched(setting, *slow, address="local", environment=environment) as process:
         wait_for(lambda: process.poll() is not None or last_step(setting) >= step, f"step {step}")
-        offset.write_text(f"{jump_s:+}")
+        stepped = offset.with_suffix(".new")
+        stepped.write_text(str(jump_s))
+        stepped.replace(offset)
         process.wait(TRIAL_TIMEOUT_S)
     return ended_process(setting, process)
-
-
-def clock_libraries(folder: Path) -> str:
-    """Return the libraries to preload into a process whose wall clock is to be stepped."""
-    faketime = next(iter(Path("/").glob(FAKETIME)), None)
-    if faketime is None:
-        pytest.skip("no libfaketime (Debian: apt-get install libfaketime)")
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    sleep = folder / "sleep.so"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", sleep, "-x", "c", "-"], input=SLEEP_OF_KERNEL, text=True, check=True
-    )
-    return f"{sleep}:{faketime}"
 
 
 def lost_fence(setting: Setting, drawn: list[str]) -> Ended:
@@ -285,7 +252,7 @@ def launched(
         process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "orchestrator.launch", cluster, *setting.overrides, *overrides],
             cwd=setting.folder,
-            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", **(environment or {})},
+            env={**os.environ, "PYTHONPATH": IMPORTS, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
