@@ -29,7 +29,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 
@@ -121,7 +121,10 @@ def run_all(planned: Sequence[TrialId]) -> Iterator[Trial]:
                 rng=random.Random(str(trial_id)),
                 tracking_uri=f"sqlite:///{root}/mlflow.db" if kind.tracked else None,
             )
-            trial = run_trial(trial_id, kind, setting, reference(trial_id.layout))
+            expected, shared_before = reference(trial_id.layout), shared_memory()
+            trial = run_trial(trial_id, kind, setting, expected)
+            left = tuple(f"{file} left in shared memory" for file in sorted(shared_memory() - shared_before))
+            trial = replace(trial, problems=trial.problems + left)
             print(f"{number:4} {line(trial)}", flush=True)
             yield trial
             if trial.passed:
@@ -133,6 +136,11 @@ def run_all(planned: Sequence[TrialId]) -> Iterator[Trial]:
             print(f"the files of the failed trials are in {root}")
         else:
             shutil.rmtree(root, ignore_errors=True)
+
+
+def shared_memory() -> set[str]:
+    """Return the names of all shared-memory files of this machine."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def file_name(text: str) -> str:

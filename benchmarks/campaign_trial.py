@@ -198,7 +198,6 @@ def run_trial(trial_id: TrialId, kind: Kind, setting: Setting, expected: Outcome
         expected: the outcome of the undisturbed run.
     """
     drawn: list[str] = []
-    shared_before = shared_memory()
     start = time.monotonic()
     try:
         run = kind.disturb(setting, drawn)
@@ -212,7 +211,6 @@ def run_trial(trial_id: TrialId, kind: Kind, setting: Setting, expected: Outcome
         problems += wrong_upload(setting.tracking_uri, setting.experiment, run)
     problems += leaks()
     problems += [f"it took {seconds:.0f} s"] * (seconds > TRIAL_TIMEOUT_S)
-    problems += [f"{file} left in shared memory" for file in sorted(shared_memory() - shared_before)]
     summary = run.record.get("summary", {})
     return Trial(
         id=trial_id,
@@ -275,11 +273,6 @@ def differences(found: Outcome, expected: Outcome, tolerance: float | None) -> l
         if abs(loss - expected.losses[step]) > tolerance * abs(expected.losses[step])
     ]
     return differing[:3]
-
-
-def shared_memory() -> set[str]:
-    """Return the names of all shared-memory files."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def leaks() -> list[str]:
