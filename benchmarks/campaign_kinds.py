@@ -21,6 +21,7 @@ from helpers.runs import events, wait_for
 from orchestrator.policy.recovery import GENERATIONS_WITHOUT_PROGRESS
 from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import list_checkpoints
 
 FAULTY = ("recovery.hang_min_s=2", "recovery.hang_max_s=20")
 FAULTS = ("raise", "exit", "kill", "segv", "stop", "sleep")
@@ -192,6 +193,7 @@ def two_resume(setting: Setting, drawn: list[str]) -> Ended:
     with launched(setting, *slow) as process:
         wait_for(lambda: last_step(setting) >= step, f"step {step}")
         first = run_dir(setting)
+        wait_for(lambda: list_checkpoints(first.checkpoints), "a checkpoint")
         process.kill()
     with launched(setting, *slow) as one, launched(setting, *slow) as other:
         for process in (one, other):
