@@ -15,6 +15,8 @@ RENEW_REMOTE_EVERY_S = LEASE_S / 4
 """The interval on a store, where each renewal is a few requests."""
 RETRY_EVERY_S = 0.5
 """The interval after an attempt that failed."""
+RESTORED_WITHIN_S = 2 * RENEW_EVERY_S
+"""The driver of a run restores the fence file within this time, unless the disk fails."""
 _END_TIMEOUT_S = 2.0
 _ADMIT_TIMEOUT_S = 5.0
 """A generation waits this long for its fence on a store."""

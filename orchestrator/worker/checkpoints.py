@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
+from orchestrator.records.lease import RESTORED_WITHIN_S
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_results import WriteFailed
@@ -34,7 +35,9 @@ class Checkpoints:
         self._timeout_s = config.cluster.collective_timeout_s
         self._stall_ms = 0.0
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
-        self._fence = Fence(run_dir.fence_file, assignment.fence, remote=run_dir.remote)
+        self._fence = Fence(
+            run_dir.fence_file, assignment.fence, remote=run_dir.remote, restored_within_s=RESTORED_WITHIN_S
+        )
         self._writer = CheckpointWriter(
             run_dir.checkpoints,
             keep=config.checkpoint.keep,

@@ -168,11 +168,17 @@ print(RunDir(Path(sys.argv[1])).driver_if_running() is not None)
 """
 
 
-def test_a_driver_in_another_container_of_this_host_lives_as_long_as_its_lease(tmp_path: Path) -> None:
-    """Containers may share the name of their host; a process id means nothing in another PID namespace."""
-    apart = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+@pytest.mark.parametrize("options", [("--pid", "--fork", "--mount-proc"), ("--time", "--boottime", "86400")])
+def test_a_driver_in_another_container_of_this_host_lives_as_long_as_its_lease(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Containers may share the name of their host.
+
+    A process id means nothing in another PID namespace, and the start of a process nothing in another time namespace.
+    """
+    apart = ["unshare", "--map-root-user", *options]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no right to a PID namespace")
+        pytest.skip(f"no right to unshare {options[0]}")
     run = RunDir(tmp_path)
     run.update_record(state="running", driver=this_process())
     asked = [*apart, sys.executable, "-c", IS_RUNNING, str(tmp_path)]
