@@ -21,6 +21,7 @@ from orchestrator.protocol.core_metrics import SAMPLES_SEEN
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.timeline.spans import Span
+from orchestrator.worker.flops import StepFlops
 
 WARM_UP_STEPS = 10
 """Steps that no throughput metric includes; in a short run, a fifth of its steps."""
@@ -133,6 +134,7 @@ class Window:
         comm_ms: float | None,
         spans: Sequence[Span],
         metrics: Mapping[str, Metric],
+        flops: StepFlops | None = None,
     ) -> TrainPoint:
         """Return the window as a point and start the next window.
 
@@ -145,6 +147,7 @@ class Window:
             comm_ms: how long the last step waited for other ranks; None if unknown.
             spans: what the stages of this rank did in the last step.
             metrics: the strategy's own metrics.
+            flops: the work of a step; None if unknown.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
@@ -171,6 +174,8 @@ class Window:
             step_weight=float(self._step_weight),
             sums={name: float(value) for name, value in sums.items()},
             metrics={**measured(own), **metrics},
+            flops=None if flops is None else flops.flops,
+            flops_at_peak_ms=None if flops is None else flops.at_peak_ms,
         )
         self._losses, self._weights, self._steps, self._updated = [], [], [], []
         self.data_wait_s = 0.0
