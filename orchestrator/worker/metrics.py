@@ -22,6 +22,7 @@ from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.flops import StepFlops
+from orchestrator.worker.gpu_meter import GpuMeter
 
 WARM_UP_STEPS = 10
 """Steps that no throughput metric includes; in a short run, a fifth of its steps."""
@@ -222,7 +223,7 @@ def peak_memory_mb(device: torch.device) -> float | None:
     return None if peak is None else int(peak) * 1024 / 1e6
 
 
-def system_metrics(device: torch.device, cpu: CpuMeter) -> dict[str, float]:
+def system_metrics(cpu: CpuMeter, gpus: GpuMeter) -> dict[str, float]:
     """Return the system metrics of this node by the names of MLflow, without the prefix ``system/<node>/``."""
     memory = psutil.virtual_memory()
     readings = {
@@ -231,8 +232,4 @@ def system_metrics(device: torch.device, cpu: CpuMeter) -> dict[str, float]:
     }
     if (percent := cpu.percent()) is not None:
         readings["cpu_utilization_percentage"] = percent
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        readings["gpu_0_memory_usage_megabytes"] = (total - free) / 1e6
-        readings["gpu_0_memory_usage_percentage"] = 100 * (total - free) / total
-    return readings
+    return {**readings, **gpus.read()}
