@@ -22,6 +22,7 @@ from orchestrator.protocol.core_metrics import (
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.protocol.metrics import Derive, MetricRegistry, MetricSpec, Summary, reduce_over_ranks
+from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import theoretical_bubble
 from orchestrator.timeline.spans import Timeline
 
@@ -162,7 +163,9 @@ class Aggregator:
 
     def _pipeline_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
         mesh = self._mesh
-        replicas = [[parts[r].spans for r in mesh.pipeline(dp_rank)] for dp_rank in range(mesh.data_parallel_size)]
+        replicas = [
+            aligned([parts[r].spans for r in mesh.pipeline(dp_rank)]) for dp_rank in range(mesh.data_parallel_size)
+        ]
         if self._theoretical_bubble is None:  # every step has the same order of actions
             self._theoretical_bubble = theoretical_bubble(replicas[0])
         timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,6 +191,17 @@ def test_bubble_of_replicas_beside_that_of_theory() -> None:
     assert logged.metrics["perf/peak_memory_mb"] == 300.0
     assert parts.timeline is not None
     assert (parts.timeline.step, len(parts.timeline.replicas)) == (10, 2)
+
+
+def test_bubble_of_stages_on_hosts_whose_clocks_differ() -> None:
+    parts = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    parts.add(0, staged(0))
+    ahead = tuple(replace(s, start=s.start + 60, end=s.end + 60) for s in staged(1).spans)
+    logged = parts.add(1, point(spans=ahead))
+    assert logged is not None
+    assert logged.metrics["pipeline/bubble_pct"] == pytest.approx(50)
+    assert parts.timeline is not None
+    assert parts.timeline.replicas == [[[*staged(0).spans], [*staged(1).spans]]]
 
 
 def test_summary_has_the_median_bubble_and_the_largest_memory() -> None:
