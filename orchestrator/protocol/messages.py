@@ -118,6 +118,8 @@ class TrainPoint:
         sums: this rank's part of the job's metrics in the last step; the run's value is the sum of it over the sum of
             ``step_weight``.
         metrics: the other metrics by name.
+        flops: the floating-point operations of this rank in a step; None if unknown.
+        flops_at_peak_ms: how long the device of this rank takes for ``flops`` at its peak rate; None if unknown.
     """
 
     step: int
@@ -132,6 +134,8 @@ class TrainPoint:
     step_weight: float = 0.0
     sums: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    flops: float | None = None
+    flops_at_peak_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,9 @@ class Strategy(LayoutRules, abc.ABC):
     reads_data = True
     """Whether this rank reads batches; other ranks are given None instead."""
 
+    counts_flops = True
+    """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
+
     # On the driver, after the layout rules and before anything starts
 
     @classmethod

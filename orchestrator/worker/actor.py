@@ -40,6 +40,7 @@ from orchestrator.worker import rendezvous
 from orchestrator.worker.context import context_of
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
+from orchestrator.worker.gpu_meter import GpuMeter
 from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
@@ -75,6 +76,7 @@ class Worker:
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
         self.cpu = CpuMeter()
+        self.gpus = GpuMeter()
         self.notice = TerminationNotice()
         self.job: Job | None = None
         self.loop: Loop | None = None
@@ -102,7 +104,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
-        system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
+        system = system_metrics(self.cpu, self.gpus) if with_system_metrics else {}
         waiting = is_waiting(self.training_thread)
         return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
 

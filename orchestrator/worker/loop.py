@@ -29,6 +29,7 @@ from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of
 from orchestrator.worker.evaluation import evaluate
 from orchestrator.worker.fault_injection import inject_fault
+from orchestrator.worker.flops import FlopMeter
 from orchestrator.worker.job_data import JobData
 from orchestrator.worker.job_reports import JobReports
 from orchestrator.worker.metrics import NonFiniteError, Window, lr_of_groups
@@ -82,6 +83,7 @@ class Loop:
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
+        self._flop_meter = FlopMeter(device, enabled=False)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
         self._reports = JobReports(
@@ -176,6 +178,7 @@ class Loop:
         began = time.perf_counter()
         total_steps, position = self.config.train.steps, self.position
         first_step = position.step + 1
+        self._flop_meter = FlopMeter(self.device, enabled=self.strategy.counts_flops)
         window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
@@ -210,11 +213,12 @@ class Loop:
         batch = next(batches)
         window.data_wait_s += time.perf_counter() - waiting_since
         self._inject_fault("train", step)
-        result = self.strategy.train_step(
-            batch,
-            want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
-            want_metrics=self._is_logged(step),
-        )
+        with self._flop_meter.counting():
+            result = self.strategy.train_step(
+                batch,
+                want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
+                want_metrics=self._is_logged(step),
+            )
         window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
         self.position.step = step
         self.position.samples_consumed += self.config.train.global_batch_size
@@ -297,6 +301,7 @@ class Loop:
                 comm_ms=self.strategy.comm_ms(),
                 spans=self.strategy.spans(),
                 metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},
+                flops=self._flop_meter.step,
             )
         )
         self._checkpoints.report()

@@ -14,6 +14,7 @@ from torch import Tensor
 from helpers.training import CPU
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.timeline.spans import Span
+from orchestrator.worker.gpu_meter import GpuMeter
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, StepTimer, Window, peak_memory_mb, system_metrics
 
 NAN = float("nan")
@@ -190,7 +191,7 @@ def test_large_finite_losses_are_no_error():
 
 
 def test_readings_of_the_node():
-    readings = system_metrics(CPU, CpuMeter())
+    readings = system_metrics(CpuMeter(), GpuMeter())
     assert readings["system_memory_usage_megabytes"] > 0
     assert 0 <= readings["system_memory_usage_percentage"] <= 100
 

@@ -45,6 +45,7 @@ class DP(WholeModel):
     """One process that trains on several devices."""
 
     config_class: ClassVar[type[StrategyConfig]] = DPConfig
+    counts_flops = False  # the replicas run in threads of their own
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
