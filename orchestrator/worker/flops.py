@@ -1,4 +1,4 @@
-"""The floating-point operations of a training step, counted while the first step of a generation runs.
+"""The floating-point operations of a training step, counted while the second step of a generation runs.
 
 The matrix products, convolutions and attention operators of the real step are counted by torch's own formulas, so this
 needs neither a second model nor a second pass, and it holds for every strategy: each rank counts what it computes, also
@@ -72,19 +72,18 @@ class FlopMeter:
         step: the result; None if nothing was counted.
     """
 
-    def __init__(self, device: torch.device, *, enabled: bool):
-        """``enabled``: whether to count at all."""
+    def __init__(self, device: torch.device, *, at_step: int | None):
+        """``at_step``: the step in which to count; None to count nothing."""
         self.step: StepFlops | None = None
         self._device = device
-        self._due = enabled
+        self._at_step = at_step
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count in this block, at the first call only."""
-        if not self._due:
+    def counting(self, step: int) -> Iterator[None]:
+        """Count in this block, which computes ``step``, if that is the step in which to count."""
+        if step != self._at_step:
             yield
             return
-        self._due = False
         counter = FlopCounter()
         with counter:
             yield

@@ -83,7 +83,7 @@ class Loop:
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
-        self._flop_meter = FlopMeter(device, enabled=False)
+        self._flop_meter = FlopMeter(device, at_step=None)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
         self._reports = JobReports(
@@ -178,7 +178,8 @@ class Loop:
         began = time.perf_counter()
         total_steps, position = self.config.train.steps, self.position
         first_step = position.step + 1
-        self._flop_meter = FlopMeter(self.device, enabled=self.strategy.counts_flops)
+        # Counting takes time, and the first step ends the start of a run or a recovery.
+        self._flop_meter = FlopMeter(self.device, at_step=first_step + 1 if self.strategy.counts_flops else None)
         window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
@@ -213,7 +214,7 @@ class Loop:
         batch = next(batches)
         window.data_wait_s += time.perf_counter() - waiting_since
         self._inject_fault("train", step)
-        with self._flop_meter.counting():
+        with self._flop_meter.counting(step):
             result = self.strategy.train_step(
                 batch,
                 want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),

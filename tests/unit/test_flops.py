@@ -107,8 +107,8 @@ def test_a_formula_that_fails_does_not_fail_the_step(
         raise AssertionError("strange shapes")
 
     monkeypatch.setitem(compat.flop_registry, torch.ops.aten.mm, fails)
-    meter = FlopMeter(CPU, enabled=True)
-    with meter.counting():
+    meter = FlopMeter(CPU, at_step=2)
+    with meter.counting(2):
         product = torch.ones(2, 3) @ torch.ones(3, 4)
     assert product.eq(3).all()
     assert meter.step is None
@@ -124,9 +124,9 @@ def test_compiled_code_is_compiled_as_without_a_counter_and_makes_the_count_unkn
         return graph
 
     product = torch.compile(lambda a, b: a @ b, backend=backend)
-    meter = FlopMeter(CPU, enabled=True)
+    meter = FlopMeter(CPU, at_step=2)
     try:
-        with meter.counting():
+        with meter.counting(2):
             product(torch.ones(2, 3), torch.ones(3, 4))
         assert len(graphs) == 1
         assert meter.step is None
@@ -135,17 +135,17 @@ def test_compiled_code_is_compiled_as_without_a_counter_and_makes_the_count_unkn
         torch._dynamo.utils.counters.clear()
 
 
-def test_only_the_first_block_is_counted() -> None:
-    meter = FlopMeter(CPU, enabled=True)
-    for size in (2, 3):
-        with meter.counting():
+def test_one_step_is_counted() -> None:
+    meter = FlopMeter(CPU, at_step=2)
+    for step, size in ((1, 3), (2, 2), (3, 3)):
+        with meter.counting(step):
             torch.ones(size, size) @ torch.ones(size, size)
     assert meter.step == step_flops({"fp32": 16}, device_name=None)
 
 
 def test_a_failing_step_raises_its_own_error() -> None:
-    meter = FlopMeter(CPU, enabled=True)
-    with pytest.raises(ZeroDivisionError), meter.counting():
+    meter = FlopMeter(CPU, at_step=2)
+    with pytest.raises(ZeroDivisionError), meter.counting(2):
         raise ZeroDivisionError
     assert meter.step is None
 
