@@ -10,12 +10,13 @@ from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.driver.run import RESULT_LOST, RunResult
+from orchestrator.driver.result import RESULT_LOST, RunResult
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.protocol.metrics import to_record
-from orchestrator.records.run_dir import RunDir, write_json
+from orchestrator.records.json_file import write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader
 

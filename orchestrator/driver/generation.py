@@ -55,7 +55,8 @@ from orchestrator.protocol.messages import (
     WorkerInfo,
 )
 from orchestrator.records.lease import Lease
-from orchestrator.records.run_dir import RunDir, crash_report
+from orchestrator.records.rank_log import crash_report
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.worker.actor import Worker
 

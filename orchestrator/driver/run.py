@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +21,8 @@ from orchestrator.driver.generation import Generation
 from orchestrator.driver.growth import Growth
 from orchestrator.driver.node_uploads import NodeUploads
 from orchestrator.driver.node_watch import NodeWatch
+from orchestrator.driver.result import RESULT_LOST, RunResult
+from orchestrator.driver.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.driver.uploads import RecordUpload
@@ -43,13 +45,9 @@ from orchestrator.protocol.events import (
     WorkerLost,
 )
 from orchestrator.protocol.messages import PendingCheckpoint, RecoverableSteps, WorkerEnvironment
-from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.run_dir import RunDir, log_tail
-from orchestrator.state.checkpoint import CheckpointError, path_of, read_manifest
-from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.storage.remote import StorageError
-from orchestrator.timeline.spans import Timeline
+from orchestrator.records.rank_log import log_tail
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.actor import Worker
 from orchestrator.worker.spool import spool_files
@@ -60,45 +58,6 @@ FINAL_HEARTBEAT_S = 2.0
 """Wait this long for the heartbeat of a worker that has finished its part."""
 FINISH_POLL_S = 2.0
 """Ask this often whether a worker still writes its last checkpoint."""
-RESULT_LOST = 3
-"""The exit code of a run that has completed its steps without saving the result, or all of its records."""
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class RunResult:
-    """How a run ended.
-
-    Args:
-        status: ``"FINISHED"``, ``"FAILED"``, or ``"KILLED"`` by a signal.
-        exit_code: 0 finished, 1 failed, 3 finished but the last checkpoint is lost or records are not uploaded, 130 or
-            143 killed by SIGINT or SIGTERM.
-        run_dir: the directory with the records, logs and checkpoints. If ``output_dir`` is a URL, this is the local
-            directory from which they were uploaded; it has the files of this node.
-        url: where the run is, if ``output_dir`` is a URL; None otherwise.
-        reason: why the run ended; empty if it finished.
-        summary: the last values of the metrics and the figures of the run: ``"final_loss"``, ``"val_loss"``,
-            ``"val_<metric>"``, ``"steps"``, ``"samples_per_s"``, ``"startup_s"`` (seconds from the call to the first
-            step), ``"restarts"``, ``"mlflow_run_id"``, ... A metric without a value is missing.
-        timeline: the last timed step of its pipeline stages; None if there are none.
-        metrics: the declarations of the metrics that were logged.
-    """
-
-    status: Literal["FINISHED", "FAILED", "KILLED"]
-    exit_code: int
-    run_dir: Path
-    url: str | None = None
-    reason: str = ""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    timeline: Timeline | None = None
-    metrics: tuple[MetricSpec, ...] = ()
-
-    def __repr__(self) -> str:
-        """Return one line: the status, the reason if there is one, the results, and where the run is."""
-        reason = [f"reason={self.reason!r}"] if self.reason else []
-        keys = ("steps", "final_loss", *(key for key in self.summary if key.startswith("val_")))
-        results = [f"{key}={value:.6g}" for key in keys if isinstance(value := self.summary.get(key), (int, float))]
-        where = f"run_dir={self.url or str(self.run_dir)!r}"
-        return f"RunResult({', '.join([self.status, *reason, *results, where])})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +123,7 @@ class Run:
         )
         self._startup: dict[str, float] = {}
         self._first_step_at: float | None = None
-        self._checkpoints = CheckpointStore(spec.run_dir.checkpoints, spec.run_dir.remote_checkpoints)
-        self._checkpoint = spec.checkpoint
-        self._checkpoint_step = spec.resumed_from_step or 0
-        self._failed_checkpoints: dict[int, str] = {}  # by step: why
+        self._checkpoints = SavedCheckpoints(spec.run_dir, spec.checkpoint, step=spec.resumed_from_step or 0)
         self._faults = spec.sizes.largest.faults
         self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
         self._transitions = TransitionLog()
@@ -239,7 +195,7 @@ class Run:
                 self.spec.run_uid,
                 recovery_plan,
                 recoverable_steps=self._recoverable_steps,
-                checkpoint=self._checkpoint,
+                checkpoint=self._checkpoints.newest,
                 faults=self._faults,
             )
             self._handle(generation.watch())
@@ -312,11 +268,8 @@ class Run:
         """Act on what workers have reported."""
         for event in events:
             match event:
-                case CheckpointSaved():
-                    checkpoints = self.spec.run_dir.checkpoints
-                    self._checkpoint, self._checkpoint_step = path_of(checkpoints, event.step), event.step
-                case CheckpointFailed():
-                    self._failed_checkpoints[event.step] = event.reason
+                case CheckpointSaved() | CheckpointFailed():
+                    self._checkpoints.record(event)
                 case FirstStepDone():
                     self._begin_steady_training(event)
 
@@ -365,12 +318,12 @@ class Run:
             decision = reassigned(decision, assignment, self._recoverable_steps)
             self._plan, self._recoverable_steps = assignment.plan, {}
         if decision.sources is None:
-            self._find_checkpoint()
+            self._checkpoints.find_newest(self._events.warn)
         transition = self._transitions.begin(
             Transition(
                 began=generation.paused_at if failed_rank is None else generation.failure(failed_rank).time,
                 reached=generation.last_step(),
-                resumed_at=self._checkpoint_step if decision.sources is None else decision.step,
+                resumed_at=self._checkpoints.step if decision.sources is None else decision.step,
                 decision=decision,
                 num_workers_before=workers_before,
                 num_workers=self._plan.mesh.num_workers,
@@ -391,19 +344,6 @@ class Run:
             if self._gang.reassign_ranks(assignment.plan, assignment.before):
                 return assignment
         return None
-
-    def _find_checkpoint(self) -> None:
-        """Find the newest valid checkpoint; its writer may have died before it could report it."""
-        damaged: list[CheckpointError] = []
-        try:
-            newest = self._checkpoints.find_newest(damaged.append)
-        except StorageError as e:
-            newest = None
-            self._events.warn(f"the newest checkpoint cannot be looked up: {e}")
-        for error in damaged:
-            self._events.warn(f"checkpoint skipped: {error}")
-        if newest is not None:
-            self._checkpoint, self._checkpoint_step = newest, int(read_manifest(newest)["step"])
 
     def _finish_workers(self, generation: Generation) -> None:
         """Let the living workers finish their checkpoints while bytes are being written; collect their last reports."""
@@ -448,25 +388,10 @@ class Run:
         if generation.stop_sent and not generation.all_ended("done"):
             return self._interrupted(generation)
         steps = self._plan.steps
-        if (why := self._why_not_saved(steps)) is not None:
+        if (why := self._checkpoints.why_missing(steps)) is not None:
             lost = f"all {steps} steps are done, but their result is lost: the checkpoint of step {steps} {why}"
             return self._result("FAILED", RESULT_LOST, lost)
         return self._result("FINISHED", 0, "")
-
-    def _why_not_saved(self, step: int) -> str | None:
-        """Return why there is no checkpoint of ``step``, as a predicate; None if there is one."""
-        if self._checkpoint_step == step:
-            return None
-        path = path_of(self.spec.run_dir.checkpoints, step)
-        try:
-            if self.spec.run_dir.remote is None:
-                read_manifest(path)  # its writer may have died before its report
-            elif path.name not in self._checkpoints.list():
-                raise CheckpointError(self._checkpoints.location(path.name), "it is not on the store")
-        except (CheckpointError, StorageError) as e:
-            reason = self._failed_checkpoints.get(step)
-            return f"was not confirmed: {e}" if reason is None else f"could not be written: {reason}"
-        return None
 
     def _failed(self, reason: str) -> RunResult:
         return self._result("FAILED", 1, reason)
@@ -476,7 +401,7 @@ class Run:
         assert self._stop.received is not None
         if generation is not None and generation.all_ended("stopped"):
             step = max(o.step for o in generation.outcomes.values())
-            why = self._why_not_saved(step) if step > 0 else None
+            why = self._checkpoints.why_missing(step) if step > 0 else None
             when = f"at step {step}" + (f"; its checkpoint {why}" if why else "")
         elif any(self._telemetry.last_step.values()):
             when = "without a last checkpoint"

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.json_file import write_json
 from orchestrator.records.lock import locked
-from orchestrator.records.run_dir import RunDir, write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.claim import claimed
 from orchestrator.storage.remote import Remote, is_url
 from orchestrator.storage.staging import make_private, staging_path

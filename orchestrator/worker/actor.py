@@ -32,7 +32,8 @@ from orchestrator.protocol.messages import (
     WorkerEnvironment,
     WorkerInfo,
 )
-from orchestrator.records.run_dir import RunDir, log_header, log_tail
+from orchestrator.records.rank_log import log_header, log_tail
+from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.staging import make_private
 from orchestrator.strategies import registry
 from orchestrator.strategies.datasets import DatasetError

@@ -17,7 +17,7 @@ import pytest
 from helpers.object_store import OUTPUT, S3Server, s3, stored, stored_lines, the_run  # noqa: F401 - s3 is a fixture
 from helpers.runs import wait_for
 from orchestrator.config.compose import compose
-from orchestrator.driver.preflight import prepare
+from orchestrator.driver.preflight.paths import environment_errors
 from orchestrator.storage.remote import Remote, StorageError
 from orchestrator.strategies import registry
 
@@ -98,7 +98,7 @@ def test_a_bucket_that_does_not_exist_is_refused(s3: S3Server, tmp_path: Path) -
     words = ["output_dir=s3://nowhere/runs", f"storage.staging_dir={tmp_path}", "tracking=none"]
     config, _ = compose(words, [], registry.config_class)
     assert config is not None
-    (error,) = prepare.environment_errors(config)
+    (error,) = environment_errors(config)
     assert error.startswith("output_dir=s3://nowhere/runs: cannot write .probe-")
     assert error.endswith("; create the bucket")
 

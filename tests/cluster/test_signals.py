@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from helpers.faulty_jobs import Slow
 from helpers.runs import events_below, in_campaign, losses, wait_for, wait_for_step
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.run_dir import read_json
+from orchestrator.records.json_file import read_json
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 

@@ -16,7 +16,7 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.runs import wait_for
-from orchestrator.driver.run import RESULT_LOST
+from orchestrator.driver.result import RESULT_LOST
 from orchestrator.driver.slots import START_ATTEMPTS
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
 from orchestrator.protocol.messages import Heartbeat

@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from helpers.runs import events, in_campaign, losses, series, wait_for, wait_for_step
-from orchestrator.records.run_dir import read_json
+from orchestrator.records.json_file import read_json
 
 LINES = {
     "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",

@@ -28,7 +28,7 @@ from helpers.tracked_runs import (
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.run import RunResult
+from orchestrator.driver.result import RunResult
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal

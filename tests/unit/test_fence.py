@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from helpers.runs import wait_for
+from orchestrator.records.json_file import write_json
 from orchestrator.records.lease import Lease
-from orchestrator.records.run_dir import RunDir, write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.state.fence import Fence
 
 

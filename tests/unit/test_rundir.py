@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.json_file import write_json
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import is_alive, this_process
 from orchestrator.records.run_dir import RunDir
@@ -85,7 +86,7 @@ def test_all_runs_come_newest_first(tmp_path: Path) -> None:
     for name in [*names, "2026-01-02/11-00-00-without-record"]:
         (tmp_path / name).mkdir(parents=True)
     for name in names:
-        rundir.write_json(tmp_path / name / "run.json", {})
+        write_json(tmp_path / name / "run.json", {})
     found = [str(r.path.relative_to(tmp_path)) for r in rundir.all_runs(tmp_path)]
     assert found == [names[1], names[0], names[2]]
     assert list(rundir.all_runs(tmp_path / "nowhere")) == []
@@ -245,5 +246,5 @@ def test_a_record_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     (run.record_file / "in the way").mkdir(parents=True)
     with pytest.raises(OSError, match=r"run\.json"):
-        rundir.write_json(run.record_file, {"state": "finished"})
+        write_json(run.record_file, {"state": "finished"})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json"]

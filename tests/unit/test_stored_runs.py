@@ -17,8 +17,10 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.preflight import prepare
-from orchestrator.driver.run import RunResult
+from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
+from orchestrator.driver.preflight.record import open_run
+from orchestrator.driver.preflight.resume import find_resume
+from orchestrator.driver.result import RunResult
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, Warned
@@ -62,16 +64,16 @@ def config_of(folder: Path, host: str, *words: str, url: str = "") -> Config:
     )
     config, _ = compose(words, errors, registry.config_class)
     assert config is not None, errors
-    return prepare.absolute_paths(config)
+    return absolute_paths(config)
 
 
 def start(config: Config, together: threading.Barrier | None = None) -> RunDir:
     """Start or continue a run as a launch does it; ``together`` with others that have found the same run."""
-    resume = prepare.find_resume(config, JOB, warnings=[])
+    resume = find_resume(config, JOB, warnings=[], redactor=Redactor())
     if together is not None:
         together.wait(30)
     plan = make_plan(config, registry.load(config.strategy.name), NODES, oversubscribe_cpus=True)
-    run_dir, _ = prepare.open_run(config, JOB, plan, resume, command="", sweep=None)
+    run_dir, _ = open_run(config, JOB, plan, resume, command="", sweep=None, redactor=Redactor())
     return run_dir
 
 
@@ -101,7 +103,7 @@ def let_expire(run: Path) -> None:
 
 def test_a_run_is_on_the_store_before_it_trains(tmp_path: Path) -> None:
     config = config_of(tmp_path, "here")
-    assert prepare.environment_errors(config) == []
+    assert environment_errors(config) == []
     run_dir = start(config)
     run = stored(run_dir, tmp_path)
     record = json.loads((run / "run.json").read_text())
@@ -113,7 +115,7 @@ def test_a_run_is_on_the_store_before_it_trains(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("not a directory")
-    (error,) = prepare.environment_errors(config_of(tmp_path, "here"))
+    (error,) = environment_errors(config_of(tmp_path, "here"))
     assert error.startswith(f"output_dir=file://{tmp_path}/store: cannot write")
 
 
