@@ -85,8 +85,8 @@ def slow_file_system(setting: Setting, drawn: list[str]) -> Ended:
 
     The run directory is on a disk that is frozen (FIFREEZE): every write waits in the kernel, as on NFS.
     """
-    pauses_s = [setting.rng.uniform(0.5, 3) for _ in range(100)]
-    between_s = setting.rng.uniform(0.5, 1.5)
+    pauses_s = [setting.rng.uniform(0.5, 2.5) for _ in range(100)]
+    between_s = setting.rng.uniform(1.5, 3)
     drawn += [f"job.disk_s={setting.rng.uniform(0.05, 0.3):.2f}", "job.loss_s=0.05"]
 
     def stall(over: threading.Event) -> None:
