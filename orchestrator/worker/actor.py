@@ -34,6 +34,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.records.run_dir import RunDir, log_header, log_tail
 from orchestrator.strategies import registry
 from orchestrator.strategies.datasets import DatasetError
+from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
@@ -46,7 +47,7 @@ from orchestrator.worker.process.shared_directory import NotSharedError, check_s
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
 from orchestrator.worker.spool import Spool
 
-EXPLAINED = (DatasetError, NotSharedError)
+EXPLAINED = (DatasetError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 SHARED_TIMEOUT_S = 10.0
 """How long the run directory may take to appear on a node."""

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, rows_between, tensors_in
 from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.precision import Precision
+from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import EvalSums
@@ -189,4 +189,4 @@ class Chain:
             self._measure(last.output, target)
         last.output = None
         self._loss_sum += weighted(loss.detach(), weight)
-        return loss * (weight / self._total_weight)
+        return summable(loss) * (weight / self._total_weight)
