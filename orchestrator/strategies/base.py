@@ -240,8 +240,10 @@ class Strategy(LayoutRules, abc.ABC):
 
     @property
     def eval_batch_size(self) -> int:
-        """The number of samples in the batches given to :meth:`evaluate`."""
-        return even_shares(self.context.train.global_batch_size, self.context.mesh.data_parallel_size)[0]
+        """The number of samples in the batches given to :meth:`evaluate`: those of a slice of a training step."""
+        train = self.context.train
+        share = even_shares(train.global_batch_size, self.context.mesh.data_parallel_size)[0]
+        return even_shares(share, train.grad_accumulation)[0]
 
     @abc.abstractmethod
     def evaluate(self, batch: Any, valid: int) -> EvalSums:

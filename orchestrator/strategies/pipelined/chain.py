@@ -142,8 +142,9 @@ class Chain:
             for number, output in enumerate(outputs):
                 rows = min(max(valid - number * self._rows, 0), self._rows)
                 if rows == 0:
-                    break
-                output, wanted = first_rows(output, rows), first_rows(targets[number], rows)
+                    continue
+                output = first_rows(self._precision.outputs(output), rows)
+                wanted = first_rows(targets[number], rows)
                 weight = self._job.weight(wanted)
                 weight = rows if weight is None else weight
                 loss = self._job.loss(output, wanted)
