@@ -50,6 +50,9 @@ class TrainConfig:
         "bf16, fp16: autocast of forward pass and loss, with fp16 scaling the loss; bf16-true: also parameters and "
         "gradients; tf32: fp32 with faster matrix products on GPUs"
     )
+    activation_checkpointing: Literal["none", "blocks"] = option(
+        "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory"
+    )
     on_nonfinite: Literal["stop", "skip"] = option("on a NaN or infinite gradient, stop the run or skip the update")
     ema_decay: float | None = option(
         "decay of an exponential moving average of the weights, which is evaluated too; null: none", above=0, below=1

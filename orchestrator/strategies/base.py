@@ -21,6 +21,7 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.constructor import recompute_note
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.timeline.spans import Span
 
@@ -113,7 +114,8 @@ class Strategy(LayoutRules, abc.ABC):
             errors += training_step_errors(config, job, supported=cls.runs_training_step)
             if not cls.runs_training_step:
                 return ()
-        return cls.check_job(config, job, plan, errors)
+        note = recompute_note(job, config.train)
+        return (*cls.check_job(config, job, plan, errors), *([] if note is None else [note]))
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:

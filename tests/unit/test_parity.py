@@ -208,6 +208,7 @@ def test_the_check_before_training_refuses_also_with_little_memory() -> None:
         Chain(build=CustomFunctionInGlue),
         INPUTS,
         TARGET,
+        constructor=CustomFunctionInGlue,
         split=("third",),
         num_stages=2,
         device=CPU,

@@ -37,6 +37,7 @@ from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.optimizer_step import OptimizerStep
@@ -116,6 +117,7 @@ class Pipeline(OptimizerStep):
             self.job,
             inputs,
             target,
+            constructor=constructor_of(self.job, context.train, self.precision),
             split=self._split() or (),
             num_stages=self.layout.num_stages,
             device=context.device,

@@ -11,12 +11,13 @@ from orchestrator.config.text import first_of
 from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
-from orchestrator.model.modes import in_train_mode, note_on_dropout
+from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
 from orchestrator.planning.plan import Plan
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.pipelined.layout import StagedConfig
 
@@ -49,7 +50,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
         precision = Precision.named(config.train.precision, "cpu")
         inputs = precision.inputs(example_batch(job, job.dataset("train"), rows)[0])
         sequence = sequence_of(
-            precision.converted(in_train_mode(job.model)),
+            constructor_of(job, config.train, precision),
             inputs,
             torch.device("cpu"),
             split=split,

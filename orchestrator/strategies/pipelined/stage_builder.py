@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from orchestrator.job import Job
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import changing_buffers, costs, flow
-from orchestrator.model.modes import in_train_mode
 from orchestrator.model.parity import compare, free_memory
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
@@ -45,7 +44,8 @@ class StageBuilder:
     """An outline of the model and a sample micro-batch. Drop it after the stages are built, to free their memory.
 
     Attributes:
-        job: builds the model and defines the loss.
+        job: defines the loss.
+        constructor: builds the model.
         sequence: the layers of the model as fake tensors.
         values: what flows into each layer, and out of the last, as fake tensors.
         inputs: the inputs of a real micro-batch, on the device.
@@ -56,6 +56,7 @@ class StageBuilder:
     """
 
     job: Job
+    constructor: Callable[[], nn.Module]
     sequence: LayerSequence
     values: Sequence[Any]
     inputs: Any
@@ -71,6 +72,7 @@ class StageBuilder:
         inputs: Any,
         target: Any,
         *,
+        constructor: Callable[[], nn.Module],
         split: Sequence[str],
         num_stages: int,
         device: torch.device,
@@ -80,9 +82,10 @@ class StageBuilder:
         """Divide the model into layers, without memory for its parameters.
 
         Args:
-            job: builds the model.
+            job: defines the loss, and may define the stages.
             inputs: the inputs of a micro-batch, in any dtype.
             target: the targets of the same micro-batch.
+            constructor: builds the model, in ``precision``.
             split: the module names to cut at; empty to cut by measured time.
             num_stages: the number of stages.
             device: where the stages are placed.
@@ -92,10 +95,11 @@ class StageBuilder:
         Raises:
             ValueError: the model cannot be cut.
         """
-        inputs, build = precision.inputs(inputs), precision.converted(in_train_mode(job.model))
-        sequence = sequence_of(build, inputs, device, split=split, num_stages=num_stages, job=job)
+        inputs = precision.inputs(inputs)
+        sequence = sequence_of(constructor, inputs, device, split=split, num_stages=num_stages, job=job)
         return cls(
             job=job,
+            constructor=constructor,
             sequence=sequence,
             values=flow(sequence, inputs, precision=precision),
             inputs=inputs,
@@ -108,7 +112,7 @@ class StageBuilder:
     def measure_costs(self) -> list[float]:
         """Return the milliseconds that forward and backward of each layer take; the last one includes the loss."""
         # Of another instance of the model, because a layer may keep what it has computed with real tensors.
-        model = build_fake(self._model, self.device).model
+        model = build_fake(self.constructor, self.device).model
         layers = self.sequence.of(model, range(len(self.sequence.names)))
         ordered = [layers[index] for index in sorted(layers)]
         return costs(ordered, self.values, self.inputs, precision=self.precision, loss=self._loss)
@@ -129,7 +133,7 @@ class StageBuilder:
             ValueError: the pieces train differently; the text names the module.
         """
         verdict = compare(
-            self._model,
+            self.constructor,
             self.sequence,
             self.inputs,
             self._loss,
@@ -161,11 +165,10 @@ class StageBuilder:
         if buffers:
             changing = changing_buffers(self.sequence, self.inputs, precision=self.precision)
             _check_shared_buffers(buffers, changing, stage_ranks)
-        stages = build_stages(self._model, self.sequence, self.values, cut, own, device=self.device, seed=self.seed)
+        stages = build_stages(
+            self.constructor, self.sequence, self.values, cut, own, device=self.device, seed=self.seed
+        )
         return BuiltStages(stages=stages, shared=[*shared_parameters(self.sequence, cut), *buffers])
-
-    def _model(self) -> nn.Module:
-        return self.precision.converted(in_train_mode(self.job.model))()
 
     def _loss(self, output: Any) -> Tensor:
         return self.job.loss(self.precision.outputs(output), self.target)

@@ -16,11 +16,12 @@ from torch.utils.data import Dataset
 
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows
-from orchestrator.model.modes import evaluation_mode, in_train_mode, note_on_dropout
+from orchestrator.model.modes import evaluation_mode, note_on_dropout
 from orchestrator.model.precision import summable
 from orchestrator.planning.mesh import even_shares
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.job_metrics import checked_metrics
 from orchestrator.strategies.optimizer_step import OptimizerStep
 
@@ -30,7 +31,7 @@ class WholeModel(OptimizerStep):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
-        self.model = self.precision.converted(in_train_mode(self.job.model))().to(self.context.device)
+        self.model = constructor_of(self.job, self.context.train, self.precision)().to(self.context.device)
         self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._set_up_optimizer()
