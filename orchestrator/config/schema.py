@@ -46,12 +46,25 @@ class TrainConfig:
     log_every: int = option("steps between logged points", minimum=1)
     eval_every: int = option("steps between evaluations; 0: evaluate only after the last step", minimum=0)
     clip_norm: float | None = option("maximum gradient norm over all parameters; null: no clipping", above=0)
-    precision: Literal["fp32", "bf16"] = option("precision of forward pass and loss; bf16 uses autocast")
+    precision: Literal["fp32", "tf32", "bf16", "bf16-true", "fp16"] = option(
+        "bf16, fp16: autocast of forward pass and loss, with fp16 scaling the loss; bf16-true: also parameters and "
+        "gradients; tf32: fp32 with faster matrix products on GPUs"
+    )
+    activation_checkpointing: Literal["none", "blocks"] = option(
+        "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory"
+    )
     on_nonfinite: Literal["stop", "skip"] = option("on a NaN or infinite gradient, stop the run or skip the update")
     ema_decay: float | None = option(
         "decay of an exponential moving average of the weights, which is evaluated too; null: none", above=0, below=1
     )
     deterministic: bool = option("fail on operations without a deterministic implementation")
+
+    def __post_init__(self) -> None:
+        if self.ema_decay is not None and self.precision == "bf16-true":
+            raise ValueError(
+                f"train.ema_decay={self.ema_decay:g}: an average in bfloat16 loses its small updates; set it to null, "
+                "or train.precision=bf16"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

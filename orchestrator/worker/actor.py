@@ -37,6 +37,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.staging import make_private
 from orchestrator.strategies import registry
 from orchestrator.strategies.datasets import DatasetError
+from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.worker import rendezvous
 from orchestrator.worker.context import context_of
 from orchestrator.worker.control import Outbox, StepGate
@@ -51,7 +52,7 @@ from orchestrator.worker.process.shared_directory import NotSharedError, check_s
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
 from orchestrator.worker.spool import Spool
 
-EXPLAINED = (DatasetError, NotSharedError)
+EXPLAINED = (DatasetError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 SHARED_TIMEOUT_S = 10.0
 """How long the run directory may take to appear on a node."""

@@ -156,7 +156,7 @@ class Window:
         self.check_finite()
         step, steps = self._steps[-1], len(self._steps)
         norm = None if grad_norm is None else float(grad_norm)
-        if norm is not None and not math.isfinite(norm) and self._losses:
+        if norm is not None and not math.isfinite(norm) and step in self._updated:
             raise NonFiniteError(f"the gradient norm became {norm}", step)
         own = {SAMPLES_SEEN: samples_seen, EPOCH: epoch, LR: lr, GRAD_NORM: norm}
         times = self.timer.drain()

@@ -163,6 +163,9 @@ def test_skipped_steps_count_in_time_alone():
     add(w, 3, NAN, skipped=True)
     point = close(w, grad_norm=NAN)
     assert (point.step, point.loss_sum, point.weight) == (3, 0.0, 0.0)
+    add(w, 4, 2.0)
+    add(w, 5, 2.0, skipped=True)
+    assert close(w, grad_norm=NAN).loss_sum == 2.0
 
 
 def test_a_loss_that_is_not_finite_is_told_with_its_step():

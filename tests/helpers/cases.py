@@ -22,6 +22,7 @@ TRAIN = schema.TrainConfig(
     eval_every=0,
     clip_norm=None,
     precision="fp32",
+    activation_checkpointing="none",
     on_nonfinite="stop",
     ema_decay=None,
     deterministic=False,

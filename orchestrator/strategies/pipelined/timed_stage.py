@@ -142,7 +142,8 @@ class TimedStage(ConnectedStage):
             out = self.submod(value)
         if self._stage.outputs is not None:
             return self._stage.outputs.pack(out)
-        self.output = out  # of any structure; the schedule accepts only tensors, so the loss reads it from here
+        # Of any structure: the schedule accepts only tensors, so the loss reads it from here.
+        self.output = self._precision.outputs(out)
         return (torch.zeros(1),)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

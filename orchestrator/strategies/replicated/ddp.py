@@ -68,6 +68,11 @@ class DDP(WholeModel):
         assert isinstance(options, DDPConfig)
         if has_training_step(job):
             errors += _unsupported(options, plan)
+        if options.comm_hook == "powersgd" and config.train.precision == "fp16":
+            errors.append(
+                "strategy.comm_hook=powersgd: it carries errors of gradients to the next step, which has another scale "
+                "of the loss with train.precision=fp16; set that to bf16 or fp32"
+            )
         return check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
 
     @classmethod
