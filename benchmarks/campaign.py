@@ -1,297 +1,189 @@
-"""Random faults in every phase, under six strategies: each run has to end as if there had been none.
+"""Trouble of every kind at random moments, under six strategies: each run has to end as if there had been none.
 
-python benchmarks/campaign.py --trials 200 --slow 50
+python benchmarks/campaign.py --trials 300 --slow 50 --record campaign.jsonl
 
-A trial is one run with one to three faults, drawn from a seed. It passes if the run finishes, leaves no process,
-placement group or shared memory behind and, where the strategy is deterministic, has the losses and weights of an
-undisturbed run.
+A trial is one run that is disturbed in one way (``campaign_kinds.py``), drawn from the seed and the trial's number.
+Two of three trials are faults of workers, the others everything else in turn. A trial passes if the run ends as
+promised, leaves no process, placement group or shared memory behind and, where the strategy is deterministic, has the
+losses and weights of an undisturbed run.
 
 A slow trial is one run without faults, but with one to three kinds of stalls (``stalling_job.py``). It passes if no
 worker is killed.
+
+With ``--record``, each trial is appended to a file as one line of JSON, and trials that the file has are not run again:
+a campaign can be run in pieces. A file belongs to one version of the code.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import io
+import json
 import logging
 import os
 import random
+import re
+import shutil
+import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 
-import psutil
 import ray
-import torch
-from arms import RESULTS
-from rounds import table
-from safetensors.torch import load_file
 
-import orchestrator
-from orchestrator.policy.recovery import GENERATIONS_WITHOUT_PROGRESS
-from orchestrator.records.journal import read_metrics
-from orchestrator.records.run_dir import RunDir
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # for tests/helpers: disks, and waiting for what a run does
 
-STEPS = 30
-OVERRIDES = (
-    f"train.steps={STEPS}",
-    "train.log_every=1",
-    "train.eval_every=10",
-    "checkpoint.every=10",
-    "job.hidden=16",
-    "job.depth=3",
-    "tracking=none",
-    "recovery.backoff_s=0.1",
-)
-FAULTY = ("recovery.hang_min_s=2", "recovery.hang_max_s=20")
-SLOW = (
-    "job._target_=stalling_job.Stalling",
-    "recovery.hang_min_s=6",
-    "recovery.hang_max_s=30",
-    "recovery.build_max_s=30",
-    "recovery.max_failures=0",
-)
-STALLS = {
-    "job.build_s": (1, 4),
-    "job.compile_s": (1, 10),
-    "job.open_s": (1, 10),
-    "job.disk_s": (0.2, 1),
-    "job.val_s": (0.02, 0.1),
-}
-"""The shortest and the longest pause of each kind, in seconds. Several may fall into one batch."""
-TRIAL_TIMEOUT_S = 120.0
+from arms import RESULTS  # noqa: E402
+from campaign_kinds import FAULTY, KINDS  # noqa: E402
+from campaign_trial import LAYOUTS, Outcome, Setting, Trial, TrialId, run_trial, train  # noqa: E402
+from rounds import table  # noqa: E402
+
+from orchestrator.driver.cluster import EMBEDDED_ENVIRONMENT  # noqa: E402
+
+FAULTS, STALLS = "worker faults", "stalls"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A strategy with its settings.
-
-    ``tolerance`` is the relative one for losses and weights; None if they vary between undisturbed runs.
-    """
-
-    overrides: tuple[str, ...]
-    ranks: int
-    tolerance: float | None = 1e-5
-
-
-LAYOUTS = {
-    "single": Layout(overrides=("strategy=single",), ranks=1),
-    "ddp": Layout(overrides=("strategy=ddp",), ranks=2),
-    "ddp with a spare": Layout(overrides=("strategy=ddp", "recovery.spares=1"), ranks=2),
-    "ddp, 1 to 3 workers": Layout(overrides=("strategy=ddp", "strategy.num_workers=[1,3]"), ranks=3, tolerance=1e-4),
-    "pipeline": Layout(overrides=("strategy=pipeline",), ranks=2),
-    "pipeline with copies": Layout(overrides=("strategy=pipeline", "recovery.peer_copy_every=4"), ranks=2),
-    "ddp_pipeline": Layout(
-        overrides=("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"), ranks=4
-    ),
-    "hogwild": Layout(overrides=("strategy=hogwild",), ranks=2, tolerance=None),
-    "parameter_server": Layout(overrides=("strategy=parameter_server", "strategy.consistency=sync"), ranks=3),
-    "parameter_server, stale": Layout(
-        overrides=("strategy=parameter_server", "strategy.consistency=stale"), ranks=3, tolerance=None
-    ),
-}
-KINDS = ("raise", "exit", "kill", "segv", "stop", "sleep")
-PHASES = ("train", "train", "train", "join", "build", "eval", "checkpoint", "end")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a run ended with: its final weights by name, and its training loss by step."""
-
-    weights: dict[str, torch.Tensor]
-    losses: dict[int, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One run with faults, or with stalls, and its verdict; ``problems`` is empty if it passed."""
-
-    layout: str
-    disturbances: tuple[str, ...]
-    problems: tuple[str, ...]
-    seconds: float
-    restarts: int
-    recovery_s: tuple[float, ...]
-    steps_lost: int
-
-    @property
-    def passed(self) -> bool:
-        return not self.problems
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=200, help="runs with faults (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=300, help="disturbed runs (default: %(default)s)")
     parser.add_argument("--slow", type=int, default=50, help="healthy runs with stalls (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything that is drawn (default: %(default)s)")
     parser.add_argument("--layouts", default=";".join(LAYOUTS), help="layouts to run, separated by semicolons")
-    parser.add_argument("--keep", action="store_true", help="write the table to results/")
+    parser.add_argument("--kinds", default=";".join(KINDS), help="kinds of trouble, separated by semicolons")
+    parser.add_argument("--record", type=Path, help="append the trials to this file, and skip those that it has")
+    parser.add_argument("--keep", action="store_true", help="write the tables to results/")
     arguments = parser.parse_args()
-    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    rng = random.Random(arguments.seed)
-    trials: list[Trial] = []
-    names = arguments.layouts.split(";")
-    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        os.chdir(folder)
-        references = {name: reference(LAYOUTS[name]) for name in names if arguments.trials}
-        for number in range(arguments.trials):
-            name = names[number % len(names)]
-            faults = draw_faults(rng, LAYOUTS[name])
-            chaos = (*FAULTY, f"recovery.chaos=[{','.join(faults)}]")
-            trials.append(run_trial(name, faults, chaos, references[name]))
-            report_trial(number + 1, trials[-1])
-        slow_trials: list[Trial] = []
-        for number in range(arguments.slow):
-            stalls = draw_stalls(rng)
-            slow_trials.append(run_trial(names[number % len(names)], stalls, (*SLOW, *stalls), None))
-            report_trial(number + 1, slow_trials[-1])
-    ray.shutdown()
-    passed = sum(t.passed for t in slow_trials)
-    text = "\n\n".join(
-        [summary(trials)] * bool(trials)
-        + [f"{len(slow_trials)} healthy runs with stalls: no worker killed in {passed}"] * bool(slow_trials)
-    )
-    trials += slow_trials
+    layouts, kinds = arguments.layouts.split(";"), arguments.kinds.split(";")
+    planned = [
+        *in_turn(arguments.trials, arguments.seed, slots(kinds), layouts),
+        *in_turn(arguments.slow, arguments.seed, [STALLS], layouts),
+    ]
+    record = arguments.record.resolve() if arguments.record else None
+    trials = read_record(record)
+    for trial in run_all([trial_id for trial_id in planned if trial_id not in trials]):
+        trials[trial.id] = trial
+        if record is not None:
+            with record.open("a") as file:
+                file.write(json.dumps(asdict(trial)) + "\n")
+    text = report([trials[trial_id] for trial_id in planned])
     print(text)
     if arguments.keep:
         (RESULTS / "campaign.md").write_text(f"# campaign\n\n{date.today()}, seed {arguments.seed}\n\n{text}\n")
-    sys.exit(0 if all(t.passed for t in trials) else 1)
+    return 0 if all(trials[trial_id].passed for trial_id in planned) else 1
 
 
-def draw_faults(rng: random.Random, layout: Layout) -> tuple[str, ...]:
-    """Draw one to three faults at different steps, but never so many before the first step that any run would end."""
-    faults = []
-    for step in sorted(rng.sample(range(2, STEPS), rng.choice((1, 1, 1, 2, 2, 3)))):
-        phase, kind, rank = rng.choice(PHASES), rng.choice(KINDS), rng.randrange(layout.ranks)
-        at = {"join": 0, "build": 0, "eval": 10, "checkpoint": 20, "end": STEPS}.get(phase, step)
-        if phase in ("join", "build", "end") and kind == "sleep":
-            kind = "kill"  # the timeouts of these phases are minutes long
-        if phase in ("join", "build") and kind == "raise":
-            kind = "exit"  # an exception before the first step ends the run by design
-        faults.append(f"{kind}@{at}:{rank}" + ("" if phase == "train" else f":{phase}"))
-    before_the_first = [fault for fault in faults if "@0:" in fault]
-    return tuple(faults if len(before_the_first) < GENERATIONS_WITHOUT_PROGRESS else faults[:-1])
+def slots(kinds: Sequence[str]) -> list[str]:
+    """Return the order of the kinds of trouble: before each other kind, two trials with faults of workers."""
+    others = [kind for kind in kinds if kind not in (FAULTS, STALLS)]
+    faults = [FAULTS] * (FAULTS in kinds)
+    return [slot for other in others for slot in (*faults, *faults, other)] or faults
 
 
-def draw_stalls(rng: random.Random) -> tuple[str, ...]:
-    """Draw one to three kinds of stalls, as overrides, and in half of the runs a loader process."""
-    stalls = [f"{key}={rng.uniform(*STALLS[key]):.2f}" for key in rng.sample(list(STALLS), rng.choice((1, 2, 3)))]
-    return tuple(stalls + ["data.num_workers=1"] * rng.randrange(2))
-
-
-def report_trial(number: int, trial: Trial) -> None:
-    verdict = "passed" if trial.passed else f"FAILED: {'; '.join(trial.problems)}"
-    words = " ".join(trial.disturbances)
-    print(f"{number:4} {trial.layout:23} {words:40} {trial.seconds:5.1f} s  {verdict}", flush=True)
-
-
-def reference(layout: Layout) -> Outcome:
-    """Run a layout without faults."""
-    result = orchestrator.run([*layout.overrides, *OVERRIDES, *FAULTY])
-    assert result is not None
-    assert result.exit_code == 0, result.reason
-    return outcome(result.run_dir)
-
-
-def run_trial(name: str, disturbances: tuple[str, ...], overrides: tuple[str, ...], expected: Outcome | None) -> Trial:
-    """Run a layout and compare the outcome with ``expected``, unless that is None.
-
-    Args:
-        name: the layout.
-        disturbances: the faults or stalls, for the report.
-        overrides: what causes them.
-        expected: the outcome of an undisturbed run.
-
-    Raises:
-        KeyboardInterrupt: The run was interrupted.
-    """
-    layout, problems = LAYOUTS[name], list[str]()
-    shared_before = shared_memory()
-    start = time.monotonic()
-    with contextlib.redirect_stdout(io.StringIO()):
-        result = orchestrator.run([*layout.overrides, *OVERRIDES, *overrides])
-    seconds = time.monotonic() - start
-    assert result is not None
-    if result.status == "KILLED":
-        raise KeyboardInterrupt
-    summary = result.summary
-    if result.exit_code != 0:
-        problems.append(f"exit {result.exit_code}: {result.reason}")
-    elif expected is not None:
-        problems += differences(outcome(result.run_dir), expected, layout.tolerance)
-    if seconds > TRIAL_TIMEOUT_S:
-        problems.append(f"it took {seconds:.0f} s")
-    problems += leaks()
-    problems += [f"{file} left in shared memory" for file in sorted(shared_memory() - shared_before)]
-    return Trial(
-        layout=name,
-        disturbances=disturbances,
-        problems=tuple(problems),
-        seconds=seconds,
-        restarts=summary.get("restarts", 0),
-        recovery_s=tuple(summary.get("recovery_s", ())),
-        steps_lost=summary.get("steps_lost", 0),
-    )
-
-
-def differences(found: Outcome, expected: Outcome, tolerance: float | None) -> list[str]:
-    """Describe the first three weights and losses that differ; none if ``tolerance`` is None."""
-    if tolerance is None:
-        return []
-    close = functools.partial(torch.allclose, rtol=tolerance, atol=tolerance / 100)
-    differing = [
-        f"{name} differs" for name, tensor in found.weights.items() if not close(tensor, expected.weights[name])
+def in_turn(count: int, seed: int, kinds: Sequence[str], layouts: Sequence[str]) -> list[TrialId]:
+    """Return the first ``count`` trials. Over time, each kind of trouble meets every layout."""
+    return [
+        TrialId(seed, number, kinds[number % len(kinds)], layouts[(number + number // len(kinds)) % len(layouts)])
+        for number in range(count)
     ]
-    differing += [
-        f"loss of step {step}: {loss}, not {expected.losses[step]}"
-        for step, loss in found.losses.items()
-        if abs(loss - expected.losses[step]) > tolerance * abs(expected.losses[step])
-    ]
-    return differing[:3]
+
+
+def run_all(planned: Sequence[TrialId]) -> Iterator[Trial]:
+    """Run trials on one Ray, and yield each when it has ended. The files of a trial that failed are kept."""
+    if not planned:
+        return
+    os.environ |= {key: value for key, value in EMBEDDED_ENVIRONMENT.items() if key not in os.environ}
+    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    root = Path(tempfile.mkdtemp(prefix="campaign-"))
+    os.chdir(root)
+
+    @functools.cache
+    def reference(name: str) -> Outcome:
+        folder = root / file_name(f"reference {name}")
+        setting = Setting(layout=LAYOUTS[name], folder=folder, rng=random.Random())
+        undisturbed = train(setting, *FAULTY)
+        assert undisturbed.exit_code == 0, undisturbed.reason
+        return undisturbed.outcome
+
+    failed = False
+    try:
+        for number, trial_id in enumerate(planned, start=1):
+            kind = KINDS[trial_id.kind]
+            folder = root / file_name(f"{trial_id.kind} {trial_id.number}")
+            folder.mkdir()
+            setting = Setting(
+                layout=LAYOUTS[trial_id.layout],
+                folder=folder,
+                rng=random.Random(str(trial_id)),
+                tracking_uri=f"sqlite:///{root}/mlflow.db" if kind.tracked else None,
+            )
+            expected, shared_before = reference(trial_id.layout), shared_memory()
+            trial = run_trial(trial_id, kind, setting, expected)
+            left = tuple(f"{file} left in shared memory" for file in sorted(shared_memory() - shared_before))
+            trial = replace(trial, problems=trial.problems + left)
+            print(f"{number:4} {line(trial)}", flush=True)
+            yield trial
+            if trial.passed:
+                shutil.rmtree(folder, ignore_errors=True)
+            failed |= not trial.passed
+    finally:
+        ray.shutdown()
+        if failed:
+            print(f"the files of the failed trials are in {root}")
+        else:
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def shared_memory() -> set[str]:
-    """Return the names of all shared-memory files."""
+    """Return the names of all shared-memory files of this machine."""
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def leaks() -> list[str]:
-    """Describe the placement groups and worker processes that a finished run left behind."""
-    from ray.util.placement_group import placement_group_table
-
-    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
-    workers = [p for p in psutil.Process().children(recursive=True) if is_worker(p)]
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    return [f"{len(groups)} placement groups left"] * bool(groups) + [f"{len(alive)} processes left"] * bool(alive)
+def file_name(text: str) -> str:
+    return re.sub(r"\W+", "-", text)
 
 
-def is_worker(process: psutil.Process) -> bool:
-    """Return whether a process runs one of our worker actors."""
-    with contextlib.suppress(psutil.Error):
-        return any("ray::Worker" in word or "/worker-" in word for word in process.cmdline())
-    return False
+def read_record(path: Path | None) -> dict[TrialId, Trial]:
+    """Read the trials that earlier commands have run."""
+    if path is None or not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text().splitlines())
+    trials = [Trial(**{**fields, "id": TrialId(*fields["id"])}) for fields in lines]
+    return {trial.id: trial for trial in trials}
 
 
-def outcome(run_dir: Path) -> Outcome:
-    """Read the outcome of a finished run."""
-    return Outcome(
-        weights=load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"),
-        losses={step: m["train/loss"] for step, _, m in read_metrics(RunDir(run_dir)) if "train/loss" in m},
-    )
+def line(trial: Trial) -> str:
+    verdict = "passed" if trial.passed else f"FAILED: {'; '.join(trial.problems)}"
+    if trial.skipped:
+        verdict = f"skipped: {trial.skipped}"
+    return f"{trial.id.kind:18} {trial.id.layout:23} {' '.join(trial.drawn):40} {trial.seconds:5.1f} s  {verdict}"
 
 
-def summary(trials: list[Trial]) -> str:
-    """Return a table with a row for each layout, and the number of faults of each kind."""
+def report(trials: Sequence[Trial]) -> str:
+    """Return the results as Markdown: faults of workers by layout, everything else by kind, and the stalls."""
+    faults = [t for t in trials if t.id.kind == FAULTS]
+    others = [t for t in trials if t.id.kind not in (FAULTS, STALLS)]
+    stalls = [t for t in trials if t.id.kind == STALLS]
+    texts = []
+    if faults:
+        drawn = Counter(fault.partition("@")[0] for t in faults for fault in t.drawn)
+        texts += [faults_table(faults), f"faults: {', '.join(f'{n} {kind}' for kind, n in drawn.most_common())}"]
+    if others:
+        texts.append(others_table(others))
+    if stalls:
+        passed = sum(t.passed for t in stalls)
+        texts.append(f"{len(stalls)} healthy runs with stalls: no worker killed in {passed}")
+    return "\n\n".join(texts)
+
+
+def faults_table(trials: Sequence[Trial]) -> str:
     rows = []
-    for name in dict.fromkeys(t.layout for t in trials):
-        group = [t for t in trials if t.layout == name]
+    for name in dict.fromkeys(t.id.layout for t in trials):
+        group = [t for t in trials if t.id.layout == name]
         recoveries = sorted(s for t in group for s in t.recovery_s)
         rows.append(
             [
@@ -302,12 +194,25 @@ def summary(trials: list[Trial]) -> str:
                 f"{recoveries[len(recoveries) // 2]:.2f} s" if recoveries else "",
                 f"{recoveries[-1]:.2f} s" if recoveries else "",
                 str(sum(t.steps_lost for t in group)),
+                duration(group),
             ]
         )
-    kinds = Counter(fault.partition("@")[0] for t in trials for fault in t.disturbances)
-    head = ["strategy", "trials", "passed", "recoveries", "median", "longest", "steps repeated"]
-    return f"{table(head, rows)}\n\nfaults: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}"
+    head = ["strategy", "trials", "passed", "recoveries", "median", "longest", "steps repeated", "median trial"]
+    return table(head, rows)
+
+
+def others_table(trials: Sequence[Trial]) -> str:
+    rows = []
+    for kind in dict.fromkeys(t.id.kind for t in trials):
+        group = [t for t in trials if t.id.kind == kind and not t.skipped]
+        skipped = sum(t.id.kind == kind for t in trials) - len(group)
+        rows.append([kind, str(len(group)), str(sum(t.passed for t in group)), str(skipped), duration(group)])
+    return table(["trouble", "trials", "passed", "skipped", "median trial"], rows)
+
+
+def duration(trials: Sequence[Trial]) -> str:
+    return f"{statistics.median(t.seconds for t in trials):.1f} s" if trials else ""
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,7 +4,8 @@ python benchmarks/driver_scale.py
 
 The driver is the real one, with real Ray calls to every rank. The workers are simulated: two Ray actors answer for all
 ranks, which train and log by the clock. So the times do not include the start of processes or the joining of process
-groups. CPU times are those of the driver's process, including Ray's threads in it.
+groups. They do include the answers of the simulated workers, which share this machine with the driver, whereas real
+workers answer in parallel. CPU times are those of the driver's process alone, including Ray's threads in it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one simulated run cost. ``watching`` is the share of a core that the driver used in steady training."""
+    """What one simulated run cost.
+
+    ``watching``: the share of a core that the driver used in steady training.
+    ``heal_s``: from the death of the workers until the driver has seen the next step.
+    ``heal_cpu_s``: the CPU time of the driver meanwhile.
+    """
 
     world_size: int
     start_s: float
     watching: float
     lost: int
     heal_s: float
+    heal_cpu_s: float
     restarted: int
     end_s: float
 
@@ -44,6 +51,7 @@ class Cost:
             f"{100 * self.watching:.1f} %",
             f"{self.lost}",
             f"{self.heal_s:.2f}",
+            f"{self.heal_cpu_s:.2f}",
             f"{self.restarted}",
             f"{self.end_s:.2f}",
         ]
@@ -62,11 +70,11 @@ def measure(world_size: int, lost: int, folder: Path) -> Cost:
     time.sleep(WATCH_S)
     watching = (time.process_time() - cpu) / (time.monotonic() - since)
     before = dict(SimulatedSlots.workers)
-    died = time.monotonic()
+    cpu, died = time.process_time(), time.monotonic()
     for slot in range(1, 1 + lost):
         before[slot].die()
     assert watcher.healed.wait(TIMEOUT_S)
-    heal_s = time.monotonic() - died
+    heal_s, heal_cpu_s = time.monotonic() - died, time.process_time() - cpu
     restarted = sum(SimulatedSlots.workers[slot] is not worker for slot, worker in before.items())
     time.sleep(1.0)
     ended = time.monotonic()
@@ -79,6 +87,7 @@ def measure(world_size: int, lost: int, folder: Path) -> Cost:
         watching=watching,
         lost=lost,
         heal_s=heal_s,
+        heal_cpu_s=heal_cpu_s,
         restarted=restarted,
         end_s=time.monotonic() - ended,
     )
@@ -92,7 +101,16 @@ def main() -> None:
         with simulated_gangs(), tempfile.TemporaryDirectory(prefix="bench-") as folder:
             costs.append(measure(world_size, max(1, round(LOST_SHARE * world_size)), Path(folder)))
         print("  ".join(costs[-1].row()), flush=True)
-    head = ["ranks", "start, s", "watching, of a core", "ranks lost", "healed in, s", "workers started anew", "end, s"]
+    head = [
+        "ranks",
+        "start, s",
+        "watching, of a core",
+        "ranks lost",
+        "healed in, s",
+        "CPU while healing, s",
+        "workers started anew",
+        "end, s",
+    ]
     text = table(head, [cost.row() for cost in costs])
     print(text)
     if not arguments.quick:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from arms import WORKERS, Workload, basic_overrides, launch, running_ray
 from deaths import CHECKPOINT_EVERY, peers, retry_if_stuck, run_peer
-from rounds import Claim, argument_parser, report, table
+from rounds import Claim, argument_parser, in_turn, report, table, wait_until_quiet
 
 from orchestrator.records.journal import read_metrics
 
@@ -60,7 +60,6 @@ def peer(command: list[str]) -> Callable[[Path], float]:
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     stuck: Counter[str] = Counter()
-    seconds: dict[str, list[float]] = {}
     kills = [f"kill@{step}:{step // KILL_EVERY % WORKERS}" for step in range(KILL_EVERY, WORKLOAD.steps, KILL_EVERY)]
     with running_ray(num_cpus=WORKERS + 1) as address:
         arms = {
@@ -68,9 +67,11 @@ def main() -> None:
             OURS: ours(address, kills),
             **{name: peer(command) for name, command in peers(address).items()},
         }
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
         for number in range(1 if arguments.quick else ROUNDS):
-            for name, arm in arms.items():
-                seconds.setdefault(name, []).append(retry_if_stuck(name, arm, stuck))
+            for name in in_turn(arms, number):
+                wait_until_quiet()
+                seconds[name].append(retry_if_stuck(name, arms[name], stuck))
                 print(f"  round {number + 1}, {name}: {seconds[name][-1]:.2f} s", flush=True)
     shares = {
         name: [a / b for a, b in zip(seconds[UNDISTURBED], values, strict=True)] for name, values in seconds.items()

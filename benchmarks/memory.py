@@ -1,4 +1,4 @@
-"""The memory of a pipeline's workers: their shares of a large model, and the activations of their micro-batches.
+"""The memory of workers: their shares of a large model, and the activations that they keep.
 
 python benchmarks/memory.py
 
@@ -57,6 +57,13 @@ def main() -> None:
             held.append([schedule, str(p), listed(live, "d"), listed([w.peak_mb - floor_mb for w in workers], ",.0f")])
             name = f"peak micro-batches on stage 0 of {p}, {schedule}"
             claims.append(Claim(name=name, ratios=[live[0]], at_most=expected))
+    activations_mb = {}
+    for mode in ("none", "blocks"):
+        overrides = ["strategy=single", f"train.activation_checkpointing={mode}"]
+        peak_mb, base_mb = (observe(job, overrides, batch=32)[0].peak_mb for job in (long, tiny))
+        activations_mb[mode] = peak_mb - base_mb
+    recomputed = activations_mb["blocks"] / activations_mb["none"]
+    claims.append(Claim(name="activation_checkpointing=blocks / none", ratios=[recomputed], at_most=0.6))
     parameters = LAYERS * 12 * WIDTH**2
     report(
         "memory",
@@ -70,6 +77,11 @@ def main() -> None:
                 table(["layout", "MB per worker", "relative to single"], shares),
                 f"gpt with larger activations than parameters, {MICROBATCHES} micro-batches:",
                 table(["schedule", "stages", "peak micro-batches per worker", "MB per worker"], held),
+                "the same model on one worker, 32 samples at once:",
+                table(
+                    ["train.activation_checkpointing", "MB"],
+                    [[mode, f"{mb:,.0f}"] for mode, mb in activations_mb.items()],
+                ),
             ]
         ),
         keep=not arguments.quick,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from arms import RESULTS
 from forked import StepTimes
-from rounds import Claim, argument_parser, report, table
+from rounds import Claim, argument_parser, in_turn, report, table
 from torch import Tensor
 
 from jobs.digits import Digits
@@ -110,14 +110,13 @@ def _delays(claims: list[Claim], rounds: int) -> tuple[Measured, Measured]:
 
     Bounded staleness helps against transient delays, but not against a worker that is always slow.
     """
-    rates: Measured = {}
-    idle: Measured = {}
-    for delays, job in {TRANSIENT: Delayed(transient=True), PERSISTENT: Delayed(persistent=True)}.items():
-        rates[delays] = {name: [] for name in CONSISTENCIES}
-        idle[delays] = {name: [] for name in CONSISTENCIES}
-        for _ in range(rounds):
-            for name, overrides in CONSISTENCIES.items():
-                ranks = observe(overrides, job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS]
+    jobs = {TRANSIENT: Delayed(transient=True), PERSISTENT: Delayed(persistent=True)}
+    rates: Measured = {delays: {name: [] for name in CONSISTENCIES} for delays in jobs}
+    idle: Measured = {delays: {name: [] for name in CONSISTENCIES} for delays in jobs}
+    for number in range(rounds):
+        for delays, job in jobs.items():
+            for name in in_turn(CONSISTENCIES, number):
+                ranks = observe(CONSISTENCIES[name], job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS]
                 rates[delays][name].append(WORKERS * DELAYED_STEPS / max(r.total_s for r in ranks))
                 idle[delays][name].append(statistics.fmean(r.metrics["parameter_server/wait_pct"] for r in ranks) / 100)
                 print(f"  {delays}, {name}: {rates[delays][name][-1]:.0f}/s", flush=True)
@@ -132,18 +131,19 @@ def _delays(claims: list[Claim], rounds: int) -> tuple[Measured, Measured]:
 
 def _bounds(rounds: int) -> dict[str, tuple[float, float]]:
     """Measure steps and seconds to a loss with transient delays: looser bounds give faster but less effective steps."""
-    found: dict[str, tuple[float, float]] = {}
-    arms = {f"stale, s={s}": (SERVER, "strategy.consistency=stale", f"strategy.max_staleness={s}") for s in BOUNDS}
-    for name, overrides in {"sync": CONSISTENCIES["sync"], **arms, "async": CONSISTENCIES["async"]}.items():
-        job = Delayed(transient=True, lr=LR if name == "sync" else LR / WORKERS)
-        each = [
-            _time_to(TARGET_LOSS, observe(overrides, job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS])
-            for _ in range(rounds)
-        ]
-        steps, seconds = (statistics.median(values) for values in zip(*each, strict=True))
-        found[name] = steps, seconds
-        print(f"  {name}: {steps:.0f} steps, {seconds:.2f} s", flush=True)
-    return found
+    bounded = {f"stale, s={s}": (SERVER, "strategy.consistency=stale", f"strategy.max_staleness={s}") for s in BOUNDS}
+    arms = {"sync": CONSISTENCIES["sync"], **bounded, "async": CONSISTENCIES["async"]}
+    steps: dict[str, list[float]] = {name: [] for name in arms}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds):
+        for name in in_turn(arms, number):
+            job = Delayed(transient=True, lr=LR if name == "sync" else LR / WORKERS)
+            ranks = observe(arms[name], job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS]
+            to_target = _time_to(TARGET_LOSS, ranks)
+            steps[name].append(to_target[0])
+            seconds[name].append(to_target[1])
+            print(f"  {name}: {to_target[0]:.0f} steps, {to_target[1]:.2f} s", flush=True)
+    return {name: (statistics.median(steps[name]), statistics.median(seconds[name])) for name in arms}
 
 
 def draw(rates: Measured, to_target: Mapping[str, tuple[float, float]], path: Path) -> None:
@@ -189,8 +189,8 @@ def _over_ddp(claims: list[Claim], rounds: int) -> str:
         job = Digits(hidden=hidden, depth=2)
         times: dict[str, list[float]] = {"ddp": [], "1 shard": [], "2 shards": []}
         waited: dict[str, float] = {}
-        for _ in range(rounds):
-            for name in times:
+        for number in range(rounds):
+            for name in in_turn(times, number):
                 shards = 0 if name == "ddp" else int(name[0])
                 overrides = ("strategy=ddp",) if name == "ddp" else CONSISTENCIES["sync"]
                 ranks = observe(overrides, job, workers=2, shards=shards, steps=40 if size_mb < 10 else 20)

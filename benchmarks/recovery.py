@@ -21,7 +21,7 @@ from pathlib import Path
 
 from arms import WORKERS, Workload, basic_overrides, launch, running_ray
 from deaths import CHECKPOINT_EVERY, peers, retry_if_stuck, run_peer
-from rounds import Claim, argument_parser, in_turn, report, table
+from rounds import Claim, argument_parser, in_turn, report, table, wait_until_quiet
 
 from orchestrator.records.journal import read_lines
 
@@ -125,6 +125,7 @@ def run_round(arms: Mapping[str, Callable[[Path], Cost]], number: int, stuck: Co
     """Run every arm once."""
     costs = {}
     for name in in_turn(arms, number):
+        wait_until_quiet()
         costs[name] = cost = retry_if_stuck(name, arms[name], stuck)
         print(f"  round {number + 1}, {name}: {cost.seconds:.2f} s, {cost.steps_lost} steps", flush=True)
     return costs

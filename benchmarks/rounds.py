@@ -52,7 +52,7 @@ def run_round(arms: Mapping[str, Arm], number: int) -> dict[str, Timing]:
     """Run every arm once, each in a new directory."""
     timings: dict[str, Timing] = {}
     for name in in_turn(arms, number):
-        _wait_until_quiet()
+        wait_until_quiet()
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
             timings[name] = t = arms[name](Path(folder))
         text = f"start {t.startup_s:.2f} s, {t.samples_per_s:,.0f} samples/s, median step {t.step_ms_p50:.2f} ms"
@@ -60,7 +60,8 @@ def run_round(arms: Mapping[str, Arm], number: int) -> dict[str, Timing]:
     return timings
 
 
-def _wait_until_quiet() -> None:
+def wait_until_quiet() -> None:
+    """Wait until the CPU load of the machine is below ``QUIET_PCT``, for ``QUIET_TIMEOUT_S`` at most."""
     deadline = time.monotonic() + QUIET_TIMEOUT_S
     while psutil.cpu_percent(interval=1.0) > QUIET_PCT and time.monotonic() < deadline:
         pass

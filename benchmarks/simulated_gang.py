@@ -16,10 +16,12 @@ import ray
 
 import orchestrator.driver.gang
 from orchestrator.config.compose import compose
+from orchestrator.config.redact import Redactor
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.slots import Slots
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import ResourceWait
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
@@ -95,6 +97,7 @@ class Host:
         self.ranks: dict[int, SimulatedRank] = {}
         self.finished = False
         self.max_workers: int | None = None
+        self._unpacked: tuple[bytes, Assignment] | None = None
 
     async def call(self, worker: int, method: str, *args: Any) -> Any:
         return await getattr(self, method)(self.ranks.setdefault(worker, SimulatedRank(number=worker)), *args)
@@ -130,8 +133,8 @@ class Host:
     async def open_store(self, rank: SimulatedRank, *_: Any) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    async def train(self, rank: SimulatedRank, packed: bytes, global_rank: int) -> Outcome:
-        assignment = Assignment.unpacked(packed, global_rank=global_rank)
+    async def train(self, rank: SimulatedRank, packed: bytes, _: int) -> Outcome:
+        assignment = self._unpack(packed)
         rank.generation, rank.ended, rank.first_step_reported = assignment.generation, asyncio.Event(), False
         step = assignment.source_step if assignment.sources is not None else 0
         rank.resumed_at, rank.reported = (step, time.monotonic()), step
@@ -141,17 +144,37 @@ class Host:
         step = rank.step
         rank.resumed_at = (step, float("inf"))
         if self.finished:
-            return Outcome(status="done", step=step)
+            return Outcome(status="done", step=step, last_heartbeat=self._heartbeat(rank))
         if (last := rank.stops_after) is not None:
-            return Outcome(status="stopped", step=last, recoverable_steps={ANY_RANK: (last,)})
+            return Outcome(
+                status="stopped",
+                step=last,
+                recoverable_steps={ANY_RANK: (last,)},
+                last_heartbeat=self._heartbeat(rank),
+            )
         failure = Failure(
             message="Connection closed by peer", traceback="", time=time.time(), collateral=True, log_tail=""
         )
-        return Outcome(status="failed", step=0, failure=failure, recoverable_steps={ANY_RANK: (0,)})
+        return Outcome(
+            status="failed",
+            step=0,
+            failure=failure,
+            recoverable_steps={ANY_RANK: (0,)},
+            last_heartbeat=self._heartbeat(rank),
+        )
+
+    def _unpack(self, packed: bytes) -> Assignment:
+        """Unpack an assignment once for all ranks, which do it in parallel in a real gang."""
+        if self._unpacked is None or self._unpacked[0] != packed:
+            self._unpacked = packed, Assignment.unpacked(packed, global_rank=0)
+        return self._unpacked[1]
 
     async def heartbeat(self, rank: SimulatedRank, _: bool) -> Heartbeat:
         if rank.broken:
             raise RuntimeError("no heartbeat")
+        return self._heartbeat(rank)
+
+    def _heartbeat(self, rank: SimulatedRank) -> Heartbeat:
         step = rank.step if rank.resumed_at is None or rank.resumed_at[1] < float("inf") else rank.reported
         events: tuple[Event, ...] = ()
         if not rank.first_step_reported and step > 0:
@@ -335,4 +358,6 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
     watcher = Watcher()
     events = EventStream([Journal(run_dir, warnings=watcher), watcher])
     uploader = Uploader.start(run_dir, replace(config.tracking, uri=None))
-    return Run(spec, events, StopSignals(), uploader, Lease(run_dir)), watcher
+    lease = Lease(run_dir)
+    records = RecordUpload(run_dir, lease, config.storage, Redactor())
+    return Run(spec, events, StopSignals(), uploader, records, lease), watcher

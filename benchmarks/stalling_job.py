@@ -21,6 +21,7 @@ class Stalling(Digits):
     ``build_s`` is that of building the model, ``compile_s`` that of the first loss with and the first without
     gradients, ``open_s`` that of the first sample that a process reads from each dataset object, ``disk_s`` that of
     each sample whose index is a multiple of 151, and ``val_s`` that of each validation sample that is one of 10.
+    ``loss_s`` is that of each training loss, which leaves time for something to happen during a run.
     """
 
     build_s: float = 0.0
@@ -28,6 +29,7 @@ class Stalling(Digits):
     open_s: float = 0.0
     disk_s: float = 0.0
     val_s: float = 0.0
+    loss_s: float = 0.0
     compiled: set[bool] = field(default_factory=set, init=False, repr=False)
 
     def model(self) -> nn.Module:
@@ -41,6 +43,8 @@ class Stalling(Digits):
         if (mode := torch.is_grad_enabled()) not in self.compiled:
             self.compiled.add(mode)
             time.sleep(self.compile_s)
+        if mode:
+            time.sleep(self.loss_s)
         return super().loss(output, target)
 
 

@@ -14,7 +14,7 @@ from orchestrator.job import Job, StepEnd
 from orchestrator.version import __version__
 
 if TYPE_CHECKING:
-    from orchestrator.driver.run import RunResult
+    from orchestrator.driver.result import RunResult
     from orchestrator.strategies.replicated.gather import gather_batch
 
 __all__ = ["ConfigError", "Job", "StepEnd", "__version__", "gather_batch", "run"]

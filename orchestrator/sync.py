@@ -11,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir
+from orchestrator.storage.remote import StorageError
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import (
     Transfer,
@@ -32,16 +34,18 @@ _EXIT_CODES = "Exit codes: 0 everything is uploaded; 1 the server cannot be reac
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator sync", description=_DESCRIPTION, epilog=_EXIT_CODES)
-    parser.add_argument("run_dir", type=Path, help="a run directory, such as outputs/<date>/<time>-<name>")
+    parser.add_argument("run_dir", help="a run directory, such as outputs/<date>/<time>-<name>, or its URL")
     parser.add_argument("--uri", help="MLflow tracking URI (default: the tracking.uri of the run)")
     args = parser.parse_args(argv)
 
-    run_dir = RunDir(args.run_dir.resolve())
     try:
-        record = run_dir.read_record()
+        run_dir = find_run(args.run_dir)
+        if run_dir is not None:
+            fetch(run_dir)
+        record = {} if run_dir is None else run_dir.read_record()
     except (OSError, ValueError) as e:
         return _refuse(str(e))
-    if not record:
+    if run_dir is None or not record:
         return _refuse(f"{args.run_dir}: not a run directory (it has no run.json)")
     tracking = record.get("tracking") or {}
     uri = args.uri or tracking.get("uri")
@@ -56,10 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not acquired:
             return _refuse("this run is still being uploaded by its own process; try again later")
         driver_alive = run_dir.driver_if_running() is not None
+        if driver_alive and run_dir.remote is not None:
+            return _refuse(f"{run_dir.location} is still running; its driver uploads it, so try again at its end")
         mark_killed(run_dir, reason="the driver process died without reporting an end")
         timeout_s = tracking.get("request_timeout_s", _DEFAULT_REQUEST_TIMEOUT_S)
         backend = MlflowBackend(absolute_uri(uri, Path.cwd()), request_timeout_s=timeout_s)
-        return _upload(Transfer(run_dir, backend), run_dir, given_uri=args.uri, driver_alive=driver_alive)
+        exit_code = _upload(Transfer(run_dir, backend), run_dir, given_uri=args.uri, driver_alive=driver_alive)
+        try:
+            push_records(run_dir)
+        except StorageError as e:
+            print(f"the progress of this upload is not stored: {e}", file=sys.stderr)
+            return 1
+        return exit_code
 
 
 def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, driver_alive: bool) -> int:
@@ -69,7 +81,7 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, drive
         transfer.push(None if driver_alive else final_ending(run_dir))
     except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
         missing = count_points(run_dir, offset=transfer.cursor.offset)
-        again = f"python -m orchestrator.sync {run_dir.path}"
+        again = f"python -m orchestrator.sync {run_dir.location}"
         if given_uri:
             again += f" --uri {redact_uri(given_uri)}"
         print(f"{server}: {transfer.cursor.error}", file=sys.stderr)

@@ -8,8 +8,9 @@ Three tiers:
 - ``pytest -m "not campaign"`` runs everything except the campaign. ``.ci/run`` runs this.
 - ``pytest -m campaign`` runs the long ones: more kinds of faults at more moments.
 
-A tier runs on two processes (pytest-xdist), file by file. With a path or ``-k``, pytest runs the tests selected in this
-one process, and leaves out only the campaign; tests named by ``::`` always run.
+A tier runs on two processes (pytest-xdist), file by file; at the end, one of them runs ``tests/cluster`` and the other
+``tests/ray``, each as a whole. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
+out only the campaign; tests named by ``::`` always run.
 
 Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
 """
@@ -30,8 +31,10 @@ FOLDERS = ("unit", "tracking", "command", "distributed", "cluster", "ray")
 
 - ``command`` asserts that no Ray is found on this machine, so it runs well before ``cluster`` and ``ray``.
 - ``ray`` is last: its Ray and the user's token stay in their process until the end, and ``cluster`` starts commands
-  that must inherit neither. It runs in one process, with the machine to itself, because recovery depends on time.
+  that must inherit neither.
 """
+WHOLE = ("cluster", "ray")
+"""Each runs in one process, at the same time as the other, because the tests of ``cluster`` mostly wait."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
@@ -56,11 +59,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class FilesInOrder(LoadFileScheduling):  # type: ignore[misc]
-        """File by file in the order of :data:`FOLDERS`; all of ``ray`` in one process."""
+        """File by file in the order of :data:`FOLDERS`, but the folders in :data:`WHOLE` each in one process."""
 
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return "tests/ray" if file.startswith("tests/ray/") else file
+            return next((folder for folder in WHOLE if file.startswith(f"tests/{folder}/")), file)
 
     config.option.loadscopereorder = False  # by size, the largest first
     return FilesInOrder(config, log) if config.option.dist == "loadfile" else None

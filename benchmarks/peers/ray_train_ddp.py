@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
-from settings import Settings, parse, write_result
+from settings import Settings, StepTimer, parse
 
 
 def train_function(config: dict[str, Any]) -> None:
@@ -34,8 +33,7 @@ def train_function(config: dict[str, Any]) -> None:
     loader = ray.train.torch.prepare_data_loader(
         DataLoader(job.dataset("train"), batch_size=batch_size, shuffle=True, drop_last=True)
     )
-    marks: list[float] = []
-    first_step_at = 0.0
+    timer = StepTimer()
     epoch = step = 0
     while step < settings.steps:
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -47,16 +45,14 @@ def train_function(config: dict[str, Any]) -> None:
             if scheduler is not None:
                 scheduler.step()
             step += 1
-            if step == 1:
-                first_step_at = time.time()
             if step % settings.log_every == 0:
                 ray.train.report({"step": step, "loss": loss.item()})
-            marks.append(time.perf_counter())
+            timer.end_step()
             if step == settings.steps:
                 break
         epoch += 1
     if context.get_world_rank() == 0:
-        write_result(settings.result, first_step_at=first_step_at, marks=marks)
+        timer.write(settings.result)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import itertools
 import json
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,20 @@ def parse() -> Settings:
     return Settings(**vars(parser.parse_args()))
 
 
-def write_result(path: str, *, first_step_at: float, marks: Sequence[float]) -> None:
-    """Write the step times.
+class StepTimer:
+    """The time at which each step of a process ends."""
 
-    Args:
-        path: The file.
-        first_step_at: Wall-clock time at the end of the first step, in seconds since the epoch.
-        marks: The end of each step on a monotonic clock, in seconds.
-    """
-    step_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
-    Path(path).write_text(json.dumps({"first_step_at": first_step_at, "step_ms": step_ms}))
+    def __init__(self) -> None:
+        self._first_step_at = 0.0
+        self._ends: list[float] = []
+
+    def end_step(self) -> None:
+        """Record that a step has ended."""
+        if not self._ends:
+            self._first_step_at = time.time()
+        self._ends.append(time.perf_counter())
+
+    def write(self, path: str) -> None:
+        """Write the end of the first step, in seconds since the epoch, and the durations of the others."""
+        step_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(self._ends)]
+        Path(path).write_text(json.dumps({"first_step_at": self._first_step_at, "step_ms": step_ms}))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 
 import torch
 import torch.distributed as dist
-from settings import parse, write_result
+from settings import StepTimer, parse
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader, RandomSampler
@@ -48,8 +47,7 @@ def main() -> None:
     # Both ranks draw the same samples: the first needs the inputs, the second the targets.
     sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
     loader = DataLoader(dataset, batch_size=settings.global_batch_size, sampler=sampler, drop_last=True)
-    marks: list[float] = []
-    first_step_at = 0.0
+    timer = StepTimer()
     step = 0
     while step < settings.steps:
         for inputs, target in loader:
@@ -63,15 +61,13 @@ def main() -> None:
             if scheduler is not None:
                 scheduler.step()
             step += 1
-            if step == 1:
-                first_step_at = time.time()
             if step % settings.log_every == 0 and losses:
                 print(f"step {step} loss {torch.stack(losses).mean().item():.4f}", flush=True)
-            marks.append(time.perf_counter())
+            timer.end_step()
             if step == settings.steps:
                 break
     if first:
-        write_result(settings.result, first_step_at=first_step_at, marks=marks)
+        timer.write(settings.result)
     dist.destroy_process_group()
 
 

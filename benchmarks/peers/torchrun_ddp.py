@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 
 import torch
 import torch.distributed as dist
-from settings import parse, write_result
+from settings import StepTimer, parse
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -26,8 +25,7 @@ def main() -> None:
     dataset = job.dataset("train")
     sampler: DistributedSampler[object] = DistributedSampler(dataset, shuffle=True, drop_last=True)
     loader = DataLoader(dataset, batch_size=settings.global_batch_size // world_size, sampler=sampler, drop_last=True)
-    marks: list[float] = []
-    first_step_at = 0.0
+    timer = StepTimer()
     epoch = step = 0
     while step < settings.steps:
         sampler.set_epoch(epoch)
@@ -39,16 +37,14 @@ def main() -> None:
             if scheduler is not None:
                 scheduler.step()
             step += 1
-            if step == 1:
-                first_step_at = time.time()
             if step % settings.log_every == 0 and rank == 0:
                 print(f"step {step} loss {loss.item():.4f}", flush=True)
-            marks.append(time.perf_counter())
+            timer.end_step()
             if step == settings.steps:
                 break
         epoch += 1
     if rank == 0:
-        write_result(settings.result, first_step_at=first_step_at, marks=marks)
+        timer.write(settings.result)
     dist.destroy_process_group()
 
 

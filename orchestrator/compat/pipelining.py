@@ -14,6 +14,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
 
+PASSES_CONSTANTS = hasattr(PipelineStage, "_validate_stage_tensors")
+"""Whether a stage can receive tensors without a gradient, such as masks. With torch 2.11 it cannot."""
+
 
 class ConnectedStage(PipelineStage):
     """A stage that can have a neighbour on its own rank under every backend."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -31,6 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 __all__ = [
     "BatchNorm",
@@ -45,10 +48,13 @@ __all__ = [
     "data_parallel_replica",
     "ddp_comm_ms",
     "end_loader_processes",
+    "flop_formula",
+    "has_run_compiled_code",
     "is_view",
     "loader_exit_codes",
     "loader_failure",
     "loads_through",
+    "multiply",
     "mutates",
     "own_buffers",
     "own_children",
@@ -61,6 +67,7 @@ __all__ = [
     "storage_key",
     "unset_fake_temporarily",
     "version_of",
+    "without_buffer_broadcasts",
     "without_fake_tensor_logs",
 ]
 
@@ -95,6 +102,29 @@ def parameter_of(node: Node) -> Tensor | None:
 def mutates(operator: Any) -> bool:
     """Return whether an operator, as ``__torch_dispatch__`` receives it, changes one of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+_CPU_FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+"""Torch has formulas for the attention operators of GPUs only."""
+
+
+def flop_formula(operator: Any) -> Callable[..., int] | None:
+    """Return torch's formula for the FLOPs of an operator, as ``__torch_dispatch__`` receives it; None if it has none.
+
+    The formula takes the arguments of the operator, and its result as ``out_val``.
+    """
+    packet = getattr(operator, "overloadpacket", operator)
+    formula: Callable[..., int] | None = flop_registry.get(packet) or _CPU_FLOP_FORMULAS.get(packet)
+    return formula
+
+
+def has_run_compiled_code() -> bool:
+    """Return whether ``torch.compile`` has compiled code in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 def adopt_user_state(target: Tensor, source: Tensor) -> None:
@@ -178,6 +208,18 @@ def calls_through(call: Callable[..., Any]) -> Iterator[None]:
         nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
+# Arithmetic
+
+
+def multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors, dense or sparse, by a number in place; the dense ones of a GPU in few kernels."""
+    if dense := [tensor for tensor in tensors if not tensor.is_sparse]:
+        torch._foreach_mul_(dense, factor)
+    for tensor in tensors:
+        if tensor.is_sparse:
+            tensor.mul_(factor)
+
+
 # Files
 
 
@@ -193,6 +235,13 @@ def loads_through(load: Callable[..., Any]) -> Iterator[None]:
 
 
 # DistributedDataParallel
+
+
+def without_buffer_broadcasts() -> dict[str, Any]:
+    """Return the arguments with which DDP leaves the buffers alone in the forward pass."""
+    arguments = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"  # torch 2.11
+    return {name: False}
 
 
 def set_ddp_timing(replica: DistributedDataParallel, *, enabled: bool) -> None:

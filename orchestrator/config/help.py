@@ -18,7 +18,7 @@ from orchestrator.config.text import format_override
 
 WIDTH = 98
 KEY_COLUMN = 42
-SECTIONS = ("train", "strategy", "job", "checkpoint", "recovery", "data", "tracking", "cluster")
+SECTIONS = ("train", "strategy", "job", "checkpoint", "recovery", "data", "tracking", "storage", "cluster")
 """In the order of the help: the most used first, after the keys of no section."""
 
 INTRODUCTION = """\

@@ -46,12 +46,25 @@ class TrainConfig:
     log_every: int = option("steps between logged points", minimum=1)
     eval_every: int = option("steps between evaluations; 0: evaluate only after the last step", minimum=0)
     clip_norm: float | None = option("maximum gradient norm over all parameters; null: no clipping", above=0)
-    precision: Literal["fp32", "bf16"] = option("precision of forward pass and loss; bf16 uses autocast")
+    precision: Literal["fp32", "tf32", "bf16", "bf16-true", "fp16"] = option(
+        "bf16, fp16: autocast of forward pass and loss, with fp16 scaling the loss; bf16-true: also parameters and "
+        "gradients; tf32: fp32 with faster matrix products on GPUs"
+    )
+    activation_checkpointing: Literal["none", "blocks"] = option(
+        "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory"
+    )
     on_nonfinite: Literal["stop", "skip"] = option("on a NaN or infinite gradient, stop the run or skip the update")
     ema_decay: float | None = option(
         "decay of an exponential moving average of the weights, which is evaluated too; null: none", above=0, below=1
     )
     deterministic: bool = option("fail on operations without a deterministic implementation")
+
+    def __post_init__(self) -> None:
+        if self.ema_decay is not None and self.precision == "bf16-true":
+            raise ValueError(
+                f"train.ema_decay={self.ema_decay:g}: an average in bfloat16 loses its small updates; set it to null, "
+                "or train.precision=bf16"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +95,19 @@ class TrackingConfig:
     )
     flush_timeout_s: float = option("maximum wait for uploads to finish after the last step, in seconds", minimum=0)
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """Runs whose ``output_dir`` is the URL of an object store or a remote file system."""
+
+    staging_dir: str | None = option(
+        "local directory of each node, from which files go to the URL output_dir; null: one below the directory for "
+        "temporary files"
+    )
+    upload_every_s: float = option("seconds between two uploads of records and logs that have changed", above=0)
+    timeout_s: float = option("seconds without progress after which a request to the store fails", above=0)
+    flush_timeout_s: float = option("maximum wait for uploads of records and logs at the end, in seconds", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +217,10 @@ class Config:
     name: str | None = option("name of the run; null: <job>-<strategy>")
     seed: int = option("random seed for weights, sample order and dropout", minimum=0, maximum=LARGEST_SEED)
     resume: str = option(
-        "run to continue: never, auto (the newest unfinished run of this name with a checkpoint), or a run directory"
+        "run to continue: never, auto (the newest unfinished run of this name with a checkpoint), or a run directory "
+        "or its URL"
     )
-    output_dir: str = option("directory in which run directories are created")
+    output_dir: str = option("directory in which run directories are created, or a URL, such as s3://bucket/runs")
     plan: bool = option("print the plan and exit")
     profile: bool = option("record a torch.profiler trace of ten steps on every worker")
     train: TrainConfig
@@ -201,6 +228,7 @@ class Config:
     checkpoint: CheckpointConfig
     recovery: RecoveryConfig
     tracking: TrackingConfig
+    storage: StorageConfig
     cluster: ClusterConfig
     strategy: StrategyConfig
     job: JobSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, MutableMapping
+from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -79,13 +79,32 @@ def all_answers(
     return ray.get(references)
 
 
-def completed(pending: Collection[Any], timeout_s: float) -> list[Any]:
-    """Wait up to ``timeout_s`` for the first of some pending calls, and return all that have completed by then."""
+def completed(pending: Collection[Any], timeout_s: float, *, gather_s: float = 0.0) -> list[Any]:
+    """Wait up to ``timeout_s`` for the first of some pending calls, and ``gather_s`` more for the others.
+
+    Returns:
+        All that have completed by then.
+    """
     references = list(pending)
     ready, rest = ray.wait(references, num_returns=1, timeout=timeout_s)
     if ready and rest:
-        ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        ready += ray.wait(rest, num_returns=len(rest), timeout=gather_s)[0]
     return ready
+
+
+def results(references: Sequence[Any]) -> list[Any]:
+    """Return the results of completed calls in order; that of a call that has failed is its error."""
+    try:
+        return ray.get(list(references))
+    except ray.exceptions.RayError:
+        return [_result(reference) for reference in references]
+
+
+def _result(reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as e:
+        return e
 
 
 def answers_in_time(
@@ -108,14 +127,13 @@ def answers_in_time(
     while rest and check is not None and (left_s := deadline - time.monotonic()) > 0:
         check()
         ready, rest = _wait_for_all(pending, min(left_s, CHECK_EVERY_S))
+    keys = [pending.pop(reference) for reference in ready]
     answers: dict[K, Any] = {}
-    for reference in ready:
-        key = pending.pop(reference)
-        try:
-            answers[key] = ray.get(reference)
-        except ray.exceptions.RayError as e:
-            if errors is not None:
-                errors[key] = e
+    for key, result in zip(keys, results(ready), strict=True):
+        if not isinstance(result, ray.exceptions.RayError):
+            answers[key] = result
+        elif errors is not None:
+            errors[key] = result
     return answers
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.driver.run import RunResult
+from orchestrator.driver.result import RESULT_LOST, RunResult
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.protocol.metrics import to_record
-from orchestrator.records.run_dir import RunDir, write_json
+from orchestrator.records.json_file import write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader
 
@@ -26,6 +29,7 @@ class RunEnding:
     run_dir: RunDir
     tracking: TrackingConfig
     uploader: Uploader
+    records: RecordUpload
     journal: Sink
     console: Sink
     redactor: Redactor
@@ -51,9 +55,9 @@ class RunEnding:
         )
         summary = {**result.summary, **self._write_timeline(result)}
         if run_dir.profile.is_dir():
-            summary["profile"] = str(run_dir.profile)
+            summary["profile"] = run_dir.location_of(run_dir.profile)
         if run_dir.samples.is_dir():
-            summary["samples"] = str(run_dir.samples)
+            summary["samples"] = run_dir.location_of(run_dir.samples)
         ended = RunEnded(status=result.status, exit_code=result.exit_code, reason=result.reason, summary=summary)
         self.journal.emit(ended)
         stopped = result.status == "KILLED"
@@ -61,8 +65,17 @@ class RunEnding:
         summary = {**summary, "mlflow_run_id": upload.run_id}
         self._record(summary=summary, mlflow_run_id=upload.run_id)
         commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
-        self.console.emit(replace(ended, summary=summary, next_commands=commands))
-        return replace(result, summary=summary)
+        result = self._upload_records(replace(result, summary=summary))
+        self.console.emit(replace(ended, exit_code=result.exit_code, summary=summary, next_commands=commands))
+        return result
+
+    def _upload_records(self, result: RunResult) -> RunResult:
+        """Upload what is left of the records; without it, a run that has finished has the exit code of a loss."""
+        problem = self.records.finish()
+        if problem is None:
+            return result
+        self.console.emit(Warned(message=problem))
+        return replace(result, exit_code=result.exit_code or RESULT_LOST, reason=result.reason or problem)
 
     def _mask_logs(self) -> None:
         """Mask secrets in the logs: what C code and child processes write passes no stream of a worker."""
@@ -94,13 +107,15 @@ class RunEnding:
         except Exception as e:  # a missing picture is no reason to fail a run
             self.console.emit(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
             return {}
-        return {"timeline": str(run_dir.timeline_picture)}
+        return {"timeline": run_dir.location_of(run_dir.timeline_picture)}
 
     def _next_commands(self, result: RunResult, *, missing_points: int) -> tuple[str, ...]:
         commands = [] if result.status == "FINISHED" else [self.resume_command]
         if missing_points:
-            commands.append(f"python -m orchestrator.sync {result.run_dir}")
-        commands.append("python -m orchestrator.compare --last 5")
+            commands.append(f"python -m orchestrator.sync {shlex.quote(self.run_dir.location)}")
+        remote = self.run_dir.remote
+        where = "" if remote is None else f" --output-dir {shlex.quote(remote.split(2)[0].url)}"
+        commands.append(f"python -m orchestrator.compare --last 5{where}")
         if self.tracking.uri is not None and self.tracking.uri.startswith("sqlite"):
             commands.append(f"mlflow ui --backend-store-uri {self.tracking.uri}")
         return tuple(commands)

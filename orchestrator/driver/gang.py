@@ -16,7 +16,7 @@ from orchestrator.driver.slots import START_ATTEMPTS, Slots, kill_process
 from orchestrator.driver.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
-from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo
+from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo, merged
 
 HEARTBEATS_PER_ROUND = 64
 """Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
@@ -63,6 +63,7 @@ class Gang:
         self._failed_starts: Counter[int] = Counter()  # by slot: those in a row
         self._given_up: set[int] = set()  # slots in which no worker starts
         self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
+        self._last_heartbeats: dict[int, Heartbeat] = {}  # by rank: those that came with outcomes, to be returned
         self._next_asked = 0  # the rank with which the next round of heartbeats begins
 
     def __enter__(self) -> Gang:
@@ -188,7 +189,8 @@ class Gang:
     ) -> dict[int, Heartbeat]:
         """Ask members for a heartbeat and return those that come within ``wait_s`` seconds, by rank.
 
-        A later answer is merged into the rank's next one.
+        A later answer is merged into the rank's next one. The heartbeat of an outcome is returned as well, but not
+        before the rank's pending one, so that reports stay in order.
 
         Args:
             with_system_metrics: whether the first member of each node adds the system metrics of its node.
@@ -197,7 +199,9 @@ class Gang:
                 does not grow with the gang.
         """
         errors: dict[int, ray.exceptions.RayError] = {}
-        earlier: dict[int, Heartbeat] = answers_in_time(self._pending_heartbeats, 0.0, errors=errors)
+        answers: list[tuple[int, Heartbeat]] = list(
+            answers_in_time(self._pending_heartbeats, 0.0, errors=errors).items()
+        )
         reporting: set[int] = set()
         if with_system_metrics:
             reporting = set({m.info.node_id: m.global_rank for m in reversed(self.members)}.values())
@@ -207,10 +211,16 @@ class Gang:
             self._pending_heartbeats[answer] = rank
         awaited = {r: rank for r, rank in self._pending_heartbeats.items() if ranks is None or rank in ranks}
         others = {r: rank for r, rank in self._pending_heartbeats.items() if r not in awaited}
-        latest: dict[int, Heartbeat] = answers_in_time(awaited, wait_s, errors=errors)
+        answers += answers_in_time(awaited, wait_s, errors=errors).items()
         self._pending_heartbeats = others | awaited
         self.failed_heartbeats = {rank: e for rank, e in errors.items() if cause_of_death(e) is None}
-        return earlier | {rank: heartbeat.after(earlier.get(rank)) for rank, heartbeat in latest.items()}
+        complete = self._last_heartbeats.keys() - self.unanswered()
+        answers += [(rank, self._last_heartbeats.pop(rank)) for rank in complete]
+        return merged(answers)
+
+    def add_last_heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
+        """Add the heartbeat that came with an outcome to those that :meth:`heartbeats` returns."""
+        self._last_heartbeats[rank] = heartbeat
 
     def unanswered(self) -> set[int]:
         """Return the ranks that have been asked for a heartbeat and have not answered yet."""
@@ -305,6 +315,7 @@ class Gang:
         unchanged = {m.global_rank for m, before in zip(members, self.members, strict=False) if m.info == before.info}
         self.members = members
         self._pending_heartbeats = {r: rank for r, rank in self._pending_heartbeats.items() if rank in unchanged}
+        self._last_heartbeats = {rank: h for rank, h in self._last_heartbeats.items() if rank in unchanged}
         self._next_asked = 0
 
 

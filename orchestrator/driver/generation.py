@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,6 +18,7 @@ from orchestrator.driver.calls import (
     check_ray,
     completed,
     describe_error,
+    results,
 )
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
@@ -54,14 +55,15 @@ from orchestrator.protocol.messages import (
     WorkerInfo,
 )
 from orchestrator.records.lease import Lease
-from orchestrator.records.run_dir import RunDir, crash_report
+from orchestrator.records.rank_log import crash_report
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.worker.actor import Worker
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, wait this long for another rank to report its own: seconds, or usual steps if these are longer."""
-POLL_AFTER_FAILURE_S = 0.1
-"""The interval between two rounds of heartbeats while the generation is ending."""
+GATHER_S = 0.05
+"""While a generation is ending, wait this long for more outcomes after one, because each wait examines all pending."""
 STACKS_TIMEOUT_S = 2.0
 LONGEST_ROUND_FACTOR = 4.0
 """A round of heartbeats that takes more than this many times its interval says nothing about the workers."""
@@ -180,6 +182,7 @@ class Generation:
             store_port=port,
             backend=backend,
             run_dir=str(self._run_dir.path),
+            remote=self._run_dir.remote,
             run_uid=run_uid,
             environment=self._environment,
             plan=self._plan,
@@ -209,30 +212,34 @@ class Generation:
         longest_round_s = LONGEST_ROUND_FACTOR * self._config.cluster.heartbeat_s + HEARTBEAT_WAIT_S
         watched = WatchedTime(time.monotonic(), longest_round_s=longest_round_s)
         while self._pending:
-            ready = completed(self._pending, max(0.0, next_round - time.monotonic()))
-            self._check_driver()
-            for reference in ready:
-                self._record_outcome(reference, self._pending.pop(reference))
-            if ready and abandoned and not self.stop_sent:  # a large gang takes longer
-                give_up_at = time.monotonic() + settle_s
-            if give_up_at is not None and time.monotonic() > give_up_at:
-                return
-            if self._pending and time.monotonic() < next_round and (abandoned or not self._failed()):
-                continue
-            asks_all = not self._pending or self._awaited
-            collected = self._telemetry.collect(self._gang, ranks=range(self._plan.world_size) if asks_all else None)
-            yield from collected.events
-            self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
-            pause_s = self._config.cluster.heartbeat_s if give_up_at is None else POLL_AFTER_FAILURE_S
-            next_round = time.monotonic() + pause_s
             if self._failed() and (not abandoned or len(self._lost_nodes) > known_lost):
                 abandoned, known_lost = True, len(self._lost_nodes)
                 settle_s = max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
                 give_up_at = time.monotonic() + settle_s
-                remaining = [m.global_rank for m in self._pending.values()]
+                remaining = {m.global_rank for m in self._pending.values()}
                 self._gang.tell(Worker.abandon, self.number, self.unreachable(), ranks=remaining)
+            wait_until = next_round if give_up_at is None else min(next_round, give_up_at)
+            timeout_s = max(0.0, wait_until - time.monotonic())
+            ready = completed(self._pending, timeout_s, gather_s=GATHER_S if abandoned else 0.0)
+            self._check_driver()
+            self._record_outcomes(ready)
+            if ready and abandoned and not self.stop_sent:  # a large gang takes longer
+                give_up_at = time.monotonic() + settle_s
+            if give_up_at is not None and time.monotonic() > give_up_at:
+                return
+            if self._pending and time.monotonic() < next_round:
+                continue
+            ranks: Collection[int] | None = None  # the next in turn
+            if not self._pending:
+                ranks = self._gang.unanswered()
+            elif self._awaited:
+                ranks = range(self._plan.world_size)
+            collected = self._telemetry.collect(self._gang, ranks=ranks)
+            yield from collected.events
+            self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
+            next_round = time.monotonic() + self._config.cluster.heartbeat_s
             stop_due = self._stop.received is not None and not self.stop_sent and self.paused is None
-            if stop_due and not abandoned:  # a failed generation cannot stop in order; the next one can
+            if stop_due and not self._failed():  # a failed generation cannot stop in order; the next one can
                 assert self._stop.received is not None
                 self._coordinate_stop(self._stop.received.name)
                 give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
@@ -293,16 +300,18 @@ class Generation:
     def _failed(self) -> bool:
         return any(o.status == "failed" for o in self.outcomes.values())
 
-    def _record_outcome(self, reference: Any, member: Member) -> None:
-        rank = member.global_rank
-        try:
-            outcome = cast(Outcome, ray.get(reference))
-        except ray.exceptions.RayError as e:
-            if rank not in self.outcomes:  # otherwise the driver has killed it, for the reason recorded there
-                self._record_error(member, e)
-            return
-        self.returned.add(rank)
-        self.outcomes.setdefault(rank, outcome)
+    def _record_outcomes(self, references: Sequence[Any]) -> None:
+        """Record how the part of each rank ended whose call has completed."""
+        for reference, outcome in zip(references, results(references), strict=True):
+            member = self._pending.pop(reference)
+            rank = member.global_rank
+            if isinstance(outcome, Outcome):
+                self.returned.add(rank)
+                self.outcomes.setdefault(rank, outcome)
+                if outcome.last_heartbeat is not None:
+                    self._gang.add_last_heartbeat(rank, outcome.last_heartbeat)
+            elif rank not in self.outcomes:  # otherwise the driver has killed it, for the reason recorded there
+                self._record_error(member, outcome)
 
     def _record_as_idle(self, recoverable_steps: Mapping[int, RecoverableSteps], *, besides: int) -> None:
         """Record that the ranks ``besides`` one that failed have not begun the generation, and keep their state."""
@@ -474,7 +483,7 @@ class Generation:
             path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
         except OSError as e:
             return f"not written ({e.strerror})"
-        return str(path)
+        return self._run_dir.location_of(path)
 
     def _stack(self, rank: int, stacks: Stacks | None) -> str:
         return f"==== {self._plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"

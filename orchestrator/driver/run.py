@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,9 +19,13 @@ from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.growth import Growth
+from orchestrator.driver.node_uploads import NodeUploads
 from orchestrator.driver.node_watch import NodeWatch
+from orchestrator.driver.result import RESULT_LOST, RunResult
+from orchestrator.driver.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import Interrupted, WaitMonitor
 from orchestrator.planning.faults import without_next
 from orchestrator.policy.aggregate import Aggregator
@@ -41,13 +45,12 @@ from orchestrator.protocol.events import (
     WorkerLost,
 )
 from orchestrator.protocol.messages import PendingCheckpoint, RecoverableSteps, WorkerEnvironment
-from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.run_dir import RunDir, log_tail
-from orchestrator.state.checkpoint import CheckpointError, find_newest, path_of, read_manifest
-from orchestrator.timeline.spans import Timeline
+from orchestrator.records.rank_log import log_tail
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.actor import Worker
+from orchestrator.worker.spool import spool_files
 
 E = TypeVar("E", bound=WorkerFailure)
 
@@ -55,41 +58,6 @@ FINAL_HEARTBEAT_S = 2.0
 """Wait this long for the heartbeat of a worker that has finished its part."""
 FINISH_POLL_S = 2.0
 """Ask this often whether a worker still writes its last checkpoint."""
-CHECKPOINT_LOST = 3
-"""The exit code of a run that has completed its steps without saving the result."""
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class RunResult:
-    """How a run ended.
-
-    Args:
-        status: ``"FINISHED"``, ``"FAILED"``, or ``"KILLED"`` by a signal.
-        exit_code: 0 finished, 1 failed, 3 finished but the last checkpoint is lost, 130 or 143 killed by SIGINT or
-            SIGTERM.
-        run_dir: the directory with the records, logs and checkpoints.
-        reason: why the run ended; empty if it finished.
-        summary: the last values of the metrics and the figures of the run: ``"final_loss"``, ``"val_loss"``,
-            ``"val_<metric>"``, ``"steps"``, ``"samples_per_s"``, ``"startup_s"`` (seconds from the call to the first
-            step), ``"restarts"``, ``"mlflow_run_id"``, ... A metric without a value is missing.
-        timeline: the last timed step of its pipeline stages; None if there are none.
-        metrics: the declarations of the metrics that were logged.
-    """
-
-    status: Literal["FINISHED", "FAILED", "KILLED"]
-    exit_code: int
-    run_dir: Path
-    reason: str = ""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    timeline: Timeline | None = None
-    metrics: tuple[MetricSpec, ...] = ()
-
-    def __repr__(self) -> str:
-        """Return one line: the status, the reason if there is one, the results, and where the run is."""
-        reason = [f"reason={self.reason!r}"] if self.reason else []
-        keys = ("steps", "final_loss", *(key for key in self.summary if key.startswith("val_")))
-        results = [f"{key}={value:.6g}" for key in keys if isinstance(value := self.summary.get(key), (int, float))]
-        return f"RunResult({', '.join([self.status, *reason, *results, f'run_dir={str(self.run_dir)!r}'])})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +65,8 @@ class RunSpec:
     """What defines a run.
 
     ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run.
-    ``started_at``: seconds since the epoch. ``pickled_job``: see :class:`WorkerEnvironment`.
+    ``started_at``: seconds since the epoch. ``secrets``: texts to mask in what other nodes upload.
+    ``pickled_job``: see :class:`WorkerEnvironment`.
     """
 
     config: Config
@@ -108,13 +77,22 @@ class RunSpec:
     resumed_from_step: int | None
     started_at: float
     tokens_per_sample: int | None
+    secrets: tuple[str, ...] = ()
     pickled_job: bytes | None = None
 
 
 class Run:
     """Executes one run. Ray must be connected."""
 
-    def __init__(self, spec: RunSpec, events: EventStream, stop: StopSignals, uploader: Uploader, lease: Lease):
+    def __init__(
+        self,
+        spec: RunSpec,
+        events: EventStream,
+        stop: StopSignals,
+        uploader: Uploader,
+        records: RecordUpload,
+        lease: Lease,
+    ):
         self.spec = spec
         self.config = spec.config
         self._events = events
@@ -131,8 +109,9 @@ class Run:
             global_batch_size=self._plan.global_batch_size,
             tokens_per_sample=spec.tokens_per_sample,
         )
-        self._telemetry = Telemetry(spec.config, self._plan, self._aggregator, events, uploader)
+        self._telemetry = Telemetry(spec.config, self._plan, self._aggregator, events, uploader, records)
         self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
+        self._node_uploads = NodeUploads(spec.run_dir, spec.run_uid, spec.config.storage, spec.secrets)
         self._lease = lease
         self._monitor = WaitMonitor(events, self._lease, stop)
         self._gang = Gang(
@@ -144,9 +123,7 @@ class Run:
         )
         self._startup: dict[str, float] = {}
         self._first_step_at: float | None = None
-        self._checkpoint = spec.checkpoint
-        self._checkpoint_step = spec.resumed_from_step or 0
-        self._failed_checkpoints: dict[int, str] = {}  # by step: why
+        self._checkpoints = SavedCheckpoints(spec.run_dir, spec.checkpoint, step=spec.resumed_from_step or 0)
         self._faults = spec.sizes.largest.faults
         self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
         self._transitions = TransitionLog()
@@ -166,7 +143,7 @@ class Run:
         self._events.emit(
             RunStarted(
                 name=plan.run_name,
-                run_dir=str(spec.run_dir.path),
+                run_dir=spec.run_dir.location,
                 strategy=plan.strategy,
                 job=plan.job,
                 world_size=plan.world_size,
@@ -181,10 +158,18 @@ class Run:
             at_end.callback(shutil.rmtree, spec.run_dir.spools, ignore_errors=True)
             try:
                 with self._nodes, self._gang:
-                    return self._acquire_and_train()
+                    result = self._acquire_and_train()
             except SupersededError:
                 at_end.pop_all()  # the workers of the other driver write there
                 raise
+            self._finish_node_uploads()
+            return result
+
+    def _finish_node_uploads(self) -> None:
+        with contextlib.suppress(GangError):
+            check_ray()  # calls to a dead Ray do not return
+            if (problem := self._node_uploads.finish()) is not None:
+                self._events.warn(problem)
 
     def _acquire_and_train(self) -> RunResult:
         try:
@@ -205,11 +190,12 @@ class Run:
         number = 1
         while True:
             generation = self._make_generation(number)
+            self._node_uploads.cover(member.info.node_id for member in self._gang.members)
             generation.begin(
                 self.spec.run_uid,
                 recovery_plan,
                 recoverable_steps=self._recoverable_steps,
-                checkpoint=self._checkpoint,
+                checkpoint=self._checkpoints.newest,
                 faults=self._faults,
             )
             self._handle(generation.watch())
@@ -219,6 +205,7 @@ class Run:
             self._recoverable_steps = generation.survivors()
             if failed_rank is not None or generation.paused is not None:
                 returned = generation.returned
+                self._bring_spools(returned)
                 self._handle(self._telemetry.collect_last_reports(self._gang, self.spec.run_dir, returned=returned))
             if failed_rank is not None:
                 failures.append(_failure_record(generation, failed_rank))
@@ -248,6 +235,13 @@ class Run:
         self._finish_workers(generation)
         return self._conclude(generation)
 
+    def _bring_spools(self, returned: Collection[int]) -> None:
+        """Copy the last reports of workers that have died on other nodes to this one."""
+        for member in self._gang.members:
+            if member.global_rank not in returned:
+                spool = self.spec.run_dir.spool(member.info.node_id, member.info.pid)
+                self._node_uploads.bring(member.info.node_id, spool_files(spool))
+
     def _continues_after(self, decision: RecoveryPlan) -> bool:
         """Return whether to recover from a failure. After a stop, only to save what the survivors hold, and in time."""
         if self._stop.received is None:
@@ -274,10 +268,8 @@ class Run:
         """Act on what workers have reported."""
         for event in events:
             match event:
-                case CheckpointSaved():
-                    self._checkpoint, self._checkpoint_step = Path(event.path), event.step
-                case CheckpointFailed():
-                    self._failed_checkpoints[event.step] = event.reason
+                case CheckpointSaved() | CheckpointFailed():
+                    self._checkpoints.record(event)
                 case FirstStepDone():
                     self._begin_steady_training(event)
 
@@ -301,7 +293,7 @@ class Run:
             step=step,
             reason=failure.message,
             traceback=failure.traceback,
-            log=str(self.spec.run_dir.log_file(rank)),
+            log=self.spec.run_dir.location_of(self.spec.run_dir.log_file(rank)),
             log_tail=failure.log_tail,
         )
 
@@ -326,12 +318,12 @@ class Run:
             decision = reassigned(decision, assignment, self._recoverable_steps)
             self._plan, self._recoverable_steps = assignment.plan, {}
         if decision.sources is None:
-            self._find_checkpoint()
+            self._checkpoints.find_newest(self._events.warn)
         transition = self._transitions.begin(
             Transition(
                 began=generation.paused_at if failed_rank is None else generation.failure(failed_rank).time,
                 reached=generation.last_step(),
-                resumed_at=self._checkpoint_step if decision.sources is None else decision.step,
+                resumed_at=self._checkpoints.step if decision.sources is None else decision.step,
                 decision=decision,
                 num_workers_before=workers_before,
                 num_workers=self._plan.mesh.num_workers,
@@ -352,15 +344,6 @@ class Run:
             if self._gang.reassign_ranks(assignment.plan, assignment.before):
                 return assignment
         return None
-
-    def _find_checkpoint(self) -> None:
-        """Find the newest valid checkpoint; its writer may have died before it could report it."""
-        damaged: list[CheckpointError] = []
-        newest = find_newest(self.spec.run_dir.checkpoints, damaged.append)
-        for error in damaged:
-            self._events.warn(f"checkpoint skipped: {error}")
-        if newest is not None:
-            self._checkpoint, self._checkpoint_step = newest, int(read_manifest(newest)["step"])
 
     def _finish_workers(self, generation: Generation) -> None:
         """Let the living workers finish their checkpoints while bytes are being written; collect their last reports."""
@@ -405,21 +388,10 @@ class Run:
         if generation.stop_sent and not generation.all_ended("done"):
             return self._interrupted(generation)
         steps = self._plan.steps
-        if (why := self._why_not_saved(steps)) is not None:
+        if (why := self._checkpoints.why_missing(steps)) is not None:
             lost = f"all {steps} steps are done, but their result is lost: the checkpoint of step {steps} {why}"
-            return self._result("FAILED", CHECKPOINT_LOST, lost)
+            return self._result("FAILED", RESULT_LOST, lost)
         return self._result("FINISHED", 0, "")
-
-    def _why_not_saved(self, step: int) -> str | None:
-        """Return why there is no checkpoint of ``step``, as a predicate; None if there is one."""
-        if self._checkpoint_step == step:
-            return None
-        try:
-            read_manifest(path_of(self.spec.run_dir.checkpoints, step))  # its writer may have died before its report
-        except CheckpointError as e:
-            reason = self._failed_checkpoints.get(step)
-            return f"was not confirmed: {e.reason}" if reason is None else f"could not be written: {reason}"
-        return None
 
     def _failed(self, reason: str) -> RunResult:
         return self._result("FAILED", 1, reason)
@@ -429,7 +401,7 @@ class Run:
         assert self._stop.received is not None
         if generation is not None and generation.all_ended("stopped"):
             step = max(o.step for o in generation.outcomes.values())
-            why = self._why_not_saved(step) if step > 0 else None
+            why = self._checkpoints.why_missing(step) if step > 0 else None
             when = f"at step {step}" + (f"; its checkpoint {why}" if why else "")
         elif any(self._telemetry.last_step.values()):
             when = "without a last checkpoint"
@@ -452,6 +424,7 @@ class Run:
             status=status,
             exit_code=exit_code,
             run_dir=self.spec.run_dir.path,
+            url=self.spec.run_dir.url,
             reason=reason,
             summary=summary,
             timeline=self._aggregator.timeline,

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -25,9 +24,14 @@ from orchestrator.driver import cluster
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream, RedactingSink
 from orchestrator.driver.given_job import PickledJob, job_override, pickle_job
-from orchestrator.driver.preflight import prepare
-from orchestrator.driver.run import Run, RunResult, RunSpec
+from orchestrator.driver.preflight.params import plain_fields
+from orchestrator.driver.preflight.paths import absolute_paths, environment_errors, output_dir
+from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.preflight.resume import Resume, find_resume
+from orchestrator.driver.result import RunResult
+from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
@@ -50,7 +54,7 @@ class Candidate:
     overrides: tuple[str, ...]
     config: Config
     job: Job
-    resume: prepare.Resume | None
+    resume: Resume | None
     sizes: Sizes | None
     warnings: tuple[str, ...]
     redactor: Redactor
@@ -105,17 +109,17 @@ def _check(
     job = load_job(job_spec, errors, redactor, job_argument) if job_spec is not None else None
     pickled = None if job_argument is None or job is None else pickle_job(job_argument, job, errors)
     if config is not None and job is not None and isinstance(job_argument, Job):
-        config = replace(config, job=replace(config.job, fields=prepare.plain_fields(job)))
+        config = replace(config, job=replace(config.job, fields=plain_fields(job)))
     paths = config or _paths_config(overrides)
     if paths is not None:
-        errors += prepare.environment_errors(prepare.absolute_paths(paths))
+        errors += environment_errors(absolute_paths(paths))
     if config is None:
         return None
-    config = prepare.absolute_paths(config)
+    config = absolute_paths(config)
     warnings: list[str] = []
     resume, sizes = None, None
     with collect_errors(errors):
-        resume = prepare.find_resume(config, job, warnings=warnings, redactor=redactor)
+        resume = find_resume(config, job, warnings=warnings, redactor=redactor)
     address = cluster.target_address(config.cluster)
     if address is None:
         sizes = _sizes(config, job, (_this_machine(),), errors, oversubscribe_cpus=True)
@@ -137,7 +141,7 @@ def _check(
 
 def _paths_config(overrides: Sequence[str]) -> Config | None:
     """Compose only the overrides that say where results go; None if these have errors too."""
-    overrides = [o for o in overrides if o.startswith(("output_dir=", "tracking=", "tracking."))]
+    overrides = [o for o in overrides if o.startswith(("output_dir=", "storage.", "tracking=", "tracking."))]
     config, _ = compose(overrides, [], registry.config_class)
     return config
 
@@ -230,7 +234,7 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
         if stop.received is not None:
             raise KeyboardInterrupt
         resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
-        recover_orphans(Path(candidates[0].config.output_dir), resumed=resumed)
+        recover_orphans(output_dir(candidates[0].config), resumed=resumed)
         for candidate, sizes in zip(candidates, all_sizes, strict=True):
             results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
             started_at = time.time()
@@ -296,10 +300,10 @@ def _run(
     """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
     as_job = candidate.given.display if candidate.given is not None else ""
-    command = prepare.command(candidate.overrides, redactor, job=as_job)
-    run_dir, uid = prepare.open_run(
-        config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor
-    )
+    command = command_line(candidate.overrides, redactor, job=as_job)
+    run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
+    lease = Lease(run_dir)
+    records = RecordUpload(run_dir, lease, config.storage, redactor)
     console = RedactingSink(make_console(steps=plan.steps, world_size=plan.world_size), redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
@@ -313,6 +317,7 @@ def _run(
         resumed_from_step=None if resume is None else resume.step,
         started_at=started_at,
         tokens_per_sample=candidate.job.tokens_per_sample,
+        secrets=tuple(redactor.secrets),
         pickled_job=None if candidate.given is None else candidate.given.data,
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
@@ -321,32 +326,34 @@ def _run(
         run_dir=run_dir,
         tracking=config.tracking,
         uploader=uploader,
+        records=records,
         journal=journal,
         console=console,
         redactor=redactor,
-        resume_command=prepare.command((*candidate.overrides, f"resume={run_dir.path}"), redactor, job=as_job),
+        resume_command=command_line((*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job),
     )
+    ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     try:
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
         try:
-            with Lease(run_dir) as lease:
-                result = Run(spec, EventStream([journal, console]), stop, uploader, lease).execute()
+            with lease:
+                result = Run(spec, EventStream([journal, console]), stop, uploader, records, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.
             writer.discard()
             uploader.leave()
             console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))
-            return RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=str(e))
+            return ended(status="FAILED", exit_code=1, reason=str(e))
         except (KeyboardInterrupt, SystemExit):
             number = stop.received or signal.SIGINT
             reason, exit_code = f"stopped by a second {number.name}", 128 + int(number)
-            ending.finish(RunResult(status="KILLED", exit_code=exit_code, run_dir=run_dir.path, reason=reason))
+            ending.finish(ended(status="KILLED", exit_code=exit_code, reason=reason))
             raise
         except Exception as e:
             # A bug in the orchestrator; the records still say that the run failed.
             reason = f"{type(e).__name__}: {e}"
-            ending.finish(RunResult(status="FAILED", exit_code=1, run_dir=run_dir.path, reason=reason))
+            ending.finish(ended(status="FAILED", exit_code=1, reason=reason))
             raise
         with stop.raising():
             return ending.finish(result)

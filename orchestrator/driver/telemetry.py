@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from orchestrator.config.schema import Config
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.straggler import Straggler, StragglerWatch
@@ -25,7 +26,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.spool import read_spool, remove_spool
 
-TRACKING_CHECK_EVERY_S = 5.0
+UPLOAD_CHECK_EVERY_S = 5.0
 HEARTBEAT_WAIT_S = 0.2
 """Wait this long for the heartbeats of one round; a later one is merged into the next."""
 LAST_HEARTBEAT_WAIT_S = 1.0
@@ -47,7 +48,15 @@ class Telemetry:
     ``straggler``: the straggler found in this generation; None if there is none.
     """
 
-    def __init__(self, config: Config, plan: Plan, aggregator: Aggregator, events: EventStream, uploader: Uploader):
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        aggregator: Aggregator,
+        events: EventStream,
+        uploader: Uploader,
+        records: RecordUpload,
+    ):
         self.last_step: dict[int, int] = {}
         self.straggler: Straggler | None = None
         self._trained_generation = 0
@@ -57,9 +66,12 @@ class Telemetry:
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
         self._aggregator = aggregator
         self._events = events
-        self._uploader = uploader
-        self._upload_failing = False
-        self._next_tracking_check = time.monotonic() + TRACKING_CHECK_EVERY_S
+        self._uploads: tuple[tuple[str, str, Callable[[], str | None]], ...] = (
+            ("MLflow", "point", uploader.problem),
+            ("output_dir", "file", records.problem),
+        )
+        self._failing: set[str] = set()
+        self._next_upload_check = time.monotonic() + UPLOAD_CHECK_EVERY_S
         self._system_readings = 0
         self._next_system_reading = time.monotonic()
 
@@ -95,13 +107,14 @@ class Telemetry:
         if system:
             self._system_readings += 1
             self._events.emit(SystemMetricsLogged(step=self._system_readings, metrics=system))
-        self._check_tracking(now)
+        self._check_uploads(now)
         return Collected(heartbeats, events)
 
     def collect_last_reports(self, gang: Gang, run_dir: RunDir, *, returned: Collection[int]) -> tuple[Event, ...]:
         """Collect the reports that the driver has not received, after a generation.
 
-        A worker that has died has left them on disk, unless its run directory is not the driver's.
+        A living worker has sent them with its outcome and with the heartbeat that it was asked for before. A worker
+        that has died has left them on disk, unless its run directory is not the driver's.
 
         Args:
             gang: with the ranks of that generation.
@@ -111,9 +124,8 @@ class Telemetry:
         Returns:
             The events, which have been emitted.
         """
-        asked_before = gang.unanswered().intersection(returned)  # their next answers will be late ones
-        rounds = [self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=r) for r in (returned, asked_before) if r]
-        events = [event for collected in rounds for event in collected.events]
+        asked_before = gang.unanswered().intersection(returned)
+        events = list(self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=asked_before).events)
         nodes = node_names(gang.members)
         for member in gang.members:
             if member.global_rank not in returned:
@@ -185,17 +197,19 @@ class Telemetry:
         metrics = {"recovery/straggler_rank": float(straggler.rank)}
         self._events.emit(MetricsLogged(step=straggler.step, metrics=metrics))
 
-    def _check_tracking(self, now: float) -> None:
+    def _check_uploads(self, now: float) -> None:
         """Warn once when uploads begin to fail, and once when they work again."""
-        if now < self._next_tracking_check:
+        if now < self._next_upload_check:
             return
-        self._next_tracking_check = now + TRACKING_CHECK_EVERY_S
-        problem = self._uploader.problem()
-        if problem and not self._upload_failing:
-            self._events.warn(f"no upload to MLflow ({problem}); training continues, and no point is lost")
-        elif self._upload_failing and not problem:
-            self._events.warn("uploads to MLflow work again")
-        self._upload_failing = bool(problem)
+        self._next_upload_check = now + UPLOAD_CHECK_EVERY_S
+        for target, what, find_problem in self._uploads:
+            problem = find_problem()
+            if problem and target not in self._failing:
+                self._failing.add(target)
+                self._events.warn(f"no upload to {target} ({problem}); training continues, and no {what} is lost")
+            elif target in self._failing and not problem:
+                self._failing.remove(target)
+                self._events.warn(f"uploads to {target} work again")
 
 
 def node_names(members: tuple[Member, ...]) -> dict[str, str]:

@@ -6,6 +6,7 @@ Imports neither Ray nor torch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,6 +51,9 @@ class LayoutRules:
 
     averages_weights: ClassVar[bool] = True
     """Whether the strategy supports ``train.ema_decay``."""
+
+    refused_precisions: ClassVar[Mapping[str, str]] = {}
+    """The values of ``train.precision`` that the strategy does not support, each with the reason."""
 
     @classmethod
     def is_synchronous(cls, options: StrategyConfig) -> bool:

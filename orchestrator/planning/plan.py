@@ -125,6 +125,8 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     num_threads = int(num_cores // num_processes if oversubscribe_cpus else cluster.cpus_per_worker)
     samples = even_shares(train.global_batch_size, layout.mesh.data_parallel_size)
     notes = _notes(layout, samples, faults)
+    if device == "cpu" and train.precision == "tf32":
+        notes.append("train.precision=tf32: CPUs compute in float32, as with fp32")
     if device == "cpu" and oversubscribe_cpus and num_processes > num_cores:
         processes = "workers and shards" if layout.mesh.num_shards else "workers"
         notes.insert(0, f"{num_processes} {processes} share {num_cores:g} cores: expect no speed-up")
@@ -152,13 +154,16 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
 
 
 def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
-    decay = config.train.ema_decay
-    if decay is None or rules.averages_weights:
-        return []
-    return [
-        f"train.ema_decay={decay:g}: strategy={config.strategy.name} keeps no average of the weights; set it to null, "
-        "or use strategy=ddp"
-    ]
+    name, decay, precision = config.strategy.name, config.train.ema_decay, config.train.precision
+    errors = []
+    if decay is not None and not rules.averages_weights:
+        errors.append(
+            f"train.ema_decay={decay:g}: strategy={name} keeps no average of the weights; set it to null, "
+            "or use strategy=ddp"
+        )
+    if reason := rules.refused_precisions.get(precision):
+        errors.append(f"train.precision={precision}: strategy={name}: {reason}; set it to bf16 or fp32")
+    return errors
 
 
 def _device(config: Config, nodes: tuple[Node, ...]) -> Literal["cpu", "cuda"]:

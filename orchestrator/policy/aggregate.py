@@ -12,13 +12,17 @@ from orchestrator.protocol.core_metrics import (
     BUBBLE_PCT,
     BUBBLE_THEORY_PCT,
     CORE_METRICS,
+    FLOPS_PER_SAMPLE,
     LOSS,
+    MFU_PCT,
     SAMPLES_PER_S,
     STEP_MS,
+    TOKENS_PER_S,
 )
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.protocol.metrics import Derive, MetricRegistry, MetricSpec, Summary, reduce_over_ranks
+from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import theoretical_bubble
 from orchestrator.timeline.spans import Timeline
 
@@ -120,13 +124,27 @@ class Aggregator:
             "perf/samples_per_s_per_worker": rate / self._mesh.num_workers,
         }
         if self._tokens_per_sample:
-            metrics["perf/tokens_per_s"] = rate * self._tokens_per_sample
+            metrics[TOKENS_PER_S.name] = rate * self._tokens_per_sample
         workers = [p for rank, p in parts.items() if rank not in self._mesh.shards]
+        metrics |= self._compute_metrics(workers, steps_ms)
         data_wait_ms = statistics.fmean(p.data_wait_ms for p in workers)
         metrics["perf/data_wait_pct"] = 100 * data_wait_ms / step_ms
         comm = [p.comm_share for p in workers if p.comm_share is not None]
         if comm:
             metrics["perf/comm_pct"] = 100 * statistics.fmean(comm)
+        return metrics
+
+    def _compute_metrics(self, workers: Sequence[TrainPoint], steps_ms: Sequence[float]) -> dict[str, float]:
+        """The metrics of the work that the devices do; those that some worker does not know are left out."""
+        metrics = {}
+        flops = [p.flops for p in workers if p.flops is not None]
+        if len(flops) == len(workers):
+            metrics[FLOPS_PER_SAMPLE.name] = math.fsum(flops) / self._global_batch_size
+        at_peak_ms = [p.flops_at_peak_ms for p in workers if p.flops_at_peak_ms is not None]
+        if len(at_peak_ms) == len(workers):
+            mean_ms = statistics.fmean(at_peak_ms)
+            metrics[MFU_PCT.name] = 100 * mean_ms / statistics.fmean(steps_ms)
+            self._record(MFU_PCT, (100 * mean_ms / ms for ms in steps_ms if ms > 0))
         return metrics
 
     def _measured_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
@@ -145,7 +163,9 @@ class Aggregator:
 
     def _pipeline_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
         mesh = self._mesh
-        replicas = [[parts[r].spans for r in mesh.pipeline(dp_rank)] for dp_rank in range(mesh.data_parallel_size)]
+        replicas = [
+            aligned([parts[r].spans for r in mesh.pipeline(dp_rank)]) for dp_rank in range(mesh.data_parallel_size)
+        ]
         if self._theoretical_bubble is None:  # every step has the same order of actions
             self._theoretical_bubble = theoretical_bubble(replicas[0])
         timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)

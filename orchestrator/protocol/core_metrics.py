@@ -55,6 +55,18 @@ STEP_MS = MetricSpec(
     ),
 )
 
+TOKENS_PER_S = MetricSpec(name="perf/tokens_per_s", format="rate", summaries=(Summary(key="tokens_per_s"),))
+
+FLOPS_PER_SAMPLE = MetricSpec(name="perf/flops_per_sample", summaries=(Summary(key="flops_per_sample"),))
+
+MFU_PCT = MetricSpec(
+    name="perf/mfu_pct",
+    format="{:.1f}%",
+    progress="MFU {}",
+    summaries=(Summary(key="mfu_pct", derive="median", column=Column(heading="MFU", position=15, priority=8)),),
+)
+"""Model FLOPs utilization: the FLOPs of the run per second, as a share of the peak rates of its devices."""
+
 BUBBLE_THEORY_PCT = MetricSpec(
     name="pipeline/bubble_theory_pct", format="{:.0f}%", summaries=(Summary(key="bubble_theory_pct"),)
 )
@@ -79,7 +91,10 @@ CORE_METRICS = (
     VAL_ACCURACY,
     VAL_EMA_LOSS,
     SAMPLES_PER_S,
+    TOKENS_PER_S,
+    MFU_PCT,
     STEP_MS,
+    FLOPS_PER_SAMPLE,
     BUBBLE_THEORY_PCT,
     BUBBLE_PCT,
     SAMPLES_SEEN,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,6 +13,7 @@ from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.metrics import Metric
+from orchestrator.storage.remote import Remote
 from orchestrator.timeline.spans import Span
 
 ANY_RANK = -1
@@ -60,9 +61,11 @@ class Assignment:
 
     Args:
         store_host: host of the rendezvous store, with ``store_port``.
+        run_dir: the path of the run directory, which every node has of its own if there is a ``remote``.
+        remote: the run directory on an object store or a remote file system; None if ``run_dir`` is shared.
         fence: the token that the run directory's fence file holds as long as this generation may save.
         sources: for each rank, the rank that has its state after ``source_step``; None to start from ``checkpoint``.
-        checkpoint: the checkpoint to start from; None, without ``sources``, for a new training.
+        checkpoint: the path of the checkpoint to start from; None, without ``sources``, for a new training.
         faults: the faults to inject.
     """
 
@@ -75,6 +78,7 @@ class Assignment:
     run_uid: str
     environment: WorkerEnvironment
     plan: Plan
+    remote: Remote | None = None
     fence: str = ""
     sources: tuple[int, ...] | None = None
     source_step: int = 0
@@ -114,6 +118,8 @@ class TrainPoint:
         sums: this rank's part of the job's metrics in the last step; the run's value is the sum of it over the sum of
             ``step_weight``.
         metrics: the other metrics by name.
+        flops: the floating-point operations of this rank in a step; None if unknown.
+        flops_at_peak_ms: how long the device of this rank takes for ``flops`` at its peak rate; None if unknown.
     """
 
     step: int
@@ -128,6 +134,8 @@ class TrainPoint:
     step_weight: float = 0.0
     sums: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    flops: float | None = None
+    flops_at_peak_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +193,14 @@ class Heartbeat:
         )
 
 
+def merged(heartbeats: Iterable[tuple[int, Heartbeat]]) -> dict[int, Heartbeat]:
+    """Return one heartbeat of each rank, with the reports of all those given for it, in order."""
+    by_rank: dict[int, Heartbeat] = {}
+    for rank, heartbeat in sorted(heartbeats, key=lambda item: item[1].first_report):
+        by_rank[rank] = heartbeat.after(by_rank.get(rank))
+    return by_rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class PendingCheckpoint:
     """A checkpoint that a worker is still writing. ``progress`` grows as long as bytes are being written."""
@@ -221,7 +237,9 @@ class Stacks:
 class Outcome:
     """How a generation ended for a worker.
 
-    ``texts`` has the last sample of each name that is a text, if this rank draws samples.
+    ``texts`` has the last sample of each name that is a text, if this rank draws samples. ``recoverable_steps`` has the
+    states that this worker holds. ``last_heartbeat`` has what it had not reported before; it is None if the worker has
+    not begun the generation, or has died.
     """
 
     status: Literal["done", "stopped", "failed"]
@@ -229,3 +247,4 @@ class Outcome:
     texts: Mapping[str, str] = field(default_factory=dict)
     failure: Failure | None = None
     recoverable_steps: RecoverableSteps = field(default_factory=dict)
+    last_heartbeat: Heartbeat | None = None

@@ -3,15 +3,24 @@ continues the run."""
 
 from __future__ import annotations
 
+import json
 import threading
+from typing import Any
 
+from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.process import this_process
-from orchestrator.records.run_dir import LEASE_S, RunDir, read_json, write_json
+from orchestrator.records.run_dir import LEASE_S, RunDir
 
 RENEW_EVERY_S = LEASE_S / 12
+RENEW_REMOTE_EVERY_S = LEASE_S / 4
+"""The interval on a store, where each renewal is a few requests."""
 RETRY_EVERY_S = 0.5
 """The interval after an attempt that failed."""
+RESTORED_WITHIN_S = 2 * RENEW_EVERY_S
+"""The driver of a run restores the fence file within this time, unless the disk fails."""
 _END_TIMEOUT_S = 2.0
+_ADMIT_TIMEOUT_S = 5.0
+"""A generation waits this long for its fence on a store."""
 
 
 class SupersededError(Exception):
@@ -34,6 +43,7 @@ class Lease:
         self._renewing = threading.Lock()
         self._ended = False
         self._wake = threading.Event()
+        self._renewed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
@@ -49,7 +59,11 @@ class Lease:
     def admit(self, token: str) -> None:
         """Let only the generation of ``token`` save, from now on or as soon as the fence file can be written."""
         self._fence = token
-        if not self.renew():
+        if self._run_dir.remote is not None:
+            self._renewed.clear()
+            self._wake.set()
+            self._renewed.wait(_ADMIT_TIMEOUT_S)
+        elif not self.renew():
             self._wake.set()
 
     def check(self) -> None:
@@ -61,36 +75,62 @@ class Lease:
         if self._superseded_by is not None:
             raise SupersededError(f"another driver ({self._superseded_by}) continues this run: this one lost its lease")
 
+    def is_mine(self) -> bool:
+        """Return whether the record of the run says that this process drives it, as far as is known.
+
+        Raises:
+            OSError, ValueError: the record cannot be read.
+        """
+        driver = self._driver()
+        if driver != self._me:
+            self._superseded_by = f"pid {driver.get('pid')} on {driver.get('host')}"
+        return self._superseded_by is None
+
     def renew(self) -> bool:
         """Renew the lease and restore the fence file. Return whether everything could be written."""
         with self._renewing:
             try:
-                driver = self._run_dir.read_record().get("driver", self._me)
-                if driver != self._me:
-                    self._superseded_by = f"pid {driver.get('pid')} on {driver.get('host')}"
+                if not self.is_mine():
                     return True
                 self._run_dir.lease_file.touch()
+                if self._run_dir.remote is not None:
+                    self._run_dir.remote.write(self._run_dir.lease_file.name, b"lease")
                 self._restore_fence()
             except (OSError, ValueError):  # for example a full disk: training continues
                 return False
+            self._renewed.set()
             return True
+
+    def _driver(self) -> dict[str, Any]:
+        remote, record = self._run_dir.remote, self._run_dir.record_file
+        try:
+            found = self._run_dir.read_record() if remote is None else json.loads(remote.read(record.name))
+        except FileNotFoundError:
+            found = {}
+        return dict(found.get("driver", self._me))
 
     def _restore_fence(self) -> None:
         if self._fence is None:
             return
-        path = self._run_dir.fence_file
+        path, remote = self._run_dir.fence_file, self._run_dir.remote
+        token = {"generation": self._fence}
         try:
-            current = read_json(path).get("generation")
-        except ValueError:
-            current = None  # damaged
-        if current != self._fence:
-            write_json(path, {"generation": self._fence})
+            current = read_json(path) if remote is None else json.loads(remote.read(path.name))
+        except (FileNotFoundError, ValueError):
+            current = None  # missing or damaged
+        if current == token:
+            return
+        if remote is None:
+            write_json(path, token)
+        else:
+            remote.write(path.name, json.dumps(token).encode())
 
     def _work(self) -> None:
-        wait_s = RENEW_EVERY_S
+        every_s = RENEW_EVERY_S if self._run_dir.remote is None else RENEW_REMOTE_EVERY_S
+        wait_s = every_s
         while self._superseded_by is None:
             self._wake.wait(wait_s)
             self._wake.clear()
             if self._ended:
                 return
-            wait_s = RENEW_EVERY_S if self.renew() else RETRY_EVERY_S
+            wait_s = every_s if self.renew() else RETRY_EVERY_S

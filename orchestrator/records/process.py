@@ -17,7 +17,8 @@ def this_process() -> dict[str, Any]:
     """Return what identifies this process, as JSON values.
 
     A process id means something only within one PID namespace of one boot of one machine. The start time is in clock
-    ticks since that boot: in seconds since the epoch, it would change whenever the clock is set.
+    ticks since that boot: in seconds since the epoch, it would change whenever the clock is set. A time namespace may
+    count from another moment.
     """
     return {
         "host": socket.gethostname(),
@@ -28,7 +29,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_visible(process: Mapping[str, Any]) -> bool:
-    """Return whether :func:`is_alive` can find ``process``: it belongs to this boot and this PID namespace."""
+    """Return whether :func:`is_alive` can find ``process``: it belongs to this boot and to these namespaces."""
     here = _surroundings()
     if None in here.values():
         here["host"] = socket.gethostname()  # fall back to the host name
@@ -61,11 +62,14 @@ def _surroundings() -> dict[str, Any]:
         boot: str | None = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = None
+    return {"boot_id": boot, "pid_namespace": _namespace("pid"), "time_namespace": _namespace("time")}
+
+
+def _namespace(kind: str) -> int | None:
     try:
-        namespace: int | None = Path("/proc/self/ns/pid").stat().st_ino
+        return Path(f"/proc/self/ns/{kind}").stat().st_ino
     except OSError:
-        namespace = None
-    return {"boot_id": boot, "pid_namespace": namespace}
+        return None
 
 
 def _start_ticks(pid: int | str) -> int:

@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
-import re
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import changed_at, locked, now_on
 from orchestrator.records.process import is_alive, is_visible
+from orchestrator.storage.remote import Remote
 
 LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
 
 _RESERVE_BYTES = 256 << 10
-_CRASH = "Fatal Python error: "
-"""What faulthandler writes to the log of a crashing process (SIGSEGV, SIGABRT, ...) before the stacks."""
-_CRASH_OR_SIGNAL = re.compile(rf"^({_CRASH}|\*\*\* SIG[A-Z]+ received at time=)", re.MULTILINE)
-"""The beginning of a crash: Ray's handler may write before faulthandler."""
-_CURRENT_THREAD = re.compile(r"^Current thread .*\n(?:  .*\n)*", re.MULTILINE)
-C_STACK = "C stack (most recent call first):\n"
-"""The line before the C stack of the thread that crashed; ``backtrace_symbols_fd`` writes a line for each function."""
-_C_FUNCTION = re.compile(r"\S+\(\S*\) ?\[0x[0-9a-f]+\]")
-_PROCESS = "worker process "
-_LINES_BEFORE_CRASH = 3
-_MAX_FRAMES = 40
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory ``<output_dir>/<date>/<time>-<name>/`` of a run."""
+    """The directory ``<output_dir>/<date>/<time>-<name>/`` of a run.
+
+    ``remote``: the same directory on a store, if ``output_dir`` is a URL; ``path`` stages it then.
+    """
 
     path: Path
+    remote: Remote | None = None
+
+    @property
+    def url(self) -> str | None:
+        """The URL of the run, if it is on a store."""
+        return None if self.remote is None else self.remote.url
+
+    @property
+    def location(self) -> str:
+        """Where the user finds the run."""
+        return self.url or str(self.path)
+
+    def location_of(self, path: Path) -> str:
+        """Return where the user finds the file or directory ``path`` of the run."""
+        return str(path if self.remote is None else self.remote.child(str(path.relative_to(self.path))))
 
     @property
     def record_file(self) -> Path:
@@ -87,6 +92,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def remote_checkpoints(self) -> Remote | None:
+        """The directory of the checkpoints on the store; None without a store."""
+        return None if self.remote is None else self.remote.child(self.checkpoints.name)
+
     def stacks_file(self, generation: int) -> Path:
         """The file with the stacks of all ranks from when one of this generation hung."""
         return self.path / "logs" / f"stacks-generation-{generation}.txt"
@@ -121,6 +131,18 @@ class RunDir:
     def reserve_file(self) -> Path:
         """Space for the last records of the run, should the disk be full by then."""
         return self.path / ".reserve"
+
+    @property
+    def origin_file(self) -> Path:
+        """The driver that writes the files here, of which those on a store are copies."""
+        return self.path / ".origin"
+
+    def is_original(self, driver: Mapping[str, Any]) -> bool:
+        """Return whether ``driver`` has written the files here; otherwise they are copies of those on a store."""
+        try:
+            return bool(driver) and read_json(self.origin_file) == driver
+        except ValueError:
+            return False
 
     def reserve_space(self) -> None:
         """Take the space for the last records of the run.
@@ -218,122 +240,3 @@ def all_runs(output_dir: Path) -> Iterator[RunDir]:
     records = output_dir.glob("*/*/run.json")
     for record in sorted(records, key=lambda p: p.parent.parts[-2:], reverse=True):
         yield RunDir(record.parent.resolve())
-
-
-def log_header(pid: int, hostname: str) -> str:
-    """Return the line with which a process begins to write to the log of its rank."""
-    return f"{_PROCESS}{pid} on {hostname}\n"
-
-
-def log_tail(path: Path, lines: int = 20) -> str:
-    """Return the last lines of a log, or the crash report of the last process that wrote to it.
-
-    The result is empty if the log cannot be read on this host.
-    """
-    text = _read_log(path)
-    return _crash_report(text) or "\n".join(text.splitlines()[-lines:])
-
-
-def crash_report(path: Path, pid: int) -> str:
-    """Return what process ``pid`` wrote to its log as a signal such as SIGSEGV ended it; empty if nothing.
-
-    A report has the lines before the crash, in which C libraries say why they abort, and the Python stack and the C
-    stack of the thread that crashed.
-    """
-    text = _read_log(path)
-    return _crash_report(text) if _last_process(text).startswith(f"{pid} on ") else ""
-
-
-def _read_log(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _last_process(log: str) -> str:
-    """Return what the last process has written, from its number on; everything if the log has no header."""
-    return re.split(rf"^{_PROCESS}(?=\d+ on )", log, flags=re.MULTILINE)[-1]
-
-
-def _crash_report(log: str) -> str:
-    written = _last_process(log)
-    crash = written.find(_CRASH)
-    if crash < 0:
-        return ""
-    begin = _CRASH_OR_SIGNAL.search(written)
-    before = written[: begin.start() if begin else crash].splitlines()[1:][-_LINES_BEFORE_CRASH:]
-    errors = [line for line in written[crash:].splitlines() if line.startswith(_CRASH)]
-    python = _CURRENT_THREAD.search(written, crash)
-    c_stack = _without_handlers(written[crash:].partition(C_STACK)[2].splitlines())
-    return "\n".join(
-        [
-            *before,
-            *errors,
-            *(python[0].splitlines()[:_MAX_FRAMES] if python else ()),
-            *((C_STACK.strip(), *(f"  {function}" for function in c_stack[:_MAX_FRAMES])) if c_stack else ()),
-        ]
-    )
-
-
-def _without_handlers(lines: list[str]) -> list[str]:
-    """Return the functions of a C stack below the handlers of the signal.
-
-    The handlers are chained, so the function of the C library by which a handler is called stands there repeatedly.
-    """
-    functions = list(itertools.takewhile(_C_FUNCTION.fullmatch, lines))
-    repeated = (f for f in functions if "libc.so" in f and functions.count(f) > 1)
-    trampoline = next(repeated, None)
-    if trampoline is None:
-        return functions
-    return functions[len(functions) - functions[::-1].index(trampoline) :]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if the file does not exist.
-
-    Raises:
-        ValueError: the file is damaged; the message has its path.
-    """
-    try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as e:
-        raise ValueError(f"{path} is damaged: {e}") from e
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is damaged: expected an object")
-    return data
-
-
-def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Write a JSON file as :func:`write_atomically` does."""
-    write_atomically(path, (json.dumps(data, indent=2, default=str) + "\n").encode(), durable=durable)
-
-
-def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write a file and rename it into place, so that readers never see half of it.
-
-    Args:
-        durable: return only when the file is on the disk, where it survives a crash of the machine.
-
-    Raises:
-        OSError: the file cannot be written; the old one is unchanged.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    if durable:
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

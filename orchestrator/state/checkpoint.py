@@ -30,19 +30,19 @@ from orchestrator.state.train_state import TrainState
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_FILES = ("model.safetensors", "optimizer.safetensors")
-_HASH = "sha256"  # twice as fast as blake2b on CPUs with SHA instructions
+FILES = ("model.safetensors", "optimizer.safetensors")
+HASH = "sha256"  # twice as fast as blake2b on CPUs with SHA instructions
 _FOREIGN_STALE_S = 3600.0
-_STEP = re.compile(r"step-(\d{8,})")
+STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)")
 
 T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """The checkpoint at ``path`` cannot be used. ``reason`` names the file and the problem."""
+    """The checkpoint at ``path``, a local one or a URL, cannot be used. ``reason`` names the file and the problem."""
 
-    def __init__(self, path: Path, reason: str):
+    def __init__(self, path: Path | str, reason: str):
         super().__init__(path, reason)
         self.path = path
         self.reason = reason
@@ -82,9 +82,9 @@ def save(
     try:
         temporary.mkdir()
         files = {}
-        for name, tensors in zip(_FILES, (state.model, state.optimizer), strict=True):
+        for name, tensors in zip(FILES, (state.model, state.optimizer), strict=True):
             digest, size = tensor_file.write(temporary / name, tensors, on_progress=on_progress)
-            files[name] = {_HASH: digest, "bytes": size}
+            files[name] = {HASH: digest, "bytes": size}
         position = {"step": state.step, "samples_consumed": state.samples_consumed}
         manifest = {
             "format": FORMAT,
@@ -94,7 +94,7 @@ def save(
             "files": files,
         }
         with (temporary / MANIFEST).open("w") as f:
-            json.dump({**manifest, _HASH: _digest(manifest)}, f, indent=1)
+            json.dump({**manifest, HASH: _digest(manifest)}, f, indent=1)
             f.flush()
             os.fsync(f.fileno())
         _sync_directory(temporary)
@@ -114,9 +114,9 @@ def load(path: Path) -> TrainState:
         CheckpointError: the directory is damaged or not a checkpoint.
     """
     manifest = read_manifest(path)
-    with ThreadPoolExecutor(len(_FILES)) as pool:  # reading and hashing release the GIL
+    with ThreadPoolExecutor(len(FILES)) as pool:  # reading and hashing release the GIL
         read = functools.partial(_checked, tensor_file.read, path, manifest)
-        model, optimizer = pool.map(read, _FILES)
+        model, optimizer = pool.map(read, FILES)
     position = {"step": manifest["step"], "samples_consumed": manifest["samples_consumed"]}
     return TrainState(model=model, optimizer=optimizer, meta={**manifest["meta"], **position})
 
@@ -128,7 +128,7 @@ def verify(path: Path) -> None:
         CheckpointError: the directory is damaged or not a checkpoint.
     """
     manifest = read_manifest(path)
-    for name in _FILES:
+    for name in FILES:
         _checked(tensor_file.verify, path, manifest, name)
 
 
@@ -149,8 +149,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(path, f"{MANIFEST} is unreadable: it is not a manifest")
     if manifest["format"] != FORMAT:
         raise CheckpointError(path, f"its format is {manifest['format']!r}, this version reads {FORMAT}")
-    if manifest.pop(_HASH, None) != _digest(manifest):
-        raise CheckpointError(path, f"{MANIFEST} changed: its own {_HASH} differs")
+    if manifest.pop(HASH, None) != _digest(manifest):
+        raise CheckpointError(path, f"{MANIFEST} changed: its own {HASH} differs")
     return manifest
 
 
@@ -163,7 +163,7 @@ def list_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoint directories in ``root``, oldest first, including damaged ones."""
     if not root.is_dir():
         return []
-    return sorted((p for p in root.iterdir() if _STEP.fullmatch(p.name)), key=_step_of)
+    return sorted((p for p in root.iterdir() if STEP.fullmatch(p.name)), key=_step_of)
 
 
 def find_newest(root: Path, on_damaged: Callable[[CheckpointError], None]) -> Path | None:
@@ -201,7 +201,7 @@ def _checked(read: Callable[[Path, str, int], T], path: Path, manifest: Mapping[
     if entry is None:
         raise CheckpointError(path, f"{MANIFEST} does not list {name}")
     try:
-        return read(path / name, entry[_HASH], entry["bytes"])
+        return read(path / name, entry[HASH], entry["bytes"])
     except FileNotFoundError:
         raise CheckpointError(path, f"missing file {name}") from None
     except OSError as e:

@@ -8,41 +8,18 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.state.checkpoint import prune, save
+from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.checkpoint_uploader import CheckpointUploader
 from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.train_state import TrainState
+from orchestrator.storage.remote import Remote
 
 _IDLE_WAIT_S = 5.0
 _PROGRESS_POLL_S = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """A checkpoint that is complete on disk at ``path``. ``seconds`` is the duration of the write."""
-
-    step: int
-    path: Path
-    seconds: float
-    size_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    """A checkpoint that is being written. ``progress`` counts the parts that have been written."""
-
-    step: int
-    progress: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteFailed:
-    """A checkpoint that could not be written, and why."""
-
-    step: int
-    reason: str
 
 
 class CheckpointWriter:
@@ -52,15 +29,25 @@ class CheckpointWriter:
     ``capture(..., into=writer.buffers())``. All methods must be called from the same thread.
     """
 
-    def __init__(self, root: Path, *, keep: int, run_uid: str, fence: Fence | None = None):
+    def __init__(
+        self, root: Path, *, keep: int, run_uid: str, fence: Fence | None = None, remote: Remote | None = None
+    ):
         """
         Args:
             root: the directory of the run's checkpoints; created if missing.
             keep: the number of checkpoints to keep, at least 1.
             run_uid: the identity of the run, recorded in each manifest.
             fence: consulted before each checkpoint becomes visible. None if this process may always save.
+            remote: where the checkpoints go from ``root``; None if that is their place.
         """
         self._root = root
+        self._uploader = (
+            None
+            if remote is None
+            else CheckpointUploader(
+                root, CheckpointStore(root, remote), keep=keep, fence=fence, on_result=self._add_result
+            )
+        )
         self._fence = fence
         self._keep = keep
         self._run_uid = run_uid
@@ -102,12 +89,18 @@ class CheckpointWriter:
             return results
 
     def pending(self) -> Pending | None:
-        """Return the checkpoint that is being written, or None."""
+        """Return the checkpoint that is being written or uploaded, or None."""
         with self._changed:
-            return None if self._pending is None else Pending(step=self._pending.step, progress=self._progress)
+            if self._pending is not None:
+                return Pending(step=self._pending.step, progress=self._progress)
+        return None if self._uploader is None else self._uploader.pending()
+
+    def upload_problem(self) -> str | None:
+        """Return why the last upload failed; None if it did not, or if there are no uploads."""
+        return None if self._uploader is None else self._uploader.problem()
 
     def drain(self, stall_timeout_s: float, *, on_progress: Callable[[], None] = lambda: None) -> Pending | None:
-        """Wait until the submitted snapshot is written, for as long as its bytes are being written.
+        """Wait until the submitted snapshot is written and uploaded, for as long as its bytes are on the way.
 
         Args:
             stall_timeout_s: give up if nothing has been written for this time.
@@ -120,7 +113,7 @@ class CheckpointWriter:
         last = self.pending()
         while last is not None:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending is None, min(_PROGRESS_POLL_S, stall_timeout_s))
+                self._changed.wait_for(lambda: self.pending() is None, min(_PROGRESS_POLL_S, stall_timeout_s))
             current = self.pending()
             if current != last:
                 progressed_at = time.monotonic()
@@ -132,10 +125,13 @@ class CheckpointWriter:
 
     def close(self, timeout_s: float) -> Pending | None:
         """End the thread after the pending write. Return that if it takes longer than ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
+        if self._uploader is not None and not self._thread.is_alive():
+            self._uploader.close(max(0.0, deadline - time.monotonic()))
         return self.pending()
 
     def _work(self) -> None:
@@ -144,11 +140,18 @@ class CheckpointWriter:
             try:
                 result = self._write(state)
             finally:
+                if self._uploader is not None and isinstance(result, Written):
+                    self._uploader.submit(result)
+                else:
+                    self._add_result(result)
                 with self._changed:
-                    self._results.append(result)
                     self._free = [state]
                     self._pending = None
                     self._changed.notify_all()
+
+    def _add_result(self, result: Written | WriteFailed) -> None:
+        with self._changed:
+            self._results.append(result)
 
     def _next(self) -> TrainState | None:
         """Wait for a snapshot; None after :meth:`close` if none is pending."""
@@ -160,7 +163,9 @@ class CheckpointWriter:
     def _write(self, state: TrainState) -> Written | WriteFailed:
         start = time.perf_counter()
         try:
-            path = save(self._root, state, run_uid=self._run_uid, fence=self._fence, on_progress=self._count_progress)
+            # Of a checkpoint that is uploaded, only the copy on the store is visible to others.
+            fence = self._fence if self._uploader is None else None
+            path = save(self._root, state, run_uid=self._run_uid, fence=fence, on_progress=self._count_progress)
         except FencedError as e:
             return WriteFailed(step=state.step, reason=str(e))
         except OSError as e:
@@ -168,8 +173,9 @@ class CheckpointWriter:
         except Exception as e:  # a bug must not end the thread, because training would wait for it
             return WriteFailed(step=state.step, reason=f"{type(e).__name__}: {e}")
         seconds = time.perf_counter() - start
-        with contextlib.suppress(OSError):  # the next checkpoint tries again
-            prune(self._root, self._keep)
+        if self._uploader is None:
+            with contextlib.suppress(OSError):  # the next checkpoint tries again
+                prune(self._root, self._keep)
         return Written(step=state.step, path=path, seconds=seconds, size_bytes=state.size_bytes)
 
     def _count_progress(self) -> None:

@@ -22,6 +22,7 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.constructor import recompute_note
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.timeline.spans import Span
 
@@ -105,6 +106,9 @@ class Strategy(LayoutRules, abc.ABC):
     reads_data = True
     """Whether this rank reads batches; other ranks are given None instead."""
 
+    counts_flops = True
+    """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
+
     # On the driver, after the layout rules and before anything starts
 
     @classmethod
@@ -114,7 +118,8 @@ class Strategy(LayoutRules, abc.ABC):
             errors += training_step_errors(config, job, supported=cls.runs_training_step)
             if not cls.runs_training_step:
                 return ()
-        return cls.check_job(config, job, plan, errors)
+        note = recompute_note(job, config.train)
+        return (*cls.check_job(config, job, plan, errors), *([] if note is None else [note]))
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -241,8 +246,10 @@ class Strategy(LayoutRules, abc.ABC):
 
     @property
     def eval_batch_size(self) -> int:
-        """The number of samples in the batches given to :meth:`evaluate`."""
-        return even_shares(self.context.train.global_batch_size, self.context.mesh.data_parallel_size)[0]
+        """The number of samples in the batches given to :meth:`evaluate`: those of a slice of a training step."""
+        train = self.context.train
+        share = even_shares(train.global_batch_size, self.context.mesh.data_parallel_size)[0]
+        return even_shares(share, train.grad_accumulation)[0]
 
     @abc.abstractmethod
     def evaluate(self, batch: Any, valid: int) -> EvalSums:

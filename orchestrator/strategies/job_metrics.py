@@ -11,10 +11,11 @@ from torch import Tensor
 
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
+from orchestrator.model.precision import summable
 
 _NAME = re.compile(r"[a-zA-Z0-9_\-.: ]+(/[a-zA-Z0-9_\-.: ]+)*")
 _MAX_NAME_LENGTH = 200
-_TRAIN = re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|samples_seen")
+_TRAIN = re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|loss_scale|samples_seen")
 _RESERVED = {"metrics": re.compile(r"loss|ema_.*"), "train_metrics": _TRAIN, "training_step": _TRAIN}
 """The names of the run's own metrics, by the method of the job."""
 
@@ -80,4 +81,4 @@ def _scalar(value: Any, name: str, where: str, wanted: str) -> Tensor:
     if value.numel() != 1 or value.is_complex():
         kind = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a complex number"
         raise ValueError(f"{where}: {name!r} is {kind}; return a scalar tensor, {wanted}")
-    return value.reshape(())
+    return summable(value.reshape(()))

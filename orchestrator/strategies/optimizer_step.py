@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from orchestrator.compat.torch import multiply
+from orchestrator.job import Job
 from orchestrator.model.batch import split_batch, to_device
 from orchestrator.model.precision import Precision
+from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state import train_state
 from orchestrator.state.joint import AnyScheduler
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.job_metrics import add_metrics, has_train_metrics, train_metrics
+from orchestrator.strategies.loss_scale import LossScale
 from orchestrator.strategies.weight_average import averaged, keep_average
+
+LOSS_SCALE = MetricSpec(name="train/loss_scale")
 
 
 class OptimizerStep(Strategy):
@@ -36,6 +43,13 @@ class OptimizerStep(Strategy):
     _metrics: dict[str, Tensor] | None = None
     """The sums of the job's metrics in this step; None if they are not wanted."""
 
+    def __init__(self, context: Context, job: Job):
+        super().__init__(context, job)
+        name = context.train.precision
+        prepare_device(name, context.device)
+        self.precision = Precision.named(name, context.device.type)
+        self.loss_scale = LossScale() if name == "fp16" else None
+
     def attach(self) -> None:
         if self._in_step:
             self.forget_step()
@@ -49,21 +63,29 @@ class OptimizerStep(Strategy):
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         context, train = self.context, self.context.train
-        slices = [split_batch(to_device(b, context.device)) for b in microbatches]
+        slices = [self._on_device(batch) for batch in microbatches]
         weights, total_weight = self._weigh(slices)
-        may_be_undone = train.on_nonfinite == "skip" or context.mesh.world_size > 1
+        scale = self.loss_scale
+        may_skip = train.on_nonfinite == "skip" or scale is not None
+        may_be_undone = may_skip or context.mesh.world_size > 1
         self._buffers_before = [b.clone() for b in self._buffers()] if may_be_undone else []
         self._in_step = True
         self._metrics = {} if want_metrics and has_train_metrics(self.job) else None
         self.optimizer.zero_grad()
-        loss_sum = self._backward(slices, weights, total_weight)
+        loss_sum = self._backward(slices, weights, total_weight if scale is None else total_weight / scale.factor)
+        if scale is not None:
+            multiply([p.grad for p in self.parameters if p.grad is not None], 1 / scale.factor)
         norm: Tensor | None = None
-        if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
+        if train.clip_norm is not None or may_skip or want_grad_norm:
             norm = self._gradient_norm()
         weight = torch.as_tensor(sum(weights), dtype=torch.float32)
         metrics = self._metrics or {}
-        if norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm):
-            # With `skip`, isfinite() makes the host wait for the device in every step: the update depends on it.
+        # Here the host waits for the device, because the update depends on it. The norm is that of the whole gradient,
+        # summed over replicas and stages, so that all ranks skip the same steps.
+        finite = not may_skip or norm is None or bool(torch.isfinite(norm))
+        if scale is not None:
+            self.loss_scale = scale.after(finite=finite)
+        if not finite and (train.on_nonfinite == "skip" or (scale is not None and scale.can_fall)):
             self.forget_step()
             return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, skipped=True, metrics=metrics)
         if norm is not None and train.clip_norm is not None:
@@ -74,10 +96,29 @@ class OptimizerStep(Strategy):
         return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, metrics=metrics)
 
     def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
-        """Copy this rank's part of model, optimizer and scheduler to host memory, reusing that of ``into``."""
+        """Copy this rank's part of the training state to host memory, reusing that of ``into``."""
         return train_state.capture(
-            self.model, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
+            self.state_module(),
+            self.optimizer,
+            self.scheduler,
+            step=step,
+            samples_consumed=samples_consumed,
+            into=into,
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
         )
+
+    def load(self, state: TrainState, *, partial: bool = False) -> None:
+        """Load this rank's part of ``state``, which has more parts if ``partial``."""
+        train_state.restore(state, self.state_module(), self.optimizer, self.scheduler, partial=partial)
+        if self.loss_scale is not None:
+            self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))
+
+    def state_module(self) -> nn.Module:
+        """Return a module with the tensors of this rank, under the model's own names."""
+        return self.model
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return measured({LOSS_SCALE: None if self.loss_scale is None else self.loss_scale.factor})
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         return averaged(self.optimizer)
@@ -106,6 +147,12 @@ class OptimizerStep(Strategy):
     ) -> Tensor:
         """Compute the gradients of the global batch by forward and backward passes.
 
+        Args:
+            slices: the slices of this rank's share of the batch, as pairs of inputs and targets on the device.
+            weights: the weight of each slice.
+            total_weight: what the weights are divided by for the gradients: the weight of the global batch, divided by
+                the scale of the loss.
+
         Returns:
             The summed loss of this rank, a scalar.
         """
@@ -113,6 +160,11 @@ class OptimizerStep(Strategy):
     @abc.abstractmethod
     def _gradient_norm(self) -> Tensor:
         """Return the 2-norm of the gradient of the whole model."""
+
+    def _on_device(self, batch: Any) -> tuple[Any, Any]:
+        """Return the inputs and the target of a batch on the device, the inputs in the model's dtype."""
+        inputs, target = split_batch(to_device(batch, self.context.device))
+        return self.precision.inputs(inputs), target
 
     def _measure(self, output: Any, target: Any) -> None:
         """Add the job's metrics of a part of the batch, in a step for which they are wanted."""
@@ -132,9 +184,3 @@ class OptimizerStep(Strategy):
     def _schedule(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
-
-    @property
-    def precision(self) -> Precision:
-        """What forward passes and losses are computed in."""
-        dtype = torch.bfloat16 if self.context.train.precision == "bf16" else None
-        return Precision(self.context.device.type, dtype)

@@ -98,6 +98,11 @@ def training_step_errors(config: Config, job: Job, *, supported: bool) -> list[s
             f"train.grad_accumulation={train.grad_accumulation}: {overrides}, which gets the whole batch of a worker; "
             "set it to 1, and cut the batch there"
         )
+    if train.precision in ("fp16", "bf16-true"):
+        reason = "calls backward() itself, so that its losses are not scaled"
+        if train.precision == "bf16-true":
+            reason = "gets the batches as they are, and not in bfloat16"
+        errors.append(f"train.precision={train.precision}: {overrides}, which {reason}; set it to bf16 or fp32")
     if train.on_nonfinite == "skip":
         errors.append(
             f"train.on_nonfinite=skip: {overrides}, and updates that it has made cannot be undone; set it to stop, and "

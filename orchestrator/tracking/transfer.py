@@ -16,8 +16,9 @@ from typing import Any
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import RunEnded
 from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines, read_samples
+from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import locked
-from orchestrator.records.run_dir import RunDir, read_json, write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.uri import redact_uri
 

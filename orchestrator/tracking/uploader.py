@@ -21,8 +21,9 @@ from typing import Any
 
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.records.output_dir import OutputDir, push_records
 from orchestrator.records.process import this_process
-from orchestrator.records.run_dir import RunDir, all_runs
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.transfer import (
     count_points,
@@ -171,8 +172,10 @@ class Uploader:
         )
 
 
-def recover_orphans(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> list[RunDir]:
-    """Mark every run below ``output_dir`` whose driver died with its machine as killed, and return these runs.
+def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) -> list[RunDir]:
+    """Mark every run in ``output_dir`` whose driver died with its machine as killed, and return these runs.
+
+    On a store, these are the runs of this machine.
 
     Runs that are to be ``resumed`` are left alone: their own upload begins at once, and must not wait for another one.
 
@@ -180,7 +183,7 @@ def recover_orphans(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> li
     has a masked password, or whose server does not answer, need ``orchestrator sync``. Does not wait for anything.
     """
     orphans: dict[RunDir, Mapping[str, Any]] = {}
-    for run_dir in all_runs(output_dir):
+    for run_dir in output_dir.runs_from_here():
         if run_dir in resumed:
             continue
         with contextlib.suppress(OSError, ValueError, KeyError):  # an unreadable run is left alone
@@ -191,6 +194,7 @@ def recover_orphans(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> li
                 if not acquired:
                     continue
                 mark_killed(run_dir, reason="the driver process died with its machine")
+                push_records(run_dir)
             orphans[run_dir] = record
     uploads = {run_dir: options for run_dir, record in orphans.items() if (options := _options_for_orphan(record))}
     if uploads:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -31,13 +32,17 @@ from orchestrator.protocol.messages import (
     WorkerEnvironment,
     WorkerInfo,
 )
-from orchestrator.records.run_dir import RunDir, log_header, log_tail
+from orchestrator.records.rank_log import log_header, log_tail
+from orchestrator.records.run_dir import RunDir
+from orchestrator.storage.staging import make_private
 from orchestrator.strategies import registry
 from orchestrator.strategies.datasets import DatasetError
+from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.worker import rendezvous
 from orchestrator.worker.context import context_of
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
+from orchestrator.worker.gpu_meter import GpuMeter
 from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
@@ -47,7 +52,7 @@ from orchestrator.worker.process.shared_directory import NotSharedError, check_s
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
 from orchestrator.worker.spool import Spool
 
-EXPLAINED = (DatasetError, NotSharedError)
+EXPLAINED = (DatasetError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 SHARED_TIMEOUT_S = 10.0
 """How long the run directory may take to appear on a node."""
@@ -73,6 +78,7 @@ class Worker:
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
         self.cpu = CpuMeter()
+        self.gpus = GpuMeter()
         self.notice = TerminationNotice()
         self.job: Job | None = None
         self.loop: Loop | None = None
@@ -100,7 +106,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
-        system = system_metrics(self.device, self.cpu) if with_system_metrics else {}
+        system = system_metrics(self.cpu, self.gpus) if with_system_metrics else {}
         waiting = is_waiting(self.training_thread)
         return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
 
@@ -160,15 +166,23 @@ class Worker:
         Raises:
             Exception: the assignment cannot be read, because this node has another version of a class in it.
         """
-        assignment = Assignment.unpacked(packed, global_rank=global_rank)
-        run_dir = RunDir(Path(assignment.run_dir))
+        self.outbox.begin_generation()
+        outcome = self._train(Assignment.unpacked(packed, global_rank=global_rank))
+        return replace(outcome, last_heartbeat=self.outbox.collect_last())
+
+    def _train(self, assignment: Assignment) -> Outcome:
+        run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
         startup: dict[str, float] = {}
         try:
-            check_shared(
-                run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
-            )
+            if run_dir.remote is None:
+                check_shared(
+                    run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
+                )
+            else:
+                make_private(run_dir.path.parents[1])
+                run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
             if log != self.log:
                 _redirect_output(log, self.redactor)
                 self.log = log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,31 +10,40 @@ from typing import Any
 
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
+from orchestrator.records.lease import RESTORED_WITHIN_S
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed
+from orchestrator.state.checkpoint import path_of
+from orchestrator.state.checkpoint_results import WriteFailed
+from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
 from orchestrator.state.train_state import nonfinite_parameter
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.metrics import NonFiniteError
 
+_LIMIT = "cluster.collective_timeout_s is the limit"
+
 
 class Checkpoints:
     """Takes snapshots of the training state and has them written on a background thread."""
 
     def __init__(self, assignment: Assignment, *, strategy: Strategy, outbox: Outbox):
-        run_dir, config = RunDir(Path(assignment.run_dir)), assignment.config
+        run_dir, config = RunDir(Path(assignment.run_dir), assignment.remote), assignment.config
+        self._run_dir = run_dir
         self._strategy = strategy
         self._outbox = outbox
         self._timeout_s = config.cluster.collective_timeout_s
         self._stall_ms = 0.0
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
-        self._fence = Fence(run_dir.fence_file, assignment.fence)
+        self._fence = Fence(
+            run_dir.fence_file, assignment.fence, remote=run_dir.remote, restored_within_s=RESTORED_WITHIN_S
+        )
         self._writer = CheckpointWriter(
             run_dir.checkpoints,
             keep=config.checkpoint.keep,
             run_uid=assignment.run_uid,
             fence=self._fence,
+            remote=run_dir.remote_checkpoints,
         )
 
     def reassign(self, assignment: Assignment) -> None:
@@ -79,7 +89,7 @@ class Checkpoints:
                 self._outbox.put_event(
                     CheckpointSaved(
                         step=result.step,
-                        path=str(result.path),
+                        path=self._run_dir.location_of(result.path),
                         seconds=result.seconds,
                         stall_ms=self._stall_ms,
                         size_bytes=result.size_bytes,
@@ -91,7 +101,11 @@ class Checkpoints:
         stalled = self._writer.drain(self._limit_s, on_progress=self._outbox.progress)
         if stalled is not None and stalled.step != self._given_up:
             self._given_up = stalled.step
-            self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=nothing_written(self._timeout_s)))
+            reason = nothing_written(self._timeout_s)
+            if (problem := self._writer.upload_problem()) is not None:
+                staged = path_of(self._run_dir.checkpoints, stalled.step)
+                reason = not_uploaded(self._timeout_s, problem, f"{staged} on {socket.gethostname()}")
+            self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=reason))
         self.report()
 
     @property
@@ -116,5 +130,10 @@ def nothing_written(seconds: float) -> str:
     """Return why a checkpoint was given up."""
     return (
         f"nothing was written for {seconds:g} s: is the file system of the run directory full, slow or disconnected? "
-        "cluster.collective_timeout_s is the limit"
+        f"{_LIMIT}"
     )
+
+
+def not_uploaded(seconds: float, problem: str, staged: str) -> str:
+    """Return why the upload of a checkpoint was given up, and where it is: ``staged``."""
+    return f"nothing was uploaded for {seconds:g} s ({problem}); it is in {staged}; {_LIMIT}"

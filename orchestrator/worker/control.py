@@ -128,11 +128,16 @@ class Outbox:
         self._num_reports = 0  # points and events so far
         self._first_report = 0  # the number of the first one that has not been collected
         self._spool: Spool | None = None
+        self._outcome_under_way = False
         self._events: list[Event] = []
 
     def keep_in(self, spool: Spool) -> None:
         """Keep points and events in ``spool`` too, until the driver has received them."""
         self._spool = spool
+
+    def begin_generation(self) -> None:
+        """Take note that the driver has received the last outcome, with the reports that :meth:`collect_last` added."""
+        self._outcome_under_way = False
 
     def enter(self, step: int, phase: Phase) -> None:
         """Set the phase, and the last step that is done."""
@@ -202,7 +207,7 @@ class Outbox:
         with self._lock:
             points, self._points = self._points, []
             first, self._first_report = self._first_report, self._num_reports
-            if self._spool is not None:
+            if self._spool is not None and not self._outcome_under_way:
                 self._spool.turn()
             events, self._events = self._events, []
             return Heartbeat(
@@ -218,3 +223,12 @@ class Outbox:
                 system=system,
                 leaving=leaving,
             )
+
+    def collect_last(self) -> Heartbeat:
+        """Return the same as :meth:`collect`, to send with the outcome of a generation.
+
+        The spool drops nothing until the next generation begins: the driver may ask for a heartbeat before it has
+        received the outcome.
+        """
+        self._outcome_under_way = True
+        return self.collect({})

@@ -39,7 +39,7 @@ class JobReports:
         self._warner = warner
         self._samples = Samples(
             job,
-            run_dir=RunDir(Path(assignment.run_dir)),
+            run_dir=RunDir(Path(assignment.run_dir), assignment.remote),
             outbox=outbox,
             device=device,
             seed=assignment.config.seed,

@@ -18,6 +18,8 @@ from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.datasets import is_stream, known_length
 from orchestrator.strategies.weight_average import forget_average
@@ -27,6 +29,7 @@ from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of
 from orchestrator.worker.evaluation import evaluate
 from orchestrator.worker.fault_injection import inject_fault
+from orchestrator.worker.flops import FlopMeter
 from orchestrator.worker.job_data import JobData
 from orchestrator.worker.job_reports import JobReports
 from orchestrator.worker.metrics import NonFiniteError, Window, lr_of_groups
@@ -77,8 +80,10 @@ class Loop:
         self.gate = gate
         self.outbox = outbox
         self.position = Position()
+        self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
+        self._flop_meter = FlopMeter(device, at_step=None)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
         self._reports = JobReports(
@@ -173,6 +178,8 @@ class Loop:
         began = time.perf_counter()
         total_steps, position = self.config.train.steps, self.position
         first_step = position.step + 1
+        # Counting takes time, and the first step ends the start of a run or a recovery.
+        self._flop_meter = FlopMeter(self.device, at_step=first_step + 1 if self.strategy.counts_flops else None)
         window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
@@ -207,11 +214,12 @@ class Loop:
         batch = next(batches)
         window.data_wait_s += time.perf_counter() - waiting_since
         self._inject_fault("train", step)
-        result = self.strategy.train_step(
-            batch,
-            want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
-            want_metrics=self._is_logged(step),
-        )
+        with self._flop_meter.counting(step):
+            result = self.strategy.train_step(
+                batch,
+                want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
+                want_metrics=self._is_logged(step),
+            )
         window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
         self.position.step = step
         self.position.samples_consumed += self.config.train.global_batch_size
@@ -244,6 +252,11 @@ class Loop:
         train = self.config.train
         return step % train.log_every == 0 or step in (1, train.steps)
 
+    def _load(self, checkpoint: Path) -> TrainState:
+        """Load a checkpoint, after its download if it is on a store and not on this node."""
+        store = CheckpointStore(checkpoint.parent, self._run_dir.remote_checkpoints)
+        return load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
+
     def _restore_state(self) -> None:
         """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one."""
         assert self._data is not None
@@ -256,7 +269,7 @@ class Loop:
                 samples_consumed=position.samples_consumed,
             )
         elif assignment.checkpoint is not None:
-            state = load(Path(assignment.checkpoint)) if self.rank == 0 else None
+            state = self._load(Path(assignment.checkpoint)) if self.rank == 0 else None
             if state is not None and self.config.train.ema_decay is None:
                 forget_average(state)
             meta = self.strategy.restore(state, source=0)
@@ -289,6 +302,7 @@ class Loop:
                 comm_ms=self.strategy.comm_ms(),
                 spans=self.strategy.spans(),
                 metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},
+                flops=self._flop_meter.step,
             )
         )
         self._checkpoints.report()
@@ -351,4 +365,4 @@ class Loop:
     def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:
         if not self.config.profile:
             return contextlib.nullcontext(NoProfiler())
-        return profile_to(RunDir(Path(self.assignment.run_dir)).profile / f"rank-{self.rank}.json")
+        return profile_to(self._run_dir.profile / f"rank-{self.rank}.json")

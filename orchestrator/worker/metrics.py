@@ -21,6 +21,8 @@ from orchestrator.protocol.core_metrics import SAMPLES_SEEN
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.timeline.spans import Span
+from orchestrator.worker.flops import StepFlops
+from orchestrator.worker.gpu_meter import GpuMeter
 
 WARM_UP_STEPS = 10
 """Steps that no throughput metric includes; in a short run, a fifth of its steps."""
@@ -133,6 +135,7 @@ class Window:
         comm_ms: float | None,
         spans: Sequence[Span],
         metrics: Mapping[str, Metric],
+        flops: StepFlops | None = None,
     ) -> TrainPoint:
         """Return the window as a point and start the next window.
 
@@ -145,6 +148,7 @@ class Window:
             comm_ms: how long the last step waited for other ranks; None if unknown.
             spans: what the stages of this rank did in the last step.
             metrics: the strategy's own metrics.
+            flops: the work of a step; None if unknown.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
@@ -152,7 +156,7 @@ class Window:
         self.check_finite()
         step, steps = self._steps[-1], len(self._steps)
         norm = None if grad_norm is None else float(grad_norm)
-        if norm is not None and not math.isfinite(norm) and self._losses:
+        if norm is not None and not math.isfinite(norm) and step in self._updated:
             raise NonFiniteError(f"the gradient norm became {norm}", step)
         own = {SAMPLES_SEEN: samples_seen, EPOCH: epoch, LR: lr, GRAD_NORM: norm}
         times = self.timer.drain()
@@ -171,6 +175,8 @@ class Window:
             step_weight=float(self._step_weight),
             sums={name: float(value) for name, value in sums.items()},
             metrics={**measured(own), **metrics},
+            flops=None if flops is None else flops.flops,
+            flops_at_peak_ms=None if flops is None else flops.at_peak_ms,
         )
         self._losses, self._weights, self._steps, self._updated = [], [], [], []
         self.data_wait_s = 0.0
@@ -217,7 +223,7 @@ def peak_memory_mb(device: torch.device) -> float | None:
     return None if peak is None else int(peak) * 1024 / 1e6
 
 
-def system_metrics(device: torch.device, cpu: CpuMeter) -> dict[str, float]:
+def system_metrics(cpu: CpuMeter, gpus: GpuMeter) -> dict[str, float]:
     """Return the system metrics of this node by the names of MLflow, without the prefix ``system/<node>/``."""
     memory = psutil.virtual_memory()
     readings = {
@@ -226,8 +232,4 @@ def system_metrics(device: torch.device, cpu: CpuMeter) -> dict[str, float]:
     }
     if (percent := cpu.percent()) is not None:
         readings["cpu_utilization_percentage"] = percent
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        readings["gpu_0_memory_usage_megabytes"] = (total - free) / 1e6
-        readings["gpu_0_memory_usage_percentage"] = 100 * (total - free) / total
-    return readings
+    return {**readings, **gpus.read()}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from orchestrator.config.redact import Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.events import SampleSaved
-from orchestrator.records.run_dir import RunDir, write_atomically
+from orchestrator.records.json_file import write_atomically
+from orchestrator.records.run_dir import RunDir
 from orchestrator.state.train_state import TrainState
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.job_calls import call_without_effect

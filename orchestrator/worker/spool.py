@@ -31,7 +31,7 @@ class Spool:
 
     def __init__(self, path: Path):
         path.parent.mkdir(exist_ok=True)
-        self._current, self._other = (file.open("ab", buffering=0) for file in _files(path))
+        self._current, self._other = (file.open("ab", buffering=0) for file in spool_files(path))
         for file in (self._current, self._other):
             file.truncate(0)
             file.seek(0)
@@ -58,18 +58,19 @@ def read_spool(path: Path) -> Iterator[tuple[int, Report]]:
 
     There are none if the files cannot be read. A report that is cut off, and what follows it, is left out.
     """
-    found = dict(itertools.chain.from_iterable(_read(file) for file in _files(path)))
+    found = dict(itertools.chain.from_iterable(_read(file) for file in spool_files(path)))
     yield from sorted(found.items())
 
 
 def remove_spool(path: Path) -> None:
     """Delete the files of a process that has ended."""
     with contextlib.suppress(OSError):
-        for file in _files(path):
+        for file in spool_files(path):
             file.unlink(missing_ok=True)
 
 
-def _files(path: Path) -> tuple[Path, Path]:
+def spool_files(path: Path) -> tuple[Path, Path]:
+    """Return the files of the :class:`Spool` at ``path``."""
     return path.with_name(f"{path.name}.0"), path.with_name(f"{path.name}.1")
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.runs import ROOT
+from helpers.commands import environment
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -137,11 +136,8 @@ main()
 def run_script(text: str, *words: str, folder: Path) -> str:
     script = folder / "program.py"
     script.write_text(text)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, script.name, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
+    command = [sys.executable, script.name, *words]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

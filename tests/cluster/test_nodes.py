@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from helpers.disks import require_mounts
-from helpers.runs import PYTHONPATH
+from helpers.runs import events_below, last_step, wait_for
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
 WORDS = (
@@ -45,81 +44,108 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 class Run:
-    """Our command on the cluster's head, in a folder of its own."""
+    """A command that runs in ``folder``."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *words: str):
-        self._folder = folder
-        environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "PYTHONPATH")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.launch", *WORDS, f"cluster.address={cluster.address}", *words],
-            cwd=folder,
-            env={**environment, "PYTHONPATH": PYTHONPATH},  # the job, for the workers too
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def __init__(self, process: subprocess.Popen[str], folder: Path):
+        self._process, self._folder = process, folder
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 100
-        while not condition():
+        """Wait while the command runs."""
+
+        def met() -> Any:
             assert self._process.poll() is None, self._process.communicate()[0]
-            assert time.monotonic() < deadline, self.end()
-            time.sleep(0.05)
+            return condition()
+
+        wait_for(met, timeout_s=100)
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: max((p["step"] for p in self._lines("metrics.jsonl")), default=0) >= step)
+        self.wait_for(lambda: last_step(self._folder) >= step)
+
+    def stop(self) -> dict[str, Any]:
+        """Stop the command; returns the summary of its run."""
+        self._process.send_signal(signal.SIGINT)
+        self.output(code=130)
+        return self._summary()
 
     def finish(self) -> dict[str, Any]:
-        """The summary of a run that came to its end."""
-        output, _ = self._process.communicate(timeout=100)
-        assert self._process.returncode == 0, output
-        (record,) = self._folder.glob("outputs/*/*/run.json")
-        summary: dict[str, Any] = json.loads(record.read_text())["summary"]
-        return summary
+        """The summary of a run that comes to its end."""
+        self.output(code=0)
+        return self._summary()
 
-    def fail(self) -> str:
-        """The output of a run that failed."""
+    def output(self, *, code: int) -> str:
+        """What the command has printed when it has ended with ``code``."""
         output, _ = self._process.communicate(timeout=100)
-        assert self._process.returncode == 1, output
+        assert self._process.returncode == code, output
         return output
 
-    def end(self) -> str:
-        self._process.kill()
-        return self._process.communicate()[0]
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [e for e in self._lines("events.jsonl") if e["event"] == kind]
+    def events(self, kind: str) -> Sequence[dict[str, Any]]:
+        return events_below(self._folder, kind)
 
     def sizes(self) -> list[tuple[int, int, str | None]]:
         return [(e["num_workers_before"], e["num_workers"], e["planned"]) for e in self.events("recovered")]
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        files = self._folder.glob(f"outputs/*/*/{name}")
-        return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    def _summary(self) -> dict[str, Any]:
+        (record,) = self._folder.glob("outputs/*/*/run.json")
+        summary: dict[str, Any] = json.loads(record.read_text())["summary"]
+        return summary
 
 
-def test_a_node_is_lost_and_another_comes(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.fixture
+def start(cluster: Cluster, launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Run]:
+    """``start("train.steps=30", ...)`` runs our command on the cluster's head."""
+    words = (*WORDS, f"cluster.address={cluster.address}")
+    return lambda *more: Run(launch(*words, *more, RAY_AUTH_MODE="disabled"), tmp_path)
+
+
+def test_a_node_is_lost_and_another_comes(cluster: Cluster, start: Callable[..., Run]) -> None:
     node = cluster.add_node(num_cpus=1)
-    run = Run(cluster, tmp_path, "strategy.num_workers=[1,2]", "train.steps=900")
+    run = start("strategy.num_workers=[1,2]", "train.steps=100000")
     run.wait_for_step(30)
     cluster.remove_node(node, allow_graceful=False)
     run.wait_for(lambda: run.events("recovered"))
     cluster.add_node(num_cpus=1)
-    summary = run.finish()
+    run.wait_for(lambda: len(run.events("recovered")) == 2)
+    summary = run.stop()
     assert len(run.events("worker_lost")) == 1
     assert run.sizes() == [(2, 1, None), (1, 2, "growing")]
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
 
 
-def test_an_output_directory_that_a_node_does_not_share_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_output_directory_that_a_node_does_not_share_is_refused(
+    cluster: Cluster, start: Callable[..., Run], tmp_path: Path
+) -> None:
     require_mounts()
     outputs = tmp_path / "outputs"
     outputs.mkdir()
     with node_with_its_own(outputs, cluster):
-        output = Run(cluster, tmp_path, "strategy.num_workers=2", "train.steps=30").fail()
+        output = start("strategy.num_workers=2", "train.steps=30").output(code=1)
     assert f"output_dir={outputs} is not shared: the node {socket.gethostname()} does not see this run there" in output
     assert "Traceback" not in output
     assert not list(outputs.glob("*/*/checkpoints/*"))
+
+
+def test_with_a_url_every_node_writes_to_a_directory_of_its_own(
+    cluster: Cluster, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    require_mounts()
+    store, staging = tmp_path / "store", tmp_path / "staging"
+    staging.mkdir()
+    url = (f"output_dir=file://{store}", f"storage.staging_dir={staging}", "storage.upload_every_s=0.5")
+    faults = "recovery.chaos=[kill@20:0,kill@40:1]"
+    with node_with_its_own(staging, cluster):
+        output = start("strategy.num_workers=2", "train.steps=60", *url, faults).output(code=0)
+    (stored,) = store.glob("*/*")
+    assert f"run directory: file://{stored}" in output
+    record = json.loads((stored / "run.json").read_text())
+    assert (record["state"], record["summary"]["restarts"], record["summary"]["steps_lost"]) == ("finished", 2, 0)
+    points = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(p["step"] for p in points if "train/loss" in p) == list(range(1, 61))
+    assert [p.parent.name for p in stored.glob("checkpoints/*/manifest.json")] == ["step-00000060"]
+    of_driver, of_node = sorted(stored.glob("logs/**/*.log"), key=lambda p: len(p.parts))
+    assert {of_driver.name, of_node.name} == {"rank-0.log", "rank-1.log"}
+    assert of_node.parent.name.startswith(socket.gethostname())
+    for log in (of_driver, of_node):
+        assert log.read_text().count("worker process ") == 2
 
 
 @contextlib.contextmanager
@@ -140,10 +166,7 @@ def node_with_its_own(folder: Path, cluster: Cluster) -> Iterator[None]:
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 60
-        while len(cluster.global_state._live_node_ids()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        wait_for(lambda: len(cluster.global_state._live_node_ids()) == 2, "the node")
         yield
     finally:
         process.terminate()
@@ -151,10 +174,10 @@ def node_with_its_own(folder: Path, cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.campaign
-def test_with_a_spare_elsewhere_a_lost_node_costs_no_step(cluster: Cluster, tmp_path: Path) -> None:
-    """The spare may have been on the lost one; then there is nothing to see."""
+def test_with_a_spare_elsewhere_a_lost_node_costs_no_step(cluster: Cluster, start: Callable[..., Run]) -> None:
+    """A node has one CPU, so the spare is on no worker's node."""
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    run = Run(cluster, tmp_path, "strategy.num_workers=2", "recovery.spares=1", "train.steps=300")
+    run = start("strategy.num_workers=2", "recovery.spares=1", "train.steps=300")
     run.wait_for_step(30)
     workers = " ".join(run.events("generation_started")[0]["workers"])
     node = next(n for n in nodes if any(f"pid {p}" in workers for p in pids_of(n)))
@@ -165,10 +188,10 @@ def test_with_a_spare_elsewhere_a_lost_node_costs_no_step(cluster: Cluster, tmp_
 
 
 @pytest.mark.campaign
-def test_a_drained_node_is_left_in_time(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_drained_node_is_left_in_time(cluster: Cluster, start: Callable[..., Run]) -> None:
     leaving = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
-    run = Run(cluster, tmp_path, "strategy.num_workers=2", "train.steps=300", "recovery.max_failures=0")
+    run = start("strategy.num_workers=2", "train.steps=300", "recovery.max_failures=0")
     run.wait_for_step(30)
     cluster.add_node(num_cpus=1)
     drain(cluster, leaving.node_id)

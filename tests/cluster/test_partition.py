@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from helpers.runs import PYTHONPATH, wait_for
+from helpers.commands import environment
+from helpers.runs import events_below, wait_for, wait_for_step
 
 BIN = Path(sys.executable).parent
 HEAD, OTHER = "10.93.7.2", "10.93.7.1"
@@ -50,12 +50,11 @@ class Hosts:
     def mend(self) -> None:
         ip("-n", self.other, "link", "set", "cable", "up")
 
-    def start(self, host: str, *words: str | Path, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    def start(self, host: str, *words: str | Path, cwd: Path) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             ["ip", "netns", "exec", host, *words],
             cwd=cwd,
-            env={**kept, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "c" * 40, **environment},
+            env=environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="c" * 40),
             stdout=(cwd / f"{len(self._started)}.out").open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -94,10 +93,6 @@ def hosts() -> Iterator[Hosts]:
         made.remove()
 
 
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in folder.glob(f"outputs/*/*/{name}") for line in path.read_text().splitlines()]
-
-
 @pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_a_link_is_cut_and_mended(hosts: Hosts, tmp_path: Path) -> None:
@@ -115,20 +110,20 @@ def test_a_link_is_cut_and_mended(hosts: Hosts, tmp_path: Path) -> None:
     wait_for(both_are_there, "two nodes", timeout_s=90)
     words = ["strategy.num_workers=[1,2]", "train.steps=600", "train.log_every=1", "train.eval_every=0"]
     job = ["job._target_=helpers.leisurely_job.Leisurely", "checkpoint.every=10", "job.momentum=0"]
-    run = hosts.start(hosts.head, *launch, *words, *job, cwd=tmp_path, PYTHONPATH=PYTHONPATH)
-    wait_for(lambda: any(p["step"] >= 40 for p in lines(tmp_path, "metrics.jsonl")), "training", timeout_s=90)
-    (started,) = (e for e in lines(tmp_path, "events.jsonl") if e["event"] == "generation_started")
+    run = hosts.start(hosts.head, *launch, *words, *job, cwd=tmp_path)
+    wait_for_step(tmp_path, 40, timeout_s=90)
+    (started,) = events_below(tmp_path, "generation_started")
     cut_off = psutil.Process(int(started["workers"][0].rpartition(" ")[2]))
     assert OTHER in started["workers"][0]
 
     hosts.cut()
-    (lost,) = wait_for(lambda: [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "worker_lost"], "a loss")
+    (lost,) = wait_for(lambda: events_below(tmp_path, "worker_lost"), "a loss")
     assert "has not answered" in lost["reason"]
-    (back,) = wait_for(lambda: [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "recovered"], "recovery")
+    (back,) = wait_for(lambda: events_below(tmp_path, "recovered"), "recovery")
     assert (back["num_workers"], back["in_place"], back["steps_lost"]) == (1, True, 0)
     hosts.mend()
     assert run.wait(120) == 0
     wait_for(lambda: not cut_off.is_running(), "the end of the worker that was cut off", timeout_s=60)
-    saved = [e["step"] for e in lines(tmp_path, "events.jsonl") if e["event"] == "checkpoint_saved"]
+    saved = [e["step"] for e in events_below(tmp_path, "checkpoint_saved")]
     assert saved == sorted(set(saved))
     assert saved[-1] == 600

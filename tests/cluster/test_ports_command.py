@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import digits_job
+from helpers import commands
 from helpers.job_trials import trained
-from helpers.runs import ROOT, losses
+from helpers.runs import losses
 
 
+@pytest.mark.campaign
 def test_a_copied_port_trains_as_it_does_without_ray(tmp_path: Path) -> None:
     shutil.copy(digits_job.__file__, tmp_path)
     job = "job._target_=digits_job.Digits"
     settings = ("train.steps=20", "train.global_batch_size=60", "train.log_every=1", "train.eval_every=10")
-    command = [sys.executable, "-m", "orchestrator.launch", "strategy=ddp", job, *settings, "tracking=none"]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    ended = subprocess.run(
-        [*command, "cluster=local"],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
+    words = ("strategy=ddp", job, *settings, "tracking=none", "cluster=local")
+    ended = commands.run(*words, cwd=tmp_path, timeout_s=100)
     assert ended.returncode == 0, ended.stdout
     assert "finished: 20 steps" in ended.stdout
     (run_dir,) = tmp_path.glob("outputs/*/*")

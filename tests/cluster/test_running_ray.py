@@ -19,9 +19,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from helpers.runs import ROOT, events_below
+
 BIN = Path(sys.executable).parent
 START = ROOT / "cluster" / "start.sh"
+
+WAIT_FOR_TWO_NODES = """
+import sys, time, ray
+ray.init(sys.argv[1])
+while sum(node["Alive"] for node in ray.nodes()) < 2:
+    time.sleep(0.1)
+"""
 
 
 @dataclass(frozen=True)
@@ -98,14 +106,6 @@ def command(head: Head, *words: str, cwd: Path, **env: str) -> subprocess.Comple
     return subprocess.run(words, cwd=cwd, env={**head.env, **env}, capture_output=True, text=True, timeout=100)
 
 
-def test_from_a_node(head: Head, tmp_path: Path) -> None:
-    words = ("strategy=ddp", f"cluster.address={head.gcs}", "train.steps=20", "tracking=none")
-    done = command(head, "python", "-m", "orchestrator.launch", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = tmp_path.glob("outputs/*/*/run.json")
-    assert json.loads(record.read_text())["state"] == "finished"
-
-
 @pytest.mark.timeout(240)
 def test_over_two_uneven_nodes(head: Head, tmp_path: Path) -> None:
     """Three workers need both nodes; four are refused with what each node has."""
@@ -113,24 +113,15 @@ def test_over_two_uneven_nodes(head: Head, tmp_path: Path) -> None:
              "train.steps=10", "tracking=none")  # fmt: skip
     agent = f"--dashboard-agent-listen-port={free_port()}"
     with ray_start(head.gcs, "--num-cpus=1", agent, env=head.env):
-        deadline = time.monotonic() + 60
-        while True:
-            asked = command(head, *words, "strategy.num_workers=4", cwd=tmp_path)
-            assert asked.returncode == 2, asked.stdout
-            if asked.stderr.count(" CPUs and 0 GPUs") == 2:
-                break
-            assert time.monotonic() < deadline, "the second node did not come"
+        command(head, sys.executable, "-c", WAIT_FOR_TWO_NODES, head.gcs, cwd=tmp_path)
+        asked = command(head, *words, "strategy.num_workers=4", cwd=tmp_path)
+        assert asked.returncode == 2, asked.stdout
         assert "2 CPUs and 0 GPUs" in asked.stderr
         assert "1 CPUs and 0 GPUs" in asked.stderr
         done = command(head, *words, "strategy.num_workers=3", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = tmp_path.glob("outputs/*/*/run.json")
-    (started,) = [
-        json.loads(line)["workers"]
-        for line in (record.parent / "events.jsonl").read_text().splitlines()
-        if "generation_started" in line
-    ]
-    assert len(started) == 3
+    (started,) = events_below(tmp_path, "generation_started")
+    assert len(started["workers"]) == 3
 
 
 def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:
@@ -174,6 +165,7 @@ def test_submitted_job(head: Head) -> None:
     assert (base / "mlflow.db").is_file()
 
 
+@pytest.mark.campaign
 def test_submitted_job_with_bad_input_fails(head: Head) -> None:
     words = ("ray", "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT), "--",
              "python", "-m", "orchestrator.launch", "strategy=ddpp")  # fmt: skip

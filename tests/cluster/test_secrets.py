@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
@@ -15,7 +12,8 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from helpers.runs import PYTHONPATH
+from helpers import commands
+from orchestrator.launch import main
 
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nQEFAASCBKcwggSjAgEAAo\nXyz=\n-----END PRIVATE KEY-----\n"
 
@@ -53,30 +51,17 @@ OVERRIDES = (
 )  # fmt: skip
 
 
-def environment(folder: Path) -> Mapping[str, str]:
+def planted(folder: Path) -> Mapping[str, str]:
+    """The secrets in the environment."""
     key_file = folder / "key.pem"
     key_file.write_text(PEM)
     return {
-        **os.environ,
-        "PYTHONPATH": PYTHONPATH,
         "PLANTED_BY_FACTORY": SECRETS["default factory"],
         "PLANTED_BY_ANOTHER_FACTORY": SECRETS["another default factory"],
         "PLANTED_KEY_FILE": str(key_file),
         "PLANTED_ENVIRONMENT_TOKEN": SECRETS["environment"],
         "MLFLOW_TRACKING_TOKEN": SECRETS["tracking token"],
     }
-
-
-def launch(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator.launch", *OVERRIDES, *overrides],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-    )
 
 
 def encoded(secret: str) -> str:
@@ -97,7 +82,8 @@ def leaks(folder: Path, console: str) -> Iterator[str]:
 
 
 def test_a_run_writes_none_of_its_secrets(tmp_path: Path) -> None:
-    done = launch(tmp_path, f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+    uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+    done = commands.run(*OVERRIDES, uri, cwd=tmp_path, timeout_s=150, **planted(tmp_path))
     assert done.returncode == 0, done.stdout
     assert list(leaks(tmp_path, done.stdout)) == []
     (run_dir,) = (p.parent for p in tmp_path.glob("outputs/*/*/run.json"))
@@ -122,15 +108,22 @@ def test_a_run_writes_none_of_its_secrets(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_writes_none_of_its_secrets(tmp_path: Path) -> None:
     uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
-    failed = launch(tmp_path, "job.raises=true", uri, "tracking.request_timeout_s=1", "tracking.flush_timeout_s=1")
+    overrides = (*OVERRIDES, "job.raises=true", uri, "tracking.request_timeout_s=1", "tracking.flush_timeout_s=1")
+    failed = commands.run(*overrides, cwd=tmp_path, timeout_s=150, **planted(tmp_path))
     assert failed.returncode == 1, failed.stdout
     assert "refused by the server: ***" in failed.stdout
     assert list(leaks(tmp_path, failed.stdout)) == []
 
 
 @pytest.mark.parametrize("words", [["plan=true"], ["--help"], ["train.stepss=3", "job.api_keys=[api-Ee55]"]])
-def test_other_output_has_no_secrets(tmp_path: Path, words: list[str]) -> None:
+def test_other_output_has_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in planted(tmp_path).items():
+        monkeypatch.setenv(name, value)
     uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
-    shown = launch(tmp_path, uri, *words)
-    assert shown.stdout
-    assert list(leaks(tmp_path, shown.stdout)) == []
+    main([*OVERRIDES, uri, *words])
+    shown = "".join(capsys.readouterr())
+    assert shown
+    assert list(leaks(tmp_path, shown)) == []

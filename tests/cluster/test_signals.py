@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +15,14 @@ import pytest
 from mlflow import MlflowClient
 
 from helpers.faulty_jobs import Slow
-from helpers.runs import PYTHONPATH, losses, wait_for
+from helpers.runs import events_below, in_campaign, losses, wait_for, wait_for_step
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.run_dir import read_json
+from orchestrator.records.json_file import read_json
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 
 SLOW = ("strategy=ddp", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=20", "train.steps=3000",
         "train.eval_every=0", "cluster=local")  # fmt: skip
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start ``python -m orchestrator.launch`` in an empty directory and a session of its own."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*overrides: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.launch", *overrides],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait(10)
-
-
-def has_step(folder: Path, step: int) -> Path | None:
-    for journal in folder.glob("outputs/*/*/metrics.jsonl"):
-        if f'"step": {step},' in journal.read_text():
-            return journal.parent
-    return None
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -75,23 +41,7 @@ def killed_run(folder: Path) -> tuple[MlflowClient, Any]:
     return client, found[0]
 
 
-def test_a_stop_of_the_whole_group_checkpoints_and_ends(launch: Callable[..., Any], tmp_path: Path) -> None:
-    process = launch(*SLOW)
-    run_dir = wait_for(lambda: has_step(tmp_path, 20))
-    everyone = family(process.pid)
-    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does it, and a terminal with SIGINT
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 143, output
-    lines = output.strip().splitlines()
-    assert "stopped by SIGTERM at step" in output
-    assert f"resume={run_dir}" in "".join(lines[-4:])
-    assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
-    assert list((run_dir / "checkpoints").glob("step-*"))
-    assert not psutil.wait_procs(everyone, timeout=20)[1]
-    assert killed_run(tmp_path)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), *in_campaign((signal.SIGINT, 130))])
 def test_a_stop_while_ray_starts_starts_nothing(
     launch: Callable[..., Any], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -108,22 +58,24 @@ def test_a_stop_while_ray_starts_starts_nothing(
 def test_a_ray_that_dies_with_the_signal_does_not_hold_the_end_up(launch: Callable[..., Any], tmp_path: Path) -> None:
     """A service manager stops a job so: every process of it gets the signal."""
     process = launch(*SLOW, "checkpoint.every=10", "cluster.stop_grace_s=60")
-    run_dir = wait_for(lambda: has_step(tmp_path, 20))
+    run_dir = wait_for_step(tmp_path, 20)
     everyone = family(process.pid)
     for one in everyone:
         one.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=50)  # Ray by itself would wait 60 s, and then abort
     assert process.returncode == 143, output
     assert "stopped by SIGTERM" in output
+    assert f"resume={run_dir}" in "".join(output.strip().splitlines()[-4:])
     assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
     assert list((run_dir / "checkpoints").glob("step-*"))
     assert not psutil.wait_procs(everyone, timeout=20)[1]
+    assert killed_run(tmp_path)
 
 
 def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) -> None:
     """The run would otherwise wait for the end of its step, longer than this test does."""
     process = launch(*SLOW[:2], *SLOW[3:], "cluster.stop_grace_s=60", "job.step_ms=60000")
-    wait_for(lambda: any("generation_started" in f.read_text() for f in tmp_path.glob("outputs/*/*/events.jsonl")))
+    wait_for(lambda: events_below(tmp_path, "generation_started"))
     everyone = family(process.pid)
     process.send_signal(signal.SIGTERM)
     time.sleep(1.5)
@@ -136,7 +88,7 @@ def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) 
 def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path) -> None:
     """Ray's own two agents, which hold nothing, end by themselves a minute later."""
     process = launch(*SLOW)
-    run_dir = wait_for(lambda: has_step(tmp_path, 20))
+    run_dir = wait_for_step(tmp_path, 20)
     everyone = [p for p in family(process.pid) if "Agent" not in p.name()]
     assert len(everyone) > 5
     process.kill()

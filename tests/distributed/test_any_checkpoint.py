@@ -15,6 +15,7 @@ from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD
 from helpers.quick_jobs import digits
+from helpers.runs import in_campaign
 from helpers.stage_toys import ScheduledChain, plain
 from helpers.training import Steps, losses, piece, train
 from orchestrator.state.checkpoint import load, save
@@ -46,7 +47,7 @@ def uninterrupted(gang: Gang, case: Case) -> tuple[Steps, TrainState]:
 
 
 @pytest.mark.parametrize("continued_by", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["adamw-scheduled", *in_campaign("sgd-momentum")])
 def test_any_layout_continues_others(gang: Gang, name: str, continued_by: str) -> None:
     case, rtol = CASES[name]
     alone, end = uninterrupted(gang, case)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -13,8 +13,9 @@ from helpers.schedules import live_microbatches
 from helpers.training import make, steps
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
+from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import order_of, theoretical_bubble
-from orchestrator.timeline.spans import Span, bubble
+from orchestrator.timeline.spans import Span, bubble, extent_s
 
 P, M = 4, 8
 STAGES_PER_WORKER = {
@@ -56,6 +57,16 @@ def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_ac
         options=options,
     )
     return gang.run(observe, case, world_size=P)
+
+
+@pytest.mark.parametrize("schedule", STAGES_PER_WORKER)
+def test_spans_of_hosts_with_other_clocks_are_put_in_order(gang: Gang, schedule: str) -> None:
+    spans = [list(s.spans[-1]) for s in workers(gang, schedule, forward_ms=1)]
+    assert aligned(spans) == spans, "one host has one clock"
+    apart = [[replace(s, start=s.start - 60 * r, end=s.end - 60 * r) for s in w] for r, w in enumerate(spans)]
+    together = aligned(apart)
+    assert aligned(together) == together, "they still contradict the messages"
+    assert abs(together[-1][0].start - spans[-1][0].start) < extent_s(spans)
 
 
 @pytest.mark.parametrize("grad_accumulation", [1, 2])

@@ -23,9 +23,8 @@ TOY = having(global_batch_size=30)
 
 
 @pytest.mark.parametrize("loss_on", ["device0", "replicas"])
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize(("num_workers", "grad_accumulation"), [(2, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("job", [digits(), Tokens(), Tokens(empty=6)], ids=["digits", "tokens", "empty-tokens"])
-@pytest.mark.parametrize("grad_accumulation", [1, 2])
 def test_equal_loss(job: Job, num_workers: int, loss_on: str, grad_accumulation: int) -> None:
     options = replace(DP, num_workers=num_workers, loss_on=loss_on)
     case = Case(job=job, train=having(global_batch_size=25, grad_accumulation=grad_accumulation), alone=options)

@@ -22,19 +22,22 @@ def test_five_layouts_have_the_losses_of_one_worker(gang):
     assert_as_alone(gang, Case(job=digits()), *layouts)
 
 
-@pytest.mark.parametrize("grad_accumulation", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("job", "rtol"),
-    [(digits(), SGD), (AdamDigits(hidden=24), ADAMW), (TinyGPT(), ADAMW), (Tokens(), SGD)],
-    ids=["digits-sgd", "digits-adamw", "gpt", "tokens"],
+    ("job", "rtol", "grad_accumulation"),
+    [
+        *((digits(), SGD, number) for number in (1, 2, 3)),
+        (AdamDigits(hidden=24), ADAMW, 2),
+        (TinyGPT(), ADAMW, 2),
+        (Tokens(), SGD, 2),
+    ],
+    ids=["digits-sgd-1", "digits-sgd-2", "digits-sgd-3", "digits-adamw", "gpt", "tokens"],
 )
 def test_any_number_of_workers(gang, job, rtol, grad_accumulation):
     case = Case(job=job, train=having(global_batch_size=24, grad_accumulation=grad_accumulation))
     assert_equal_losses(gang, case, (2, 3, 4), rtol=rtol)
 
 
-@pytest.mark.parametrize(("global_batch_size", "world_size"), [(65, 2), (67, 4)])
-@pytest.mark.parametrize("grad_accumulation", [1, 2, 3])
+@pytest.mark.parametrize(("global_batch_size", "world_size", "grad_accumulation"), [(65, 2, 1), (67, 4, 3)])
 def test_uneven_shares(gang, global_batch_size, world_size, grad_accumulation):
     train = having(global_batch_size=global_batch_size, grad_accumulation=grad_accumulation)
     ranks = assert_equal_losses(gang, Case(job=digits(), train=train), (world_size,), rtol=SGD)

@@ -14,6 +14,7 @@ from torch import Tensor
 from helpers.training import CPU
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.timeline.spans import Span
+from orchestrator.worker.gpu_meter import GpuMeter
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, StepTimer, Window, peak_memory_mb, system_metrics
 
 NAN = float("nan")
@@ -162,6 +163,9 @@ def test_skipped_steps_count_in_time_alone():
     add(w, 3, NAN, skipped=True)
     point = close(w, grad_norm=NAN)
     assert (point.step, point.loss_sum, point.weight) == (3, 0.0, 0.0)
+    add(w, 4, 2.0)
+    add(w, 5, 2.0, skipped=True)
+    assert close(w, grad_norm=NAN).loss_sum == 2.0
 
 
 def test_a_loss_that_is_not_finite_is_told_with_its_step():
@@ -190,7 +194,7 @@ def test_large_finite_losses_are_no_error():
 
 
 def test_readings_of_the_node():
-    readings = system_metrics(CPU, CpuMeter())
+    readings = system_metrics(CpuMeter(), GpuMeter())
     assert readings["system_memory_usage_megabytes"] > 0
     assert 0 <= readings["system_memory_usage_percentage"] <= 100
 

@@ -15,7 +15,10 @@ from helpers.zoo import ZOO
 from helpers.zoo_cells import STRATEGIES, cell
 from orchestrator.config.overrides import choices
 
-SHORT = ("t5", "lora_llama", "unet")
+SHORT = [
+    *(("t5", strategy) for strategy in STRATEGIES),
+    *((name, strategy) for name in ("lora_llama", "unet") for strategy in ("ddp", "model_parallel", "pipeline")),
+]
 """An encoder and a decoder with a shared table; a decoder with adapters; skip connections between convolutions."""
 CAUSES = {
     "llama_with_cache": ("changes an object that it is called with (DynamicCache)", "use_cache=False"),
@@ -52,8 +55,7 @@ def test_every_strategy_is_in_the_table() -> None:
     assert {options.name for options, _ in STRATEGIES.values()} == {*choices("strategy")}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(("name", "strategy"), SHORT)
 def test_a_model_under_every_strategy(gang: Gang, name: str, strategy: str) -> None:
     needs_package(name)
     assert_as_expected(gang, name, strategy)

@@ -215,7 +215,7 @@ def test_sparse_gradients(gang: Gang, job: Any, clip_norm: float | None) -> None
     assert_as_alone(gang, case, (2, 2), (3, 1), rtol=1e-4)
 
 
-def test_of_a_sparse_table_only_touched_rows_travel(gang: Gang) -> None:
+def test_of_a_sparse_table_only_touched_rows_are_sent(gang: Gang) -> None:
     job = replace(SPARSE, features=5_000)
     case = Case(job=job, train=having(global_batch_size=16, steps=10))
     dense = replace(case, job=replace(job, sparse=False))
@@ -297,7 +297,7 @@ class SlowFirst(Toy):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_nobody_is_further_ahead_than_the_bound(gang: Gang, max_staleness: int) -> None:
+def test_no_worker_exceeds_the_staleness_bound(gang: Gang, max_staleness: int) -> None:
     case = Case(job=SlowFirst(), train=having(global_batch_size=20, steps=15))
     bounded = run(gang, case, 2, 2, to_the_end, consistency="stale", max_staleness=max_staleness)
     free = run(gang, case, 2, 2, to_the_end, consistency="async")

@@ -44,6 +44,10 @@ def vit(**fields: Any) -> tuple[Job, Any]:
     return vit_digits.ViT(**fields), ("vit.layers.2",)
 
 
+def vit_cut_automatically() -> tuple[Job, Any]:
+    return vit()[0], "auto"
+
+
 def lora(**fields: Any) -> tuple[Job, Any]:
     pytest.importorskip("transformers", reason=MISSING)
     pytest.importorskip("peft", reason=MISSING)
@@ -89,7 +93,7 @@ def text_files(tmp_path: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("port", [digits, vit, lora, gan])
+@pytest.mark.parametrize("port", [digits, vit, vit_cut_automatically, lora, gan])
 def test_a_port_has_the_losses_of_one_worker(gang: Gang, port: Callable[..., tuple[Job, Any]]) -> None:
     assert_equal_losses(gang, *port())
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
         ([0, 12, 0], [[0, 12], [0]]),
     ],
 )
-def test_small_tensors_travel_together(sizes: list[int], messages: list[list[int]]) -> None:
+def test_small_tensors_are_sent_together(sizes: list[int], messages: list[list[int]]) -> None:
     """Sizes in eighths of a message."""
     assert [sizes[message] for message in messages_of([MESSAGE_BYTES // 8 * size for size in sizes])] == messages
 

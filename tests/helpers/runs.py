@@ -34,7 +34,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 def series(run_dir: Path, name: str) -> dict[int, float]:
     """A metric by step, from ``metrics.jsonl``."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = _lines(run_dir / "metrics.jsonl")
     steps = [line["step"] for line in lines if name in line]
     assert len(steps) == len(set(steps)), f"double points of {name}"
     return {line["step"]: line[name] for line in lines if name in line}
@@ -42,15 +42,34 @@ def series(run_dir: Path, name: str) -> dict[int, float]:
 
 def events(run_dir: Path, kind: str) -> Sequence[dict[str, Any]]:
     """The events of one kind, from ``events.jsonl``."""
-    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == kind]
+    return [line for line in _lines(run_dir / "events.jsonl") if line["event"] == kind]
+
+
+def events_below(folder: Path, kind: str) -> Sequence[dict[str, Any]]:
+    """The events of one kind of the run below ``folder``; none before it has begun."""
+    return [event for file in folder.glob("outputs/*/*/events.jsonl") for event in events(file.parent, kind)]
+
+
+def last_step(folder: Path) -> int:
+    """The last step that the run below ``folder`` has logged; 0 before the first."""
+    files = folder.glob("outputs/*/*/metrics.jsonl")
+    return max((step for file in files for step in losses(file.parent)), default=0)
+
+
+def wait_for_step(folder: Path, step: int, *, timeout_s: float = 60) -> Path:
+    """Wait until the run below ``folder`` has logged ``step``; returns its directory."""
+    wait_for(lambda: last_step(folder) >= step, f"step {step}", timeout_s=timeout_s)
+    (metrics,) = folder.glob("outputs/*/*/metrics.jsonl")
+    return metrics.parent
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def pid_of_rank(folder: Path, rank: int, *, after_step: int) -> int:
     """The process of a rank of the run below ``folder``, as soon as ``after_step`` is logged."""
-    (metrics,) = wait_for(lambda: list(folder.glob("outputs/*/*/metrics.jsonl")), "a run")
-    wait_for(lambda: max(losses(metrics.parent), default=0) >= after_step, f"step {after_step}")
-    (started,) = events(metrics.parent, "generation_started")
+    (started,) = events(wait_for_step(folder, after_step), "generation_started")
     return int(started["workers"][rank].rpartition(" ")[2])
 
 

@@ -88,11 +88,14 @@ def test_a_fence_that_cannot_be_written_at_first_costs_no_checkpoint(run: Callab
         with mounted(fence, "--bind", fence):  # nothing can be renamed to a mount point
             wait_for(lambda: len(events(path.parent, "generation_started")) == 2, "the second generation")
             time.sleep(1)
+            blocked.set()
 
+    blocked = threading.Event()
     blocker = threading.Thread(target=block)
     blocker.start()
     result = run("strategy=ddp", "train.steps=200", "checkpoint.every=20", "recovery.chaos=[kill@13:1]",
                  "job._target_=helpers.leisurely_job.Leisurely", "train.eval_every=0")  # fmt: skip
     blocker.join(timeout=60)
+    assert blocked.is_set()
     assert result.exit_code == 0, result.reason
     assert events(result.run_dir, "checkpoint_saved")[-1]["step"] == 200

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.runs import events, losses, pid_of_rank
 
-STEPS = 600
+STEPS = 300
 WORDS = (
     f"train.steps={STEPS}",
     "train.log_every=1",
@@ -52,7 +52,7 @@ def sizes(run_dir: Path) -> list[tuple[int, int, str | None]]:
 
 
 def test_a_run_goes_on_smaller_and_grows_again(run: Any, undisturbed: dict[int, float]) -> None:
-    result = run(*WORDS, "strategy.num_workers=[1,3]", "recovery.chaos=[kill@60:1]")
+    result = run(*WORDS, "strategy.num_workers=[1,3]", "recovery.chaos=[kill@20:1]")
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
@@ -63,7 +63,7 @@ def test_a_run_goes_on_smaller_and_grows_again(run: Any, undisturbed: dict[int, 
 
 @pytest.mark.campaign
 def test_pipelines_lose_and_gain_whole_replicas(run: Any, undisturbed: dict[int, float]) -> None:
-    result = run(*WORDS, *GRID, "strategy.num_workers=[2,4]", "recovery.chaos=[kill@60:3]")
+    result = run(*WORDS, *GRID, "strategy.num_workers=[2,4]", "recovery.chaos=[kill@20:3]")
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(4, 2, None), (2, 4, "growing")]
     assert result.summary["steps_lost"] == 0
@@ -74,7 +74,7 @@ def test_pipelines_lose_and_gain_whole_replicas(run: Any, undisturbed: dict[int,
 def test_a_pipeline_is_cut_anew_from_its_checkpoint(run: Any, undisturbed: dict[int, float]) -> None:
     words = [w for w in WORDS if not w.startswith("checkpoint")]
     pipeline = ("strategy=pipeline", "strategy.num_workers=[2,3]", "strategy.num_microbatches=4", "job.pause_ms=5")
-    result = run(*words, *pipeline, "checkpoint.every=25", "recovery.chaos=[kill@60:1]")
+    result = run(*words, *pipeline, "checkpoint.every=25", "recovery.chaos=[kill@40:1]")
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
     (shrunk, grown) = events(result.run_dir, "recovered")
@@ -84,7 +84,7 @@ def test_a_pipeline_is_cut_anew_from_its_checkpoint(run: Any, undisturbed: dict[
 
 def test_a_worker_that_is_told_to_end_hands_over(run: Any, undisturbed: dict[int, float], tmp_path: Path) -> None:
     def terminate() -> None:
-        os.kill(pid_of_rank(tmp_path, 1, after_step=50), signal.SIGTERM)
+        os.kill(pid_of_rank(tmp_path, 1, after_step=20), signal.SIGTERM)
 
     terminator = threading.Thread(target=terminate, daemon=True)
     terminator.start()

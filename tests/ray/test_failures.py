@@ -13,7 +13,7 @@ from helpers.runs import events, in_campaign
 SHORT = ("strategy=ddp", "train.steps=40", "train.eval_every=0", "recovery.max_failures=0")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, *in_campaign(1)])
 def test_first_rank_and_its_traceback_are_named(run: Callable[..., Any], rank: int) -> None:
     result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", f"job.rank={rank}")
     assert (result.status, result.exit_code) == ("FAILED", 1)

@@ -16,9 +16,10 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.runs import wait_for
-from orchestrator.driver.run import CHECKPOINT_LOST
+from orchestrator.driver.result import RESULT_LOST
 from orchestrator.driver.slots import START_ATTEMPTS
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
+from orchestrator.protocol.messages import Heartbeat
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -107,7 +108,7 @@ def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
         simulation.change([1], leaving=True)
         ended = result.result(60)
     assert "all 1000000 steps are done" in ended.reason
-    assert ended.exit_code == CHECKPOINT_LOST, "simulated workers save nothing"
+    assert ended.exit_code == RESULT_LOST, "simulated workers save nothing"
 
 
 def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path) -> None:
@@ -136,3 +137,20 @@ def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any
         assert slots.num_started == 2 + 2 * START_ATTEMPTS
         (warning,) = messages(watcher, Warned, "message")
         assert "died while they started (RuntimeError: no start)" in warning
+
+
+def test_the_heartbeat_of_an_outcome_follows_the_pending_one(simulation: Any, tmp_path: Path) -> None:
+    run, _ = simulation.prepared_run(2, tmp_path)
+    with run._gang as gang:
+        gang.acquire()
+        outcome = Heartbeat(step=7, phase="end", first_report=4, events=(Warned(message="the last"),))
+        gang.heartbeats(with_system_metrics=False, wait_s=0.0, ranks=(0,))
+        gang.add_last_heartbeat(0, outcome)
+        gang.add_last_heartbeat(1, outcome)
+        early = gang.heartbeats(with_system_metrics=False, wait_s=0.0, ranks=())
+        assert early[1] == outcome
+        if 0 in gang.unanswered():
+            assert 0 not in early
+            early = gang.heartbeats(with_system_metrics=False, wait_s=10.0, ranks=(0,))
+        assert (early[0].step, early[0].first_report, early[0].events) == (7, 0, outcome.events)
+        assert gang.heartbeats(with_system_metrics=False, wait_s=0.0, ranks=()) == {}

@@ -85,7 +85,7 @@ def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spar
 
 
 @pytest.mark.parametrize("kind", ["raise", "stop", *in_campaign("exit", "segv", "sleep", "gil")])
-def test_every_kind_of_failure_is_outlived(run: Any, reference: Any, kind: str) -> None:
+def test_a_run_recovers_from_every_kind_of_failure(run: Any, reference: Any, kind: str) -> None:
     result = run(*WORDS, f"recovery.chaos=[{kind}@13:1]", "cluster.stopped_timeout_s=1")
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference()[0])
@@ -110,6 +110,7 @@ def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> Non
     assert [n for n in final if not torch.equal(final[n], expected[n])] == []
 
 
+@pytest.mark.campaign
 def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
     words = (
         *(word for word in WORDS if not word.startswith("job.")),
@@ -137,12 +138,12 @@ def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        "kill@0:1:join",
         "stop@0:1:join",
         "kill@8:0:checkpoint",
         f"kill@{STEPS}:0:end",
         "kill@13:1,kill@12:0:build",
         *in_campaign(
+            "kill@0:1:join",
             "kill@0:1:build",
             "kill@8:1:eval",
             f"kill@{STEPS}:1:eval",
@@ -152,8 +153,8 @@ def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
         ),
     ],
 )
-def test_whenever_it_happens(run: Any, reference: Any, faults: str) -> None:
-    result = run(*WORDS, f"recovery.chaos=[{faults}]")
+def test_a_fault_in_any_phase_changes_no_weight(run: Any, reference: Any, faults: str) -> None:
+    result = run(*WORDS, f"recovery.chaos=[{faults}]", "cluster.stopped_timeout_s=1")
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference()[0])
 
@@ -196,6 +197,7 @@ def test_a_resumed_run_that_loses_a_worker_as_it_starts_begins_from_its_checkpoi
     assert_same_weights(result.run_dir, reference()[0])
 
 
+@pytest.mark.campaign
 def test_a_crash_loop_ends_with_its_cause_said_once(run: Any) -> None:
     faults = ",".join(["kill@13:1"] * 5)
     result = run(*WORDS, f"recovery.chaos=[{faults}]")
@@ -205,7 +207,7 @@ def test_a_crash_loop_ends_with_its_cause_said_once(run: Any) -> None:
     assert len(events(result.run_dir, "worker_failed")) == 1
 
 
-def test_an_error_that_comes_again_is_no_accident(run: Any) -> None:
+def test_an_error_repeated_at_the_same_step_ends_the_run(run: Any) -> None:
     result = run(*WORDS, "recovery.chaos=[raise@13:1,raise@13:1]")
     assert (result.status, result.exit_code) == ("FAILED", 1)
     assert "the same error occurred twice at the same step" in result.reason
@@ -248,7 +250,7 @@ def test_a_straggler_is_named_after_ten_seconds(run: Any) -> None:
 
 
 @pytest.mark.campaign
-def test_a_straggler_is_replaced_where_that_is_wished(run: Any, tmp_path: Path) -> None:
+def test_a_straggler_is_replaced_if_configured(run: Any, tmp_path: Path) -> None:
     job = ("job._target_=helpers.straggling_job.SlowProcess", f"job.who={tmp_path / 'who'}")
     words = ("train.steps=60", "train.log_every=2", "train.eval_every=0", "recovery.replace_stragglers=true")
     result = run(*job, *words)
@@ -258,6 +260,7 @@ def test_a_straggler_is_replaced_where_that_is_wished(run: Any, tmp_path: Path) 
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
 
 
+@pytest.mark.campaign
 def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
     words = ("train.steps=1000", "train.eval_every=200", "checkpoint.every=50", "recovery.hang_min_s=2")
     result = run("job.hidden=16", *words)
@@ -270,12 +273,13 @@ def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
 @pytest.mark.parametrize("words", [("strategy=ddp",), *in_campaign((("strategy=hogwild", "data.num_workers=1"),))])
 def test_a_slow_batch_of_a_new_loader_is_not_a_hang(run: Any, pause: str, words: tuple[str, ...]) -> None:
     """In the evaluation, rank 1 has ended its share long before rank 0, and waits for it in the next step."""
-    words = (*words, "train.steps=40", "train.eval_every=20", "recovery.hang_min_s=1", "recovery.hang_max_s=30")
-    result = run("job._target_=helpers.stalling_job.Stalling", f"job.{pause}=3", *words, "recovery.max_failures=0")
+    words = (*words, "train.steps=40", "train.eval_every=20", "recovery.hang_min_s=1", "cluster.heartbeat_s=0.2")
+    result = run("job._target_=helpers.stalling_job.Stalling", f"job.{pause}=1.5", *words, "recovery.max_failures=0")
     assert result.exit_code == 0, result.reason
     assert events(result.run_dir, "worker_lost") == []
 
 
+@pytest.mark.campaign
 def test_a_rank_that_hangs_at_the_same_step_again_gets_twice_the_time(run: Any) -> None:
     words = ("train.steps=12", "train.eval_every=0", "recovery.hang_min_s=1", "recovery.hang_max_s=3")
     result = run("job._target_=helpers.stalling_job.Stalling", "job.val_s=4.5", *words)
@@ -303,26 +307,34 @@ def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_pat
         os.kill(pid, signal.SIGSTOP)
         time.sleep(2.5)
         os.kill(pid, signal.SIGCONT)
+        paused.set()
 
+    paused = threading.Event()
     pausing = threading.Thread(target=pause, daemon=True)
     pausing.start()
     result = run(
         "job._target_=helpers.leisurely_job.Leisurely", "train.steps=120", "train.log_every=1", "train.eval_every=0"
     )
     pausing.join(10)
+    assert paused.is_set()
+    assert not pausing.is_alive()
     assert result.exit_code == 0, result.reason
     assert events(result.run_dir, "worker_lost") == []
     assert sorted(losses(result.run_dir)) == list(range(1, 121))
 
 
-def test_a_stage_without_replicas_gets_its_state_from_its_neighbours_memory(run: Any, reference: Any) -> None:
+@pytest.mark.parametrize("second", [(), *in_campaign(("kill@20:0",))])
+def test_a_stage_without_replicas_gets_its_state_from_its_neighbours_memory(
+    run: Any, reference: Any, second: Any
+) -> None:
     words = ("strategy=pipeline", "job.depth=3", "checkpoint.every=0")
     base = tuple(w for w in WORDS if not w.startswith("checkpoint"))
-    result = run(*base, *words, "recovery.peer_copy_every=3", "recovery.chaos=[kill@11:1,kill@20:0]")
+    faults = ",".join(("kill@11:1", *second))
+    result = run(*base, *words, "recovery.peer_copy_every=3", f"recovery.chaos=[{faults}]")
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference("strategy=pipeline", "job.depth=3")[0])
     found = events(result.run_dir, "recovered")
-    assert [e["in_place"] for e in found] == [True, True]
-    steps = [e["step"] for e in found]
-    assert (steps[0] in (6, 9), steps[1] in (15, 18)) == (True, True), "the last copy may have been on its way"
-    assert result.summary["steps_lost"] == (10 - steps[0]) + (19 - steps[1])
+    assert [e["in_place"] for e in found] == [True] * (1 + len(second))
+    expected = [(6, 9), (15, 18)][: len(found)]  # the last copy may have been on its way
+    assert [step for e, steps in zip(found, expected, strict=True) if (step := e["step"]) not in steps] == []
+    assert result.summary["steps_lost"] == sum(failed - e["step"] for failed, e in zip((10, 19), found, strict=False))

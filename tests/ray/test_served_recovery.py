@@ -101,7 +101,7 @@ def test_workers_die_one_after_another(run: Any, assert_undisturbed: Any) -> Non
 
 @pytest.mark.parametrize(
     ("shard", "consistency"),
-    [(0, "sync"), (1, "async"), *in_campaign((0, "stale"), (0, "async"), (1, "sync"), (1, "stale"))],
+    [(0, "sync"), *in_campaign((1, "async"), (0, "stale"), (0, "async"), (1, "sync"), (1, "stale"))],
 )
 def test_a_killed_shard_is_in_its_neighbours_memory(
     run: Any, assert_undisturbed: Any, shard: int, consistency: str
@@ -126,7 +126,7 @@ def test_without_copies_a_killed_shard_comes_from_the_checkpoint(run: Any, asser
 
 
 @pytest.mark.parametrize(
-    ("rank", "strategy"), [(0, "hogwild"), (1, "locked_sgd"), *in_campaign((1, "hogwild"), (0, "locked_sgd"))]
+    ("rank", "strategy"), [(0, "hogwild"), *in_campaign((1, "locked_sgd"), (1, "hogwild"), (0, "locked_sgd"))]
 )
 def test_a_killed_worker_leaves_the_memory_that_all_have(run: Any, strategy: str, rank: int) -> None:
     words = (f"strategy={strategy}", "strategy.num_workers=2", f"recovery.chaos=[kill@13:{rank}]")

@@ -12,6 +12,7 @@ from helpers.runs import events, losses, series
 SERVER = ("strategy=parameter_server", "strategy.num_workers=2", "strategy.num_shards=2")
 
 
+@pytest.mark.campaign
 def test_synchronous_losses_are_those_of_one_worker(run: Callable[..., Any]) -> None:
     common = (
         "train.log_every=1", "train.eval_every=10", "train.global_batch_size=65", "job.hidden=64",

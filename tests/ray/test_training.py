@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from helpers.runs import events, in_campaign, losses, series
-from orchestrator.records.run_dir import read_json
+from helpers.runs import events, in_campaign, losses, series, wait_for, wait_for_step
+from orchestrator.records.json_file import read_json
 
 LINES = {
     "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",
@@ -52,6 +51,7 @@ def test_digits_at_defaults(run: Callable[..., Any]) -> None:
     assert not any(v.startswith("/") for v in tracked.data.params.values())
 
 
+@pytest.mark.campaign
 def test_equal_loss_at_uneven_shares(run: Callable[..., Any]) -> None:
     common = ("train.steps=20", "train.log_every=1", "train.global_batch_size=65", "job.hidden=64")
     alone = losses(run("strategy=single", *common).run_dir)
@@ -68,21 +68,14 @@ def test_workers_of_one_machine_listen_on_loopback_only(run: Callable[..., Any])
         assert {line for line in lines if line.startswith("listens on")} == {"listens on ['127.0.0.1']"}
 
 
-def stop_at(step: int, number: signal.Signals, *, below: Path) -> threading.Thread:
-    """Send this process a signal once the journal of the run below a directory has a step."""
+def stop_at(step: int, number: signal.Signals, *, below: Path) -> None:
+    """Send this process a signal once the run below a directory has logged a step."""
 
     def watch() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            for journal in below.glob("*/*/metrics.jsonl"):
-                if f'"step": {step},' in journal.read_text():
-                    os.kill(os.getpid(), number)
-                    return
-            time.sleep(0.02)
+        wait_for_step(below, step)
+        os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +101,7 @@ def test_stop_and_resume_is_the_same_run(
     code: int,
 ) -> None:
     uri = f"tracking.uri=sqlite:///{Path.cwd()}/mlflow.db"
-    stop_at(40, number, below=Path("outputs"))
+    stop_at(40, number, below=Path.cwd())
     stopped = run(*TO_BE_STOPPED, uri, tracking="default")
     assert (stopped.status, stopped.exit_code) == ("KILLED", code)
     assert len(events(stopped.run_dir, "stop_requested")) == len(events(stopped.run_dir, "run_ended")) == 1
@@ -131,7 +124,7 @@ def test_stop_and_resume_is_the_same_run(
 def test_a_stopped_pipeline_shows_its_last_step(
     run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop_at(14, signal.SIGINT, below=tmp_path / "outputs")
+    stop_at(14, signal.SIGINT, below=tmp_path)
     result = run(
         "strategy=pipeline", "strategy.num_microbatches=4", "job=sleep", "job.forward_ms=1", "train.steps=1000",
         "train.global_batch_size=8", "train.log_every=2", "train.eval_every=0", tracking="default",
@@ -154,9 +147,7 @@ def test_a_stopped_pipeline_shows_its_last_step(
     trace = json.loads((result.run_dir / "timeline.json").read_text())
     assert trace["otherData"]["step"] == max(measured)
 
-    deadline = time.monotonic() + 30
-    while not read_json(result.run_dir / "tracking.json").get("closed_at") and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: read_json(result.run_dir / "tracking.json").get("closed_at"), timeout_s=30)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     run_id = read_json(result.run_dir / "tracking.json")["run_id"]
     assert client.get_run(run_id).data.metrics["summary/bubble_pct"] == pytest.approx(summary["bubble_pct"])

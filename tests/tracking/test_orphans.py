@@ -8,6 +8,7 @@ import psutil
 from helpers.runs import wait_for
 from helpers.tracked_runs import DEAD_PROCESS, ended_run, history, log, new_run, run_of, start
 from orchestrator.records.journal import Journal
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.tracking.transfer import exclusive, read_cursor
 from orchestrator.tracking.uploader import recover_orphans
 
@@ -24,7 +25,7 @@ def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_backgrou
     for _ in range(50):
         new_run(tmp_path, uri, state="finished")
     with exclusive(followed):
-        assert [r.path for r in recover_orphans(tmp_path / "outputs")] == [orphan.path]
+        assert [r.path for r in recover_orphans(OutputDir(tmp_path / "outputs"))] == [orphan.path]
         assert not read_cursor(orphan).closed_at, "the upload is not waited for"
     assert orphan.read_record()["state"] == "killed"
     assert alive.read_record()["state"] == followed.read_record()["state"] == "running"
@@ -40,7 +41,7 @@ def test_an_orphan_whose_server_does_not_answer_holds_up_no_other(tmp_path, uri)
     before = set(psutil.Process().children())
     reachable = new_run(tmp_path, uri, driver=DEAD_PROCESS)
     unreachable = new_run(tmp_path, None, driver=DEAD_PROCESS, tracking=nowhere)
-    assert recover_orphans(tmp_path / "outputs") == [unreachable, reachable], "in the order of their upload"
+    assert recover_orphans(OutputDir(tmp_path / "outputs")) == [unreachable, reachable], "in the order of their upload"
     wait_for(lambda: read_cursor(reachable).closed_at)
     assert run_of(uri, reachable).info.status == "KILLED"
     assert not read_cursor(unreachable).closed_at
@@ -51,5 +52,5 @@ def test_orphans_are_marked_also_if_no_follower_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
     long_uri = f"http://127.0.0.1:9/{'x' * 3000}"  # together, the options are more than a pipe holds
     orphans = [new_run(tmp_path, long_uri, driver=DEAD_PROCESS) for _ in range(30)]
-    assert len(recover_orphans(tmp_path / "outputs")) == 30
+    assert len(recover_orphans(OutputDir(tmp_path / "outputs"))) == 30
     assert {orphan.read_record()["state"] for orphan in orphans} == {"killed"}

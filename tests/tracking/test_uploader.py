@@ -26,10 +26,13 @@ from helpers.tracked_runs import (
     tracking,
 )
 from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.run import RunResult
+from orchestrator.driver.result import RunResult
+from orchestrator.driver.uploads import RecordUpload
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal
+from orchestrator.records.lease import Lease
 from orchestrator.tracking.transfer import read_cursor
 from orchestrator.tracking.uploader import Uploader
 
@@ -98,11 +101,13 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
         log(journal, range(6, 101))
         with pytest.raises(OSError, match="No space left"):
             run_dir.update_record(state="finished")
+        storage = StorageConfig(staging_dir=None, upload_every_s=1, timeout_s=1, flush_timeout_s=0)
         ending = RunEnding(
             plan=SimpleNamespace(pipeline=None),
             run_dir=run_dir,
             tracking=tracking(uri),
             uploader=uploader,
+            records=RecordUpload(run_dir, Lease(run_dir), storage, Redactor()),
             journal=journal,
             console=Journal(rundir.create(tmp_path, "console")),
             resume_command="",

@@ -26,8 +26,8 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.host_process import only_run, unchanged
-from orchestrator.driver.preflight import prepare
-from orchestrator.driver.run import RunResult
+from orchestrator.driver.preflight.record import command_line
+from orchestrator.driver.result import RunResult
 from orchestrator.driver.signals import StopSignals
 from orchestrator.strategies import registry
 
@@ -154,7 +154,7 @@ def test_a_job_that_cannot_be_pickled_says_why() -> None:
 
 def test_a_job_without_an_import_path_is_started_again_from_python() -> None:
     words = overrides({"strategy": "ddp", "resume": "/a", "job": {"api_key": "it's me"}})
-    said = prepare.command(words, Redactor(), job="MyJob(...)")
+    said = command_line(words, Redactor(), job="MyJob(...)")
     assert said == "orchestrator.run(MyJob(...), 'strategy=ddp', 'resume=/a', 'job.api_key=***')"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.driver.node_watch import kernel_oom_kills
 from orchestrator.policy.failure import death, describe_crash
-from orchestrator.records.run_dir import crash_report, log_header, log_tail
+from orchestrator.records.rank_log import crash_report, log_header, log_tail
 
 CRASH = """
 import ctypes, os, signal, sys, threading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,39 @@ def test_the_evaluation_of_the_averaged_weights_has_names_of_its_own() -> None:
     assert (parts.summary()["val_loss"], parts.summary()["val_ema_loss"]) == (2.0, 0.5)
 
 
+def test_utilization_is_the_time_at_the_peak_by_the_time_of_the_step() -> None:
+    parts = aggregator()
+    parts.add(0, point(step_ms=(10.0, 30.0), flops=64e9, flops_at_peak_ms=4.0))
+    logged = parts.add(1, point(step_ms=(10.0, 30.0), flops=64e9, flops_at_peak_ms=6.0))
+    assert logged is not None
+    assert logged.metrics["perf/flops_per_sample"] == 2e9
+    assert logged.metrics["perf/mfu_pct"] == pytest.approx(25)
+    assert parts.summary()["mfu_pct"] == pytest.approx((50 + 100 * 5 / 30) / 2)
+
+
+@pytest.mark.parametrize(
+    ("known", "logged_names"),
+    [({"flops": 1e9}, {"perf/flops_per_sample"}), ({"flops_at_peak_ms": 1.0}, {"perf/mfu_pct"}), ({}, set())],
+)
+def test_utilization_is_left_out_unless_every_worker_knows_its_part(
+    known: dict[str, float], logged_names: set[str]
+) -> None:
+    for other, expected in ((known, logged_names), ({}, set())):
+        parts = aggregator()
+        parts.add(0, point(**known))
+        logged = parts.add(1, point(**other))
+        assert logged is not None
+        assert {"perf/flops_per_sample", "perf/mfu_pct"} & logged.metrics.keys() == expected
+
+
+def test_shards_have_no_part_in_the_utilization() -> None:
+    parts = Aggregator(mesh=Mesh(data_parallel_size=1, num_shards=1), global_batch_size=64, tokens_per_sample=None)
+    parts.add(1, point(flops=0.0))
+    logged = parts.add(0, point(flops=64.0, flops_at_peak_ms=1.0))
+    assert logged is not None
+    assert (logged.metrics["perf/flops_per_sample"], logged.metrics["perf/mfu_pct"]) == (1, pytest.approx(10))
+
+
 def test_summary_is_over_warm_steps() -> None:
     parts = aggregator(1)
     parts.add(0, point(step=10, step_ms=(10.0,) * 9))
@@ -158,6 +192,17 @@ def test_bubble_of_replicas_beside_that_of_theory() -> None:
     assert logged.metrics["perf/peak_memory_mb"] == 300.0
     assert parts.timeline is not None
     assert (parts.timeline.step, len(parts.timeline.replicas)) == (10, 2)
+
+
+def test_bubble_of_stages_on_hosts_whose_clocks_differ() -> None:
+    parts = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    parts.add(0, staged(0))
+    ahead = tuple(replace(s, start=s.start + 60, end=s.end + 60) for s in staged(1).spans)
+    logged = parts.add(1, point(spans=ahead))
+    assert logged is not None
+    assert logged.metrics["pipeline/bubble_pct"] == pytest.approx(50)
+    assert parts.timeline is not None
+    assert parts.timeline.replicas == [[[*staged(0).spans], [*staged(1).spans]]]
 
 
 def test_summary_has_the_median_bubble_and_the_largest_memory() -> None:

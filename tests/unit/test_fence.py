@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
+import pytest
+
 from helpers.runs import wait_for
+from orchestrator.records.json_file import write_json
 from orchestrator.records.lease import Lease
-from orchestrator.records.run_dir import RunDir, write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.state.fence import Fence
 
 
@@ -33,3 +37,14 @@ def test_a_failed_write_of_the_fence_is_made_up_for(tmp_path: Path) -> None:
         run.fence_file.write_text("{")
         lease.renew()
         assert worker.may_save()
+
+
+@pytest.mark.parametrize("text", ['{"generation": "another"}', "{"])
+def test_a_checkpoint_waits_until_a_lost_fence_is_restored(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "fence"
+    file.write_text(text)
+    restore = threading.Timer(0.3, write_json, [file, {"generation": "mine"}])
+    restore.start()
+    assert Fence(file, "mine", restored_within_s=20).may_save()
+    restore.join()
+    assert not Fence(file, "of a worker that was replaced", restored_within_s=0.1).may_save()

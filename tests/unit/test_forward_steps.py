@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import cast
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from orchestrator.model.sequence import LayerSequence
+from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
-from orchestrator.strategies.pipelined.forward_pass import forward_steps
+from orchestrator.strategies.pipelined.forward_pass import forward_only, forward_steps
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 16])
@@ -44,3 +51,19 @@ def test_no_rank_waits_longer_than_the_pipeline_takes_to_fill(name: str) -> None
     )
     filling = 2 * (workers - 1) if schedule.v_shaped else workers - 1
     assert len(list(forward_steps(layout))) == microbatches * schedule.stages_per_rank + filling
+
+
+def test_an_output_is_there_before_the_next_one_is_computed() -> None:
+    """A worker that has all stages, and so nothing to exchange."""
+    computed: list[int] = []
+
+    class Head(nn.Module):
+        def forward(self, number: int) -> int:
+            computed.append(number)
+            return number
+
+    stage = Stage(index=0, module=Head(), sequence=cast(LayerSequence, None), layers={}, inputs=None, outputs=None)
+    layout = PipelineLayout(schedule="GPipe", num_stages=1, num_microbatches=3, stage_ranks=(0,))
+    no_group = cast(dist.ProcessGroup, None)
+    outputs = forward_only([stage], [5, 6, 7], layout=layout, group=no_group, device=torch.device("cpu"))
+    assert [(output, list(computed)) for output in outputs] == [(5, [5]), (6, [5, 6]), (7, [5, 6, 7])]

@@ -77,9 +77,9 @@ def test_the_defaults_give_a_rank_that_answers_a_minute() -> None:
     assert config.cluster.stopped_timeout_s == 5
 
 
-def seen(*beats: Heartbeat, synchronous: bool = True) -> HangDetector:
+def seen(*beats: Heartbeat, synchronous: bool = True, earlier_hangs: Sequence[int] = ()) -> HangDetector:
     """A rank for each of the heartbeats, which came at time 0."""
-    detector = HangDetector(CONFIG, synchronous=synchronous)
+    detector = HangDetector(CONFIG, synchronous=synchronous, earlier_hangs=earlier_hangs)
     for rank, one in enumerate(beats):
         detector.observe(rank, one, 0.0)
     return detector
@@ -88,6 +88,11 @@ def seen(*beats: Heartbeat, synchronous: bool = True) -> HangDetector:
 def test_ranks_hang_together_when_none_has_made_progress() -> None:
     detector = seen(beat(5), beat(5, waiting=True))
     assert (detector.hanging([0, 1], 60.0), detector.hanging([0, 1], LATE)) == ([], [0, 1])
+
+
+def test_ranks_have_twice_the_time_after_a_hang_at_the_same_step() -> None:
+    detector = seen(beat(5), earlier_hangs=(5,))
+    assert (detector.hanging([0], 120.0), detector.hanging([0], 121.0)) == ([], [0])
 
 
 def test_a_rank_that_waits_for_a_slow_one_does_not_hang() -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = {"torch", "ray", "hydra", "omegaconf", "mlflow"}
+LIBRARIES = {"torch", "ray", "hydra", "omegaconf", "mlflow", "pyarrow", "fsspec"}
 
 # A row is a package, or a module directly below `orchestrator`; `verbs` are the modules that `python -m` runs.
 # Each may import itself, the packages listed, which all stand above it, and the libraries listed; (in brackets)
@@ -22,21 +22,23 @@ RULES = {
     "version":      ("",                                                                       ""),
     "job":          ("",                                                                       "(torch)"),
     "compat":       ("",                                                                       "hydra torch ray"),
+    "storage":      ("",                                                                       "(pyarrow)"),
     "config":       ("job compat",                                                             "hydra omegaconf"),
     "planning":     ("config",                                                                 "(torch)"),
     "timeline":     ("",                                                                       ""),
-    "protocol":     ("config planning timeline",                                               ""),
-    "records":      ("protocol",                                                               ""),
-    "state":        ("",                                                                       "torch"),
+    "protocol":     ("storage config planning timeline",                                       ""),
+    "records":      ("storage protocol",                                                       ""),
+    "state":        ("storage",                                                                "torch"),
     "model":        ("config compat",                                                          "torch"),
     "strategies":   ("job config planning timeline protocol compat state model",               "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "tracking":     ("config protocol records",                                                "(mlflow)"),
     "display":      ("planning protocol records",                                              ""),
-    "worker":       ("job config planning timeline protocol records compat state strategies",  "torch ray"),
-    "driver":       ("job config planning timeline protocol records compat state model strategies policy tracking "
-                     "display worker",                                                         "torch ray"),
-    "verbs":        ("config records strategies tracking display driver",                        ""),
+    "worker":       ("job storage config planning timeline protocol records compat state "
+                     "strategies",                                                             "torch ray"),
+    "driver":       ("job storage config planning timeline protocol records compat state model strategies policy "
+                     "tracking display worker",                                                "torch ray"),
+    "verbs":        ("storage config records strategies tracking display driver",                ""),
     "jobs":         ("job",                                                                    "torch"),
 }  # fmt: skip
 
@@ -48,6 +50,7 @@ KNOWS = {
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {"compat.ray"},
     ("compat", "hydra"): {"compat.hydra"},
+    ("storage", "pyarrow"): {"storage.remote"},
 }
 
 

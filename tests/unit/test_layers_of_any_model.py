@@ -71,9 +71,17 @@ class Borrowing(nn.Module):
 def test_layers_that_share_a_module_are_measured() -> None:
     inputs, target = torch.randn(4, 10), torch.arange(4)
     builder = StageBuilder.outline(
-        Chain(build=Borrowing), inputs, target, split=(), num_stages=2, device=CPU, seed=3, precision=FLOAT32
+        Chain(build=Borrowing),
+        inputs,
+        target,
+        constructor=Borrowing,
+        split=(),
+        num_stages=2,
+        device=CPU,
+        seed=3,
+        precision=FLOAT32,
     )
-    assert len(builder.sequence.names) == len(builder.measure_costs(precision=FLOAT32)) == 3
+    assert len(builder.sequence.names) == len(builder.measure_costs()) == 3
 
 
 def depends_on_values(x: Tensor) -> Tensor:

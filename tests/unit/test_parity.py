@@ -208,6 +208,7 @@ def test_the_check_before_training_refuses_also_with_little_memory() -> None:
         Chain(build=CustomFunctionInGlue),
         INPUTS,
         TARGET,
+        constructor=CustomFunctionInGlue,
         split=("third",),
         num_stages=2,
         device=CPU,
@@ -217,7 +218,7 @@ def test_the_check_before_training_refuses_also_with_little_memory() -> None:
     with pytest.raises(
         ValueError, match=r"would not train as the whole model does: the gradient of special\..*Job.stages"
     ):
-        builder.check_parity(precision=FLOAT32, free_bytes=too_little(CustomFunctionInGlue))
+        builder.check_parity(free_bytes=too_little(CustomFunctionInGlue))
 
 
 def test_with_memory_for_all_of_it_nothing_is_noted() -> None:

@@ -24,7 +24,9 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import MASK, Redactor
 from orchestrator.config.schema import Config, JobSpec
-from orchestrator.driver.preflight import prepare
+from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
+from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.preflight.resume import Resume, find_resume
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records import run_dir as rundir
@@ -44,7 +46,7 @@ def config_of(output_dir: Path, *words: str) -> Config:
     errors: list[str] = []
     config, _ = compose([f"output_dir='{output_dir}'", *words], errors, registry.config_class)
     assert config is not None, errors
-    return prepare.absolute_paths(config)
+    return absolute_paths(config)
 
 
 def plan_of(config: Config) -> Plan:
@@ -69,9 +71,9 @@ def an_earlier_run(
     return run
 
 
-def resume(config: Config, job: Job = JOB) -> tuple[prepare.Resume | None, list[str]]:
+def resume(config: Config, job: Job = JOB) -> tuple[Resume | None, list[str]]:
     warnings: list[str] = []
-    return prepare.find_resume(config, job, warnings=warnings, redactor=Redactor()), warnings
+    return find_resume(config, job, warnings=warnings, redactor=Redactor()), warnings
 
 
 def refused(config: Config, job: Job = JOB) -> list[str]:
@@ -107,7 +109,7 @@ def test_nothing_is_kept_in_the_directory_that_ray_unpacks_for_a_job(
 
 def test_looking_at_a_place_leaves_nothing_there(tmp_path: Path) -> None:
     config = config_of(tmp_path / "a" / "b")
-    assert prepare.environment_errors(config) == []
+    assert environment_errors(config) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +117,7 @@ def test_looking_at_a_place_leaves_nothing_there(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_a_error(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = place.format(tmp=tmp_path)
-    (error,) = prepare.environment_errors(config_of(Path(path)))
+    (error,) = environment_errors(config_of(Path(path)))
     assert error.startswith(f"output_dir={path}: cannot be written (")
 
 
@@ -123,13 +125,13 @@ def test_a_read_only_place_is_a_error(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")
     tmp_path.chmod(0o500)
-    (error,) = prepare.environment_errors(config_of(tmp_path / "a"))
+    (error,) = environment_errors(config_of(tmp_path / "a"))
     assert "Permission denied" in error
 
 
 def test_all_errors_of_the_surroundings_come_at_once(tmp_path: Path) -> None:
     config = config_of(Path("/proc/nowhere"), "tracking.uri=htp://me:hunter2@host")
-    errors = prepare.environment_errors(config)
+    errors = environment_errors(config)
     assert [f.partition("=")[0] for f in errors] == ["tracking.uri", "output_dir"]
     assert "hunter2" not in "".join(errors)
 
@@ -175,7 +177,7 @@ def test_auto_prefers_an_older_run_with_a_checkpoint_to_a_stray_start(tmp_path: 
 RACE = """
 import os, sys, time
 from pathlib import Path
-from test_prepare import JOB, Redactor, config_of, plan_of, prepare, resume
+from test_prepare import JOB, Redactor, config_of, open_run, plan_of, resume
 from orchestrator.config.build import ConfigError
 
 me, tries = sys.argv[1], sys.argv[2:]
@@ -187,7 +189,7 @@ for folder in map(Path, tries):
     while len(list(folder.glob("ready-*"))) < 2:
         time.sleep(0.0005)
     try:
-        run, _ = prepare.open_run(config, JOB, plan, found, command="", sweep=None, redactor=Redactor())
+        run, _ = open_run(config, JOB, plan, found, command="", sweep=None, redactor=Redactor())
         print("got", run.path, flush=True)
     except ConfigError as e:
         print(*e.errors, flush=True)
@@ -233,7 +235,7 @@ def test_a_run_that_another_process_has_continued_meanwhile_is_not_continued_fro
     earlier.update_record(driver={**NOBODY, "pid": 1})
     before = earlier.read_record()
     with pytest.raises(ConfigError, match="another process has continued"):
-        prepare.open_run(config, JOB, plan_of(config), found, command="", sweep=None, redactor=Redactor())
+        open_run(config, JOB, plan_of(config), found, command="", sweep=None, redactor=Redactor())
     assert earlier.read_record() == before
 
 
@@ -252,10 +254,10 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
 
 def test_the_command_of_a_run_can_be_typed_again() -> None:
     overrides = ["strategy=ddp", "resume=auto", "tracking.uri=http://me:hunter2@h", "job.path=a b", "resume=/r"]
-    assert prepare.command(overrides, Redactor()) == (
+    assert command_line(overrides, Redactor()) == (
         f"python -m orchestrator.launch strategy=ddp 'tracking.uri=http://{MASK}@h' 'job.path=a b' resume=/r"
     )
-    assert prepare.command(["strategy=ddp"], Redactor()) == "python -m orchestrator.launch strategy=ddp"
+    assert command_line(["strategy=ddp"], Redactor()) == "python -m orchestrator.launch strategy=ddp"
 
 
 def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:
@@ -398,7 +400,7 @@ class Odd(Digits):
 def test_the_records_of_a_new_run(tmp_path: Path) -> None:
     words = ["job.hidden=4", "tracking.uri=http://me:hunter2@host:5000", "train.clip_norm=1"]
     config = config_of(tmp_path / "outputs", *words)
-    run, uid = prepare.open_run(
+    run, uid = open_run(
         config,
         JOB,
         plan_of(config),
@@ -428,7 +430,7 @@ def test_the_records_of_a_new_run(tmp_path: Path) -> None:
 def test_no_secret_is_written_and_every_field_can_be(tmp_path: Path) -> None:
     config = config_of(tmp_path, "tracking.uri=postgresql://me:hunter2@h/db?password=hunter2")
     config = replace(config, job=JobSpec(target=f"{__name__}.Odd", fields={}))
-    run, _ = prepare.open_run(config, Odd(), plan_of(config), None, command="", sweep=None, redactor=Redactor())
+    run, _ = open_run(config, Odd(), plan_of(config), None, command="", sweep=None, redactor=Redactor())
     written = run.config_file.read_text() + run.record_file.read_text()
     assert "hunter2" not in written
     stored = yaml.safe_load(run.config_file.read_text())["job"]
@@ -444,7 +446,7 @@ def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
     earlier = an_earlier_run(tmp_path, state="killed")
     config = config_of(tmp_path, "resume=auto")
     found, _ = resume(config)
-    run, uid = prepare.open_run(config, JOB, plan_of(config), found, command="", sweep=None, redactor=Redactor())
+    run, uid = open_run(config, JOB, plan_of(config), found, command="", sweep=None, redactor=Redactor())
     assert (run, uid) == (earlier, "first")
     assert run.read_record()["state"] == "running"
 
@@ -452,8 +454,7 @@ def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
 def test_two_runs_are_told_apart(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     (one, uid), (other, other_uid) = (
-        prepare.open_run(config, JOB, plan_of(config), None, command="", sweep=None, redactor=Redactor())
-        for _ in range(2)
+        open_run(config, JOB, plan_of(config), None, command="", sweep=None, redactor=Redactor()) for _ in range(2)
     )
     assert one != other
     assert uid != other_uid
@@ -463,4 +464,4 @@ def test_a_place_that_breaks_after_the_check_is_a_error_too(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     config = config_of(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"output_dir=.*: cannot be written"):
-        prepare.open_run(config, JOB, plan_of(config), None, command="", sweep=None, redactor=Redactor())
+        open_run(config, JOB, plan_of(config), None, command="", sweep=None, redactor=Redactor())

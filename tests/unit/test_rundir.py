@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.json_file import write_json
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import is_alive, this_process
 from orchestrator.records.run_dir import RunDir
@@ -85,7 +86,7 @@ def test_all_runs_come_newest_first(tmp_path: Path) -> None:
     for name in [*names, "2026-01-02/11-00-00-without-record"]:
         (tmp_path / name).mkdir(parents=True)
     for name in names:
-        rundir.write_json(tmp_path / name / "run.json", {})
+        write_json(tmp_path / name / "run.json", {})
     found = [str(r.path.relative_to(tmp_path)) for r in rundir.all_runs(tmp_path)]
     assert found == [names[1], names[0], names[2]]
     assert list(rundir.all_runs(tmp_path / "nowhere")) == []
@@ -168,11 +169,17 @@ print(RunDir(Path(sys.argv[1])).driver_if_running() is not None)
 """
 
 
-def test_a_driver_in_another_container_of_this_host_lives_as_long_as_its_lease(tmp_path: Path) -> None:
-    """Containers may share the name of their host; a process id means nothing in another PID namespace."""
-    apart = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+@pytest.mark.parametrize("options", [("--pid", "--fork", "--mount-proc"), ("--time", "--boottime", "86400")])
+def test_a_driver_in_another_container_of_this_host_lives_as_long_as_its_lease(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Containers may share the name of their host.
+
+    A process id means nothing in another PID namespace, and the start of a process nothing in another time namespace.
+    """
+    apart = ["unshare", "--map-root-user", *options]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no right to a PID namespace")
+        pytest.skip(f"no right to unshare {options[0]}")
     run = RunDir(tmp_path)
     run.update_record(state="running", driver=this_process())
     asked = [*apart, sys.executable, "-c", IS_RUNNING, str(tmp_path)]
@@ -239,5 +246,5 @@ def test_a_record_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     (run.record_file / "in the way").mkdir(parents=True)
     with pytest.raises(OSError, match=r"run\.json"):
-        rundir.write_json(run.record_file, {"state": "finished"})
+        write_json(run.record_file, {"state": "finished"})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json"]

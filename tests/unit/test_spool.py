@@ -16,7 +16,7 @@ import pytest
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.core_metrics import LOSS
 from orchestrator.protocol.events import Warned
-from orchestrator.protocol.messages import EvalPoint, TrainPoint
+from orchestrator.protocol.messages import EvalPoint, TrainPoint, merged
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.spool import Spool, _ReportUnpickler, read_spool, remove_spool
@@ -74,6 +74,25 @@ def test_heartbeats_number_the_points(tmp_path: Path) -> None:
     assert (first.first_report, second.first_report) == (0, 1)
     both = second.after(first)
     assert (both.first_report, both.points) == (0, tuple(points))
+    assert merged([(3, second), (3, first), (4, first)]) == {3: both, 4: first}
+
+
+def test_the_reports_of_an_outcome_are_kept_until_the_next_generation(tmp_path: Path) -> None:
+    """The driver may ask for heartbeats while the outcome is under way."""
+    path = tmp_path / "node-7"
+    outbox = Outbox(Redactor())
+    outbox.keep_in(Spool(path))
+    outbox.put_point(point(1))
+    last = outbox.collect_last()
+    assert (last.first_report, last.points) == (0, (point(1),))
+    for step in (2, 3):
+        outbox.put_point(point(step))
+        assert outbox.collect({}).points == (point(step),)
+    assert list(read_spool(path)) == [(0, point(1)), (1, point(2)), (2, point(3))]
+    outbox.begin_generation()
+    outbox.collect({})
+    outbox.collect({})
+    assert list(read_spool(path)) == []
 
 
 def test_nothing_but_points_is_read(tmp_path: Path) -> None:

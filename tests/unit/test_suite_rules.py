@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ def test_only_helpers_are_imported_by_other_modules(path: Path) -> None:
         )
     }
     assert not imported & others, "move what several modules share to tests/helpers"
+
+
+def test_the_guarantees_name_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/[^`]+)`", (TESTS.parent / "docs" / "guarantees.md").read_text())
+    assert named
+    assert [path for path in named if not (TESTS.parent / path).is_file()] == []
 
 
 def test_every_folder_has_its_place_in_the_order(pytestconfig: pytest.Config) -> None:

@@ -7,26 +7,17 @@ from typing import Any
 
 import pytest
 
+from helpers.recorder import Recorder
 from orchestrator.driver import telemetry
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Member
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator
-from orchestrator.protocol.events import CheckpointSaved, Event, FirstStepDone, RankProgress, Warned
+from orchestrator.protocol.events import CheckpointSaved, FirstStepDone, RankProgress, Warned
 from orchestrator.protocol.messages import Heartbeat, WorkerInfo
 
 SAVED = CheckpointSaved(step=3, path="/run/checkpoints/3", seconds=0.1, stall_ms=1.0, size_bytes=10)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.seen: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.seen.append(event)
-
-    def close(self) -> None: ...
 
 
 class FakeGang:
@@ -60,7 +51,7 @@ def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
     plan: Any = SimpleNamespace(mesh=Mesh(data_parallel_size=2))
     recorder, uploader = Recorder(), FakeUploader()
     aggregator = Aggregator(mesh=plan.mesh, global_batch_size=8, tokens_per_sample=None)
-    made = Telemetry(config, plan, aggregator, EventStream([recorder]), uploader)  # type: ignore[arg-type]
+    made = Telemetry(config, plan, aggregator, EventStream([recorder]), uploader, FakeUploader())  # type: ignore[arg-type]
     return made, FakeGang(), recorder, uploader
 
 
@@ -87,8 +78,8 @@ def test_the_first_step_of_a_generation_counts_once(parts: Any) -> None:
 
 def test_failing_uploads_are_reported_once_until_they_work_again(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, gang, recorder, uploader = parts
-    monkeypatch.setattr(telemetry, "TRACKING_CHECK_EVERY_S", 0.0)
-    made._next_tracking_check = 0.0
+    monkeypatch.setattr(telemetry, "UPLOAD_CHECK_EVERY_S", 0.0)
+    made._next_upload_check = 0.0
     for uploader.error in (None, "timeout", "timeout", None, None):
         made.collect(gang)
     warnings = [event.message for event in recorder.seen if isinstance(event, Warned)]

@@ -8,25 +8,16 @@ from typing import Any
 
 import pytest
 
+from helpers.recorder import Recorder
 from orchestrator.driver import waiting
 from orchestrator.driver.calls import GangError
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.waiting import Interrupted, ResourceWait, WaitMonitor
-from orchestrator.protocol.events import Event, WaitingForResources
+from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import SupersededError
 
 PLAN: Any = SimpleNamespace(world_size=3, spares=1, cpus_per_worker=0.5, gpus_per_worker=1)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.seen: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.seen.append(event)
-
-    def close(self) -> None: ...
 
 
 class FakeLease:

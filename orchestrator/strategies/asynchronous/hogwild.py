@@ -32,7 +32,6 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.protocol.metrics import Metric
-from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
 from orchestrator.strategies.asynchronous.preflight import statistics_notes
@@ -59,6 +58,9 @@ class Hogwild(WholeModel):
 
     config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
     averages_weights = False
+    refused_precisions: ClassVar[Mapping[str, str]] = {
+        "fp16": "its workers update one after another, so they cannot agree on which steps to skip",
+    }
     cpu_only = "its workers share the memory of a machine, which GPUs cannot"
 
     @classmethod
@@ -159,7 +161,7 @@ class Hogwild(WholeModel):
     def _load(self, state: TrainState) -> None:
         """Copy ``state`` into the shared memory."""
         shared = optimizer_tensors(self.optimizer)
-        train_state.restore(state, self.model, self.optimizer, self.scheduler)
+        self.load(state)
         # Loading replaces the optimizer's tensors by new ones outside the shared memory.
         for path, loaded in optimizer_tensors(self.optimizer).items():
             shared[path].copy_(loaded)

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, rows_between, tensors_in
 from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.precision import Precision
+from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import EvalSums
@@ -142,8 +142,9 @@ class Chain:
             for number, output in enumerate(outputs):
                 rows = min(max(valid - number * self._rows, 0), self._rows)
                 if rows == 0:
-                    break
-                output, wanted = first_rows(output, rows), first_rows(targets[number], rows)
+                    continue
+                output = first_rows(self._precision.outputs(output), rows)
+                wanted = first_rows(targets[number], rows)
                 weight = self._job.weight(wanted)
                 weight = rows if weight is None else weight
                 loss = self._job.loss(output, wanted)
@@ -189,4 +190,4 @@ class Chain:
             self._measure(last.output, target)
         last.output = None
         self._loss_sum += weighted(loss.detach(), weight)
-        return loss * (weight / self._total_weight)
+        return summable(loss) * (weight / self._total_weight)

@@ -20,8 +20,10 @@ def forward_only(
     layout: PipelineLayout,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> list[Any]:
-    """Run the forward pass of every micro-batch and return the model's outputs.
+) -> Iterator[Any]:
+    """Run the forward pass of every micro-batch, and yield the model's outputs one at a time, to hold only one.
+
+    Every rank must read all of it, also where nothing is yielded: a rank that stops sends nothing to the others.
 
     All ranks go through :func:`forward_steps` and exchange activations after each step, each rank in one batch. NCCL
     does not buffer sends, so ranks that send to each other must receive at the same time.
@@ -33,21 +35,21 @@ def forward_only(
         group: the ranks of the pipeline.
         device: where received activations are placed.
 
-    Returns:
-        The output of each micro-batch on the rank of the last stage; an empty list on the other ranks.
+    Yields:
+        The output of each micro-batch, in order, on the rank of the last stage; nothing on the other ranks.
     """
     own = {stage.index: stage for stage in stages}
     arrived: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by stage and micro-batch
-    outputs: list[Any] = []
     for step in forward_steps(layout):
         exchange: list[dist.P2POp] = []
+        finished: list[Any] = []
         for index, number in step:
             stage, following = own.get(index), own.get(index + 1)
             if stage is not None:
                 value = inputs[number] if stage.inputs is None else stage.inputs.unpack(arrived.pop((index, number)))
                 out = stage.module(value)
                 if stage.outputs is None:
-                    outputs.append(out)
+                    finished.append(out)
                     continue
                 tensors = stage.outputs.pack(out)
                 if following is not None:
@@ -63,7 +65,7 @@ def forward_only(
                 exchange += [dist.P2POp(dist.irecv, t.detach(), group=group, group_peer=sender) for t in tensors]
         for work in dist.batch_isend_irecv(exchange) if exchange else []:
             work.wait()
-    return outputs
+        yield from finished
 
 
 def forward_steps(layout: PipelineLayout) -> Iterator[list[tuple[int, int]]]:

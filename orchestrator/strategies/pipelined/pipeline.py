@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
-from orchestrator.model.batch import split_batch, to_device
+from orchestrator.model.batch import to_device
 from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.stages import Shared, Stage, state_of
 from orchestrator.planning.layout import Layout
@@ -34,11 +34,11 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
-from orchestrator.state import train_state
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.optimizer_step import OptimizerStep
@@ -118,6 +118,7 @@ class Pipeline(OptimizerStep):
             self.job,
             inputs,
             target,
+            constructor=constructor_of(self.job, context.train, self.precision),
             split=self._split() or (),
             num_stages=self.layout.num_stages,
             device=context.device,
@@ -135,7 +136,7 @@ class Pipeline(OptimizerStep):
         cut = self._agree_on_cut()
         if self._builder is not None:
             if self.context.global_rank == 0:
-                note = self._builder.check_parity(precision=self.precision)
+                note = self._builder.check_parity()
                 self._warnings = () if note is None else (note,)
             self._build(self._builder, cut)
             self._builder = None
@@ -163,7 +164,7 @@ class Pipeline(OptimizerStep):
         self._connections = _Connected(pipeline=pipeline, replicas=replicas, sharing=sharing, chain=chain)
 
     def _build(self, builder: StageBuilder, cut: Cut) -> None:
-        built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, precision=self.precision)
+        built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks)
         self.stages, self._shared = built.stages, built.shared
         self.parameters = [p for p in self.state_module().parameters() if p.requires_grad]
         self.use(_optimizer_of(self.job, self.parameters))
@@ -183,18 +184,8 @@ class Pipeline(OptimizerStep):
         """
         return state_of(self.stages)
 
-    def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
-        return train_state.capture(
-            self.state_module(),
-            self.optimizer,
-            self.scheduler,
-            step=step,
-            samples_consumed=samples_consumed,
-            into=into,
-        )
-
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        return self._connected.chain.evaluate(split_batch(to_device(batch, self.context.device)), valid)
+        return self._connected.chain.evaluate(self._on_device(batch), valid)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         context, sharing = self.context, self._connected.sharing
@@ -212,12 +203,11 @@ class Pipeline(OptimizerStep):
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context
-        module = self.state_module()
-        wanted = {*module.state_dict(), *self._connected.sharing.first_names.values()}
+        wanted = {*self.state_module().state_dict(), *self._connected.sharing.first_names.values()}
         state = broadcast_state(
             state, source=source, rank=context.global_rank, device=context.device, keep=wanted.__contains__
         )
-        train_state.restore(state, module, self.optimizer, self.scheduler, partial=True)
+        self.load(state, partial=True)
         return state.meta
 
     def after_step(self, *, step: int, samples_consumed: int) -> None:
@@ -266,7 +256,7 @@ class Pipeline(OptimizerStep):
         return self._copies.neighbours(wanted)
 
     def _load(self, state: TrainState) -> dict[str, Any]:
-        train_state.restore(state, self.state_module(), self.optimizer, self.scheduler)
+        self.load(state)
         return {name: state.meta[name] for name in ("step", "samples_consumed")}
 
     def _new_copies_group(self) -> dist.ProcessGroup:
@@ -345,7 +335,7 @@ class Pipeline(OptimizerStep):
         if starts.any():
             return Cut(tuple(starts.tolist()))
         if self.context.global_rank == 0 and self._builder is not None:
-            self._costs = self._builder.measure_costs(precision=self.precision)
+            self._costs = self._builder.measure_costs()
             starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))

@@ -11,12 +11,13 @@ from orchestrator.config.text import first_of
 from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
-from orchestrator.model.modes import in_train_mode, note_on_dropout
+from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import FakeModel
-from orchestrator.model.precision import FLOAT32
+from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
 from orchestrator.planning.plan import Plan
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.pipelined.layout import StagedConfig
 
@@ -46,9 +47,10 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     rows = plan.microbatch_rows
     split = () if strategy.split == "auto" else strategy.split
     try:
-        inputs, _ = example_batch(job, job.dataset("train"), rows)
+        precision = Precision.named(config.train.precision, "cpu")
+        inputs = precision.inputs(example_batch(job, job.dataset("train"), rows)[0])
         sequence = sequence_of(
-            in_train_mode(job.model),
+            constructor_of(job, config.train, precision),
             inputs,
             torch.device("cpu"),
             split=split,
@@ -59,7 +61,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
         if strategy.split != "auto" and not layer_errors:
             cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)
             if cut is not None:
-                boundaries_of(sequence, flow(sequence, inputs, precision=FLOAT32), cut)
+                boundaries_of(sequence, flow(sequence, inputs, precision=precision), cut)
         errors += layer_errors
         return tuple(notes_of(sequence.whole, plan, rows))
     except ValueError as e:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestrator.job import Job
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import changing_buffers, costs, flow
-from orchestrator.model.modes import in_train_mode
 from orchestrator.model.parity import compare, free_memory
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
@@ -45,22 +44,26 @@ class StageBuilder:
     """An outline of the model and a sample micro-batch. Drop it after the stages are built, to free their memory.
 
     Attributes:
-        job: builds the model and defines the loss.
+        job: defines the loss.
+        constructor: builds the model.
         sequence: the layers of the model as fake tensors.
         values: what flows into each layer, and out of the last, as fake tensors.
         inputs: the inputs of a real micro-batch, on the device.
         target: the targets of the same micro-batch.
         device: where the stages are placed.
         seed: the seed with which the whole model would be initialized.
+        precision: what the model is stored and computed in.
     """
 
     job: Job
+    constructor: Callable[[], nn.Module]
     sequence: LayerSequence
     values: Sequence[Any]
     inputs: Any
     target: Any
     device: torch.device
     seed: int
+    precision: Precision
 
     @classmethod
     def outline(
@@ -69,6 +72,7 @@ class StageBuilder:
         inputs: Any,
         target: Any,
         *,
+        constructor: Callable[[], nn.Module],
         split: Sequence[str],
         num_stages: int,
         device: torch.device,
@@ -78,45 +82,48 @@ class StageBuilder:
         """Divide the model into layers, without memory for its parameters.
 
         Args:
-            job: builds the model.
-            inputs: the inputs of a micro-batch.
+            job: defines the loss, and may define the stages.
+            inputs: the inputs of a micro-batch, in any dtype.
             target: the targets of the same micro-batch.
+            constructor: builds the model, in ``precision``.
             split: the module names to cut at; empty to cut by measured time.
             num_stages: the number of stages.
             device: where the stages are placed.
             seed: the seed of the model's initialization.
-            precision: what the forward pass is computed in.
+            precision: what the model is stored and computed in.
 
         Raises:
             ValueError: the model cannot be cut.
         """
-        sequence = sequence_of(in_train_mode(job.model), inputs, device, split=split, num_stages=num_stages, job=job)
+        inputs = precision.inputs(inputs)
+        sequence = sequence_of(constructor, inputs, device, split=split, num_stages=num_stages, job=job)
         return cls(
             job=job,
+            constructor=constructor,
             sequence=sequence,
             values=flow(sequence, inputs, precision=precision),
             inputs=inputs,
             target=target,
             device=device,
             seed=seed,
+            precision=precision,
         )
 
-    def measure_costs(self, *, precision: Precision) -> list[float]:
+    def measure_costs(self) -> list[float]:
         """Return the milliseconds that forward and backward of each layer take; the last one includes the loss."""
         # Of another instance of the model, because a layer may keep what it has computed with real tensors.
-        model = build_fake(in_train_mode(self.job.model), self.device).model
+        model = build_fake(self.constructor, self.device).model
         layers = self.sequence.of(model, range(len(self.sequence.names)))
         ordered = [layers[index] for index in sorted(layers)]
-        return costs(ordered, self.values, self.inputs, precision=precision, loss=self._loss)
+        return costs(ordered, self.values, self.inputs, precision=self.precision, loss=self._loss)
 
-    def check_parity(self, *, precision: Precision, free_bytes: int | None = None) -> str | None:
+    def check_parity(self, *, free_bytes: int | None = None) -> str | None:
         """Check on one micro-batch that the pieces of the model train as the whole model does.
 
         Layers that are the model's own modules in their order do so by construction. For all others see
         :func:`~orchestrator.model.parity.compare`, which uses less memory if less is free.
 
         Args:
-            precision: what the forward passes are computed in.
             free_bytes: the memory that may be used; None for half of what the device has free.
 
         Returns:
@@ -126,13 +133,13 @@ class StageBuilder:
             ValueError: the pieces train differently; the text names the module.
         """
         verdict = compare(
-            in_train_mode(self.job.model),
+            self.constructor,
             self.sequence,
             self.inputs,
             self._loss,
             device=self.device,
             seed=self.seed,
-            precision=precision,
+            precision=self.precision,
             free_bytes=free_memory(self.device) // 2 if free_bytes is None else free_bytes,
         )
         if verdict.error is not None:
@@ -142,14 +149,13 @@ class StageBuilder:
             )
         return verdict.note
 
-    def build(self, cut: Cut, *, own: Collection[int], stage_ranks: Sequence[int], precision: Precision) -> BuiltStages:
+    def build(self, cut: Cut, *, own: Collection[int], stage_ranks: Sequence[int]) -> BuiltStages:
         """Build the stages ``own``, initialized as in the whole model.
 
         Args:
             cut: where the model is cut.
             own: the indices of this rank's stages.
             stage_ranks: the ``pp_rank`` of each stage.
-            precision: what the forward pass is computed in.
 
         Raises:
             ValueError: something other than tensors flows between two stages, or stages on different ranks share a
@@ -157,14 +163,15 @@ class StageBuilder:
         """
         buffers = shared_buffers(self.sequence, cut)
         if buffers:
-            changing = changing_buffers(self.sequence, self.inputs, precision=precision)
+            changing = changing_buffers(self.sequence, self.inputs, precision=self.precision)
             _check_shared_buffers(buffers, changing, stage_ranks)
-        build = in_train_mode(self.job.model)
-        stages = build_stages(build, self.sequence, self.values, cut, own, device=self.device, seed=self.seed)
+        stages = build_stages(
+            self.constructor, self.sequence, self.values, cut, own, device=self.device, seed=self.seed
+        )
         return BuiltStages(stages=stages, shared=[*shared_parameters(self.sequence, cut), *buffers])
 
     def _loss(self, output: Any) -> Tensor:
-        return self.job.loss(output, self.target)
+        return self.job.loss(self.precision.outputs(output), self.target)
 
 
 def _check_shared_buffers(buffers: Sequence[Shared], changing: Collection[str], stage_ranks: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from orchestrator.compat.pipelining import (
+    PASSES_CONSTANTS,
     ConnectedStage,
     make_input_gradients_contiguous,
     microbatches_in_memory,
@@ -105,13 +106,24 @@ class TimedStage(ConnectedStage):
         inputs: InputBuffer,
         precision: Precision,
     ):
+        """Connect ``stage`` to its neighbours.
+
+        Raises:
+            ValueError: this torch cannot send the values between the stages.
+        """
+        received = stage.inputs
+        if not PASSES_CONSTANTS and received is not None and not all(spec.requires_grad for spec in received.specs):
+            raise ValueError(
+                f"layer {received.after} returns a tensor without a gradient, such as a mask, which a stage cannot "
+                f"receive with torch {torch.__version__}; cut elsewhere with strategy.split, or install torch 2.13"
+            )
         microbatch_number, placeholder = (torch.zeros(1, dtype=torch.int64),), (torch.zeros(1),)
         super().__init__(
             stage.module,
             stage.index,
             num_stages,
             device,
-            input_args=microbatch_number if stage.inputs is None else stage.inputs.examples(device),
+            input_args=microbatch_number if received is None else received.examples(device),
             output_args=placeholder if stage.outputs is None else stage.outputs.examples(device),
             group=group,
         )
@@ -130,7 +142,8 @@ class TimedStage(ConnectedStage):
             out = self.submod(value)
         if self._stage.outputs is not None:
             return self._stage.outputs.pack(out)
-        self.output = out  # of any structure; the schedule accepts only tensors, so the loss reads it from here
+        # Of any structure: the schedule accepts only tensors, so the loss reads it from here.
+        self.output = self._precision.outputs(out)
         return (torch.zeros(1),)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from orchestrator.compat.torch import broadcast_ddp_buffers, ddp_comm_ms, release_ddp, set_ddp_timing
+from orchestrator.compat.torch import (
+    broadcast_ddp_buffers,
+    ddp_comm_ms,
+    release_ddp,
+    set_ddp_timing,
+    without_buffer_broadcasts,
+)
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
@@ -62,6 +68,11 @@ class DDP(WholeModel):
         assert isinstance(options, DDPConfig)
         if has_training_step(job):
             errors += _unsupported(options, plan)
+        if options.comm_hook == "powersgd" and config.train.precision == "fp16":
+            errors.append(
+                "strategy.comm_hook=powersgd: it carries errors of gradients to the next step, which has another scale "
+                "of the loss with train.precision=fp16; set that to bf16 or fp32"
+            )
         return check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
 
     @classmethod
@@ -100,7 +111,7 @@ class DDP(WholeModel):
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=True,
             init_sync=False,  # ranks may still be at different steps
-            forward_sync_buffers=False,  # evaluation comes before the next forward pass
+            **without_buffer_broadcasts(),  # evaluation comes before the next forward pass
         )
         self.replica = self.forward_model = replica
         # Lambdas, because DDP compares a hook's annotations with types, and here annotations are strings.

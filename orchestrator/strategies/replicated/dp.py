@@ -45,6 +45,7 @@ class DP(WholeModel):
     """One process that trains on several devices."""
 
     config_class: ClassVar[type[StrategyConfig]] = DPConfig
+    counts_flops = False  # the replicas run in threads of their own
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
@@ -81,7 +82,7 @@ class DP(WholeModel):
     def metrics(self) -> Mapping[str, Metric]:
         gathered = self._gathered_bytes / max(1, self._steps)
         self._gathered_bytes = self._steps = 0
-        return {"dp/gathered_bytes": Metric(gathered, "sum")}
+        return {**super().metrics(), "dp/gathered_bytes": Metric(gathered, "sum")}
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return super().evaluate(first_rows(split_batch(batch), valid), valid)
@@ -96,7 +97,7 @@ class DP(WholeModel):
         def sums(
             replica: nn.Module, piece: Any, target: Any, weight: float | Tensor
         ) -> tuple[Tensor, Mapping[str, Tensor]]:
-            output = self._apply(replica, piece)
+            output = self.precision.outputs(self._apply(replica, piece))
             loss = weighted(self.job.loss(output, target), weight)
             return loss, {} if self._metrics is None else train_metrics(self.job, output, target)
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows, split_batch, to_device
-from orchestrator.model.modes import evaluation_mode, in_train_mode, note_on_dropout
+from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows
+from orchestrator.model.modes import evaluation_mode, note_on_dropout
+from orchestrator.model.precision import summable
 from orchestrator.planning.mesh import even_shares
-from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.job_metrics import checked_metrics
 from orchestrator.strategies.optimizer_step import OptimizerStep
 
@@ -30,7 +31,7 @@ class WholeModel(OptimizerStep):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
-        self.model = in_train_mode(self.job.model)().to(self.context.device)
+        self.model = constructor_of(self.job, self.context.train, self.precision)().to(self.context.device)
         self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._set_up_optimizer()
@@ -40,15 +41,15 @@ class WholeModel(OptimizerStep):
         return () if note is None else (note,)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        inputs, target = split_batch(to_device(batch, self.context.device))
+        inputs, target = self._on_device(batch)
         rows = num_rows((inputs, target))
         with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
-            output = self._evaluated(inputs)
+            output = self.precision.outputs(self._evaluated(inputs))
             if rows is not None and valid < rows:
                 if has_row_per_sample(output, rows):
                     output = first_rows(output, valid)
                 else:  # for example a loss that the model has computed over the padding as well
-                    output = self._evaluated(first_rows(inputs, valid))
+                    output = self.precision.outputs(self._evaluated(first_rows(inputs, valid)))
                 target = first_rows(target, valid)
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
@@ -64,7 +65,7 @@ class WholeModel(OptimizerStep):
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         assert state is not None
         assert source == self.context.global_rank
-        train_state.restore(state, self.model, self.optimizer, self.scheduler)
+        self.load(state)
         return state.meta
 
     def recover_state(
@@ -96,7 +97,7 @@ class WholeModel(OptimizerStep):
             with self._gradient_sync(i == last):
                 with self.precision.autocast():
                     loss = self._mean_loss(inputs, target)
-                (loss * (weight / total_weight * self.context.mesh.data_parallel_size)).backward()
+                (summable(loss) * (weight / total_weight * self.context.mesh.data_parallel_size)).backward()
             loss_sum += weighted(loss.detach(), weight)
         self._after_backward()
         return loss_sum
@@ -122,7 +123,7 @@ class WholeModel(OptimizerStep):
         return self.job.forward(self.model, inputs)
 
     def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
-        output = self._forward(inputs)
+        output = self.precision.outputs(self._forward(inputs))
         loss = self._loss(output, target)
         self._measure(output, target)
         return loss
@@ -164,6 +165,7 @@ def forward_module(job: Job, model: nn.Module) -> nn.Module:
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     """Return the summed loss of a batch, given its mean. It is 0 for a weight of 0, for which the mean is NaN."""
+    loss = summable(loss)
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
     return loss * weight if weight else torch.zeros_like(loss)

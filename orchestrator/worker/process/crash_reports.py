@@ -18,7 +18,7 @@ import ctypes
 import faulthandler
 import signal
 
-from orchestrator.records.run_dir import C_STACK
+from orchestrator.records.rank_log import C_STACK
 
 _FATAL = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _SIGACTION_BYTES = 1024

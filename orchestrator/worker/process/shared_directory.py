@@ -34,7 +34,8 @@ def check_shared(run_dir: RunDir, uid: str, *, output_dir: str, timeout_s: float
         if time.monotonic() >= deadline:
             raise NotSharedError(
                 f"output_dir={output_dir} is not shared: the node {socket.gethostname()} does not see this run there. "
-                "Set output_dir to a directory that all nodes of the run share, such as one on NFS, or run on one node"
+                "Set output_dir to a directory that all nodes of the run share, such as one on NFS, or to a URL of an "
+                "object store, such as s3://bucket/runs; or run on one node"
             )
         time.sleep(POLL_S)
 

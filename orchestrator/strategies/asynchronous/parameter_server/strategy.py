@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -40,6 +41,10 @@ class ParameterServer(Strategy):
 
     config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
     averages_weights = False
+    refused_precisions: ClassVar[Mapping[str, str]] = {
+        "fp16": "its workers push gradients before they can agree on which steps to skip",
+        "bf16-true": "its shards hold the parameters as the job builds them",
+    }
     cpu_only = "its workers run on CPUs only"
 
     @classmethod

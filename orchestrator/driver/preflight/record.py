@@ -1,0 +1,123 @@
+"""Open the run directory and write the record of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import to_yaml
+from orchestrator.config.overrides import masked
+from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import Config
+from orchestrator.driver.preflight.params import params_of, recorded_config
+from orchestrator.driver.preflight.paths import output_dir, unwritable
+from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
+from orchestrator.job import Job
+from orchestrator.planning.plan import Plan
+from orchestrator.records.output_dir import OutputDir, take_over
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir
+
+VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
+
+
+def open_run(
+    config: Config,
+    job: Job,
+    plan: Plan,
+    resume: Resume | None,
+    *,
+    command: str,
+    sweep: Mapping[str, str] | None,
+    redactor: Redactor,
+) -> tuple[RunDir, str]:
+    """Create or reopen the run directory and write its records.
+
+    If several processes resume a run at once, or start one of this name with ``resume=auto``, the first one succeeds.
+
+    Args:
+        config: with absolute paths.
+        job: its fields are part of the recorded configuration.
+        plan: how the run begins.
+        resume: the run to continue; None for a new one.
+        command: the command line of the run.
+        sweep: the id and name of the sweep that the run belongs to; None if it belongs to none.
+        redactor: masks secrets in everything that is written.
+
+    Returns:
+        The run directory and the uid of the run.
+
+    Raises:
+        ConfigError: the directory cannot be written; or another process drives the run, and nothing has been written.
+    """
+    recorded = recorded_config(config, job, redactor)
+    tracking = recorded["tracking"]
+    record = {
+        "name": plan.run_name,
+        "state": "running",
+        "driver": this_process(),
+        "command": command,
+        "strategy": plan.strategy,
+        "job": plan.job,
+        "plan": {**dataclasses.asdict(plan), "world_size": plan.world_size},
+        "params": params_of(recorded),
+        "tags": _tags(plan),
+        "tracking": {k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
+        "sweep": sweep,
+    }
+    output = output_dir(config)
+    if resume is not None and resume.run_dir.remote is not None:
+        output = OutputDir.containing(resume.run_dir)  # its URL may be another one than output_dir
+    try:
+        output.prepare()
+        with output.locked():
+            refuse_if_taken(config, resume)
+            run_dir = resume.run_dir if resume else output.create(plan.run_name)
+            run_dir.reserve_space()
+            run_dir.config_file.write_text(to_yaml(recorded))
+            uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
+            started = {"uid": uid, "started": time.time(), "location": run_dir.location}
+            run_dir.update_record(**redactor.data({**record, **started}))
+            take_over(run_dir)
+    except OSError as e:
+        raise ConfigError([unwritable(config, e)]) from e
+    return run_dir, uid
+
+
+def command_line(overrides: Sequence[str], redactor: Redactor, *, job: str = "") -> str:
+    """Return the command of a run, with secrets masked and only the last of several ``resume=``.
+
+    This is a command line. A ``job`` that was passed as an object has none, so that a call in Python starts it.
+    """
+    *_, last = [None, *(o for o in overrides if o.startswith("resume="))]
+    kept = [masked(o, redactor) for o in overrides if o == last or not o.startswith("resume=")]
+    if job:
+        return f"orchestrator.run({', '.join([redactor.text(job), *map(repr, kept)])})"
+    return shlex.join(["python", "-m", "orchestrator.launch", *kept])
+
+
+def _tags(plan: Plan) -> dict[str, str]:
+    tags = {
+        "strategy": plan.strategy,
+        "job": plan.job,
+        "world_size": str(plan.world_size),
+        "device": plan.device,
+        "backend": "nccl" if plan.device == "cuda" else "gloo",
+        "generation": "1",
+        "version.python": platform.python_version(),
+    }
+    for package in VERSIONED:
+        tags[f"version.{package}"] = importlib.metadata.version(package)
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        tags["git_commit"] = commit.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return tags

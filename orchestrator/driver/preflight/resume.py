@@ -1,0 +1,211 @@
+"""Find the run to resume, and refuse one that cannot be resumed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from orchestrator.compat import deferred_dynamo
+from orchestrator.config.build import ConfigError
+from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import Config
+from orchestrator.config.text import did_you_mean
+from orchestrator.driver.preflight.params import params_of, recorded_config
+from orchestrator.driver.preflight.paths import output_dir
+from orchestrator.job import Job, has_training_step
+from orchestrator.model.meta import on_meta_device
+from orchestrator.records.output_dir import OutputDir, fetch, refresh, split_run
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import CheckpointError, read_manifest
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.joint import label_of
+from orchestrator.state.mismatch import mismatches
+from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.strategies.training_step import joined, optimizers_of
+
+_SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|precision|on_nonfinite)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """The run to continue, and the checkpoint and step that it continues from. ``driver``: who drove it last."""
+
+    run_dir: RunDir
+    checkpoint: Path
+    step: int
+    driver: Mapping[str, Any]
+
+
+def find_resume(config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor) -> Resume | None:
+    """Find the run that ``resume`` asks for.
+
+    Args:
+        config: with absolute paths.
+        job: to compare its model with the checkpoint; None if it has errors itself.
+        warnings: receives what the user should know, such as damaged checkpoints and changed settings.
+        redactor: masks secrets in settings, as it did in the record of the run.
+
+    Returns:
+        None to start a new run.
+
+    Raises:
+        ConfigError: there is no such run, it is still running, it is damaged, its model differs, or the store that has
+            it cannot be used.
+    """
+    if config.resume == "never":
+        return None
+    try:
+        if config.resume == "auto":
+            run_dir = _unfinished_run(config, output_dir(config), warnings)
+            if run_dir is None:
+                return None
+        else:
+            run_dir = _named_run(config)
+        _refuse_if_running(config, run_dir)
+        driver = run_dir.read_record().get("driver", {})
+        damaged: list[CheckpointError] = []
+        checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
+        fetch(run_dir)
+    except StorageError as e:
+        raise ConfigError([str(e)]) from e
+    except ConfigError:
+        raise
+    except ValueError as e:
+        raise ConfigError([f"resume={config.resume}: {e}"]) from e
+    warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
+    if checkpoint is None:
+        why = "; ".join(str(e) for e in damaged) or "it has no checkpoint"
+        raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])
+    manifest = read_manifest(checkpoint)
+    step = int(manifest["step"])
+    errors = [] if job is None else _job_errors(job, checkpoint, manifest["meta"])
+    errors = [f"resume={config.resume}: {error}" for error in errors]
+    if step >= config.train.steps:
+        errors.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
+    if errors:
+        raise ConfigError(errors)
+    if job is not None:
+        warnings.extend(
+            _changes(run_dir.read_record().get("params", {}), params_of(recorded_config(config, job, redactor)))
+        )
+    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver)
+
+
+def refuse_if_taken(config: Config, resume: Resume | None) -> None:
+    """Refuse the run if another process has taken it since :func:`find_resume`."""
+    if resume is not None:
+        refresh(resume.run_dir)
+        _refuse_if_running(config, resume.run_dir)
+        if resume.run_dir.read_record().get("driver", {}) != resume.driver:
+            raise ConfigError(
+                [
+                    f"resume={config.resume}: another process has continued {resume.run_dir.location}; start the "
+                    "command again to continue from its last checkpoint"
+                ]
+            )
+    elif config.resume == "auto":
+        for run_dir in _unfinished_runs(output_dir(config), config.run_name, warnings=[]):
+            _refuse_if_running(config, run_dir)
+
+
+def _refuse_if_running(config: Config, run_dir: RunDir) -> None:
+    driver = run_dir.driver_if_running()
+    if driver is not None:
+        raise ConfigError(
+            [
+                f"resume={config.resume}: {run_dir.location} is still running (pid {driver.get('pid')} on "
+                f"{driver.get('host')}); stop it first, or start another with resume=never"
+            ]
+        )
+
+
+def _unfinished_run(config: Config, output: OutputDir, warnings: list[str]) -> RunDir | None:
+    """Return the newest unfinished run of this name that has a checkpoint, None to start a new run.
+
+    Raises:
+        ConfigError: that run, or a newer one, is still running.
+    """
+    without: list[str] = []
+    for run_dir in _unfinished_runs(output, config.run_name, warnings):
+        _refuse_if_running(config, run_dir)
+        if CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
+            warnings.extend(f"resume=auto: {path} has no checkpoint; an older run is continued" for path in without)
+            return run_dir
+        without.append(run_dir.location)
+    if without:
+        warnings.append(f"resume=auto: {without[0]} has no checkpoint yet; this is a new run")
+    else:
+        warnings.append(f"resume=auto: no unfinished run is named {config.run_name}; this is a new one")
+    return None
+
+
+def _unfinished_runs(output: OutputDir, name: str, warnings: list[str]) -> Iterator[RunDir]:
+    """Yield the unfinished runs of this name, the newest first."""
+    for run_dir in output.runs():
+        try:
+            record = run_dir.read_record()
+        except ValueError as e:
+            warnings.append(f"run skipped: {e}")
+            continue
+        if record.get("name") == name and record.get("state") != "finished":
+            yield run_dir
+
+
+def _named_run(config: Config) -> RunDir:
+    text, output = config.resume, output_dir(config)
+    if is_url(text):
+        storage = config.storage
+        above, name = split_run(text, staging_dir=storage.staging_dir, timeout_s=storage.timeout_s)
+        if (found := above.find(name)) is not None:
+            return found
+        raise ConfigError([f"resume={text}: no run directory there; its run.json is missing"])
+    places = [Path(text).expanduser().absolute(), *([output.path / text] if output.remote is None else [])]
+    for path in places:
+        if (path / "run.json").is_file():
+            return RunDir(path.resolve())
+    names = {f"{r.path.parent.name}/{r.path.name}": r for r in output.runs()}
+    matches = [r for name, r in names.items() if text in (name, r.path.name)]
+    if len(matches) == 1:
+        return matches[0]
+    looked = " or ".join(dict.fromkeys(str(path / "run.json") for path in places))
+    known = did_you_mean(text, list(names)[:8]) if names else f"there are no runs below {output} (output_dir)"
+    if len(matches) > 1:
+        known = f"several runs have this name: {', '.join(name for name, run in names.items() if run in matches)}"
+    raise ConfigError([f"resume={text}: no run directory there; {known} (looked for {looked})"])
+
+
+def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
+    """Return how the job's model and optimizer differ from those of the checkpoint, without allocating either.
+
+    Empty if the model cannot be built without memory: the workers then find out when they restore it.
+    """
+    deferred_dynamo.install()
+    model = on_meta_device(job.model)
+    if model is None:
+        return []
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
+    with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    errors = [f"of another model: {line}" for line in mismatches(shapes, saved)]
+    made = joined(optimizers_of(job, model)) if has_training_step(job) else job.optimizer(model.parameters())
+    optimizer = label_of(made)
+    if optimizer != meta["optimizer"]:
+        errors.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
+    return errors
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return which settings have changed that change the loss curve."""
+    changed = [
+        f"{key} was {before[key]} in this run so far; it is {value} from now on"
+        for key, value in now.items()
+        if key in before and before[key] != value and _SHAPES_CURVE.fullmatch(key)
+    ]
+    if any(change.startswith("job.") for change in changed):
+        changed.append("the optimizer keeps its settings from the checkpoint, including the learning rate")
+    return changed

@@ -1,0 +1,32 @@
+"""How the writes of checkpoints end, and how far they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A checkpoint that is complete on disk at ``path``. ``seconds`` is the duration of the write, with its upload."""
+
+    step: int
+    path: Path
+    seconds: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A checkpoint that is being written. ``progress`` counts the parts that have been written."""
+
+    step: int
+    progress: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteFailed:
+    """A checkpoint that could not be written, and why."""
+
+    step: int
+    reason: str

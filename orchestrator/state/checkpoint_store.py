@@ -1,0 +1,148 @@
+"""Checkpoints on a store: staged in a local directory, and complete there if and only if their manifest is there.
+
+``<remote>/step-00000040/`` holds ``manifest.json`` and the files that it lists, each with the beginning of its hash in
+its name: ``model.0123456789abcdef.safetensors``. Two writers of one step thus never replace files of each other, only
+the manifest, which is written last.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from orchestrator.state.checkpoint import (
+    FILES,
+    HASH,
+    MANIFEST,
+    STEP,
+    CheckpointError,
+    find_newest,
+    list_checkpoints,
+    read_manifest,
+    verify,
+)
+from orchestrator.state.fence import Fence, FencedError
+from orchestrator.storage.remote import Remote
+
+_DIGITS_IN_NAME = 16
+
+
+def _nothing() -> None:
+    pass
+
+
+class CheckpointStore:
+    """The checkpoints of a run in the directory ``remote``, staged in ``root``.
+
+    With ``remote`` None, the checkpoints are in ``root`` itself. Methods raise
+    :class:`~orchestrator.storage.remote.StorageError` if the store cannot be used.
+    """
+
+    def __init__(self, root: Path, remote: Remote | None):
+        self._root = root
+        self._remote = remote
+
+    def list(self) -> list[str]:
+        """Return the names of the checkpoints, oldest first, including damaged ones."""
+        if self._remote is None:
+            return [path.name for path in list_checkpoints(self._root)]
+        found = [entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)]
+        return [name for name in _by_step(found) if self._is_complete(self._remote, name)]
+
+    def location(self, name: str) -> str:
+        """Return where the user finds the checkpoint ``name``."""
+        return str(self._root / name if self._remote is None else self._remote.child(name))
+
+    def find_newest(self, on_damaged: Callable[[CheckpointError], None]) -> Path | None:
+        """Return the newest intact checkpoint, which is here then, or None.
+
+        Calls ``on_damaged`` for each newer checkpoint that is damaged.
+        """
+        if self._remote is None:
+            return find_newest(self._root, on_damaged)
+        for name in reversed(self.list()):
+            try:
+                path = self.fetch(name)
+            except CheckpointError as e:
+                on_damaged(e)
+            else:
+                return path
+        return None
+
+    def fetch(self, name: str, *, on_progress: Callable[[], None] = _nothing) -> Path:
+        """Return the local directory of the checkpoint ``name``, copied from the store unless it is here already.
+
+        Raises:
+            CheckpointError: it is damaged or missing on the store.
+        """
+        path = self._root / name
+        if self._remote is None:
+            return path
+        remote = self._remote.child(name)
+        try:
+            manifest = remote.read(MANIFEST)
+            try:
+                if (path / MANIFEST).read_bytes() == manifest:
+                    verify(path)
+                    return path
+            except (OSError, CheckpointError):
+                pass  # a copy that is missing or incomplete here
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            (path / MANIFEST).write_bytes(manifest)
+            for file, stored in _stored_names(path).items():
+                remote.fetch(stored, path / file, on_progress=on_progress)
+            verify(path)
+        except FileNotFoundError as e:
+            raise CheckpointError(remote.url, f"missing file: {e}") from e
+        except CheckpointError as e:
+            raise CheckpointError(remote.url, e.reason) from e
+        return path
+
+    def upload(self, name: str, *, fence: Fence | None, on_progress: Callable[[], None] = _nothing) -> None:
+        """Copy the local checkpoint ``name`` to the store, where it replaces one of the same step.
+
+        Raises:
+            FencedError: this process may no longer save.
+            CheckpointError: the checkpoint is damaged or missing here.
+            OSError: it cannot be read, or the store cannot be used.
+        """
+        assert self._remote is not None
+        path, remote = self._root / name, self._remote.child(name)
+        for file, stored in _stored_names(path).items():
+            remote.put(path / file, stored, on_progress=on_progress)
+        if fence is not None and not fence.may_save():
+            raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
+        remote.put(path / MANIFEST, MANIFEST, on_progress=on_progress)
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints from the store, and incomplete ones that are older."""
+        assert self._remote is not None
+        found = _by_step([entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)])
+        complete = [name for name in found if self._is_complete(self._remote, name)]
+        if len(complete) < keep:
+            return
+        for name in found[: found.index(complete[-keep])]:
+            self._remote.delete(f"{name}/{MANIFEST}")  # first, so that no reader finds half a checkpoint
+            self._remote.delete_directory(name)
+
+    @staticmethod
+    def _is_complete(remote: Remote, name: str) -> bool:
+        return any(entry.name == MANIFEST for entry in remote.list(name))
+
+
+def _stored_names(path: Path) -> dict[str, str]:
+    """Return the name on the store of each file that the manifest in ``path`` lists."""
+    manifest = read_manifest(path)
+    names = {}
+    for file in FILES:
+        if file not in manifest["files"]:
+            raise CheckpointError(path, f"{MANIFEST} does not list {file}")
+        stem, _, suffix = file.partition(".")
+        names[file] = f"{stem}.{manifest['files'][file][HASH][:_DIGITS_IN_NAME]}.{suffix}"
+    return names
+
+
+def _by_step(names: list[str]) -> list[str]:
+    return sorted(names, key=lambda name: int(name.removeprefix("step-")))

@@ -1,0 +1,140 @@
+"""A background thread that uploads checkpoints, so that a slow store delays neither training nor the next write."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.state.checkpoint import CheckpointError, list_checkpoints
+from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.fence import Fence, FencedError
+from orchestrator.storage.remote import StorageError
+
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 15.0
+"""The intervals at which a store that is away is tried again."""
+_IDLE_WAIT_S = 5.0
+
+
+class CheckpointUploader:
+    """Uploads what has been written to ``root``, one checkpoint after another, and keeps the newest ``keep`` of them.
+
+    A checkpoint whose upload fails is tried again until a newer one has been written, or until the process ends. Of the
+    local ones, the newest is kept.
+
+    Args:
+        root: the local directory of the checkpoints.
+        store: where they go.
+        keep: the number of checkpoints to keep on the store, at least 1.
+        fence: consulted before each checkpoint becomes visible. None if this process may always save.
+        on_result: called on the thread for each upload that has ended.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        store: CheckpointStore,
+        *,
+        keep: int,
+        fence: Fence | None,
+        on_result: Callable[[Written | WriteFailed], None],
+    ):
+        self._root = root
+        self._store = store
+        self._keep = keep
+        self._fence = fence
+        self._on_result = on_result
+        self._changed = threading.Condition()
+        self._waiting: Written | None = None
+        self._uploading: Written | None = None
+        self._progress = 0
+        self._problem: str | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="checkpoint-uploader", daemon=True)
+        self._thread.start()
+
+    def submit(self, written: Written) -> None:
+        """Queue a checkpoint for its upload. It replaces one that waits."""
+        with self._changed:
+            replaced, self._waiting = self._waiting, written
+            self._changed.notify_all()
+        if replaced is not None:
+            self._on_result(_replaced(replaced, written))
+
+    def pending(self) -> Pending | None:
+        """Return the newest checkpoint that is not on the store yet, or None."""
+        with self._changed:
+            newest = self._waiting or self._uploading
+            return None if newest is None else Pending(step=newest.step, progress=self._progress)
+
+    def problem(self) -> str | None:
+        """Return why the last attempt failed, None if it did not."""
+        return self._problem
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread when all is uploaded; wait up to ``timeout_s`` for that."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (written := self._next()) is not None:
+            result = self._upload(written)
+            with contextlib.suppress(OSError):  # the next checkpoint tries again
+                if isinstance(result, Written):
+                    self._store.prune(self._keep)
+            self._remove_local_except_newest()
+            self._on_result(result)
+            with self._changed:
+                self._uploading = None
+                self._changed.notify_all()
+
+    def _next(self) -> Written | None:
+        with self._changed:
+            while self._waiting is None and not self._closing:
+                self._changed.wait(_IDLE_WAIT_S)
+            self._uploading, self._waiting = self._waiting, None
+            return self._uploading
+
+    def _upload(self, written: Written) -> Written | WriteFailed:
+        began, pause_s = time.perf_counter(), FIRST_PAUSE_S
+        while True:
+            try:
+                self._store.upload(written.path.name, fence=self._fence, on_progress=self._count_progress)
+            except StorageError as e:
+                self._problem = str(e)
+            except (FencedError, CheckpointError) as e:
+                return WriteFailed(step=written.step, reason=str(e))
+            except Exception as e:  # a bug must not end the thread, because the end of the run would wait for it
+                return WriteFailed(step=written.step, reason=f"{type(e).__name__}: {e}")
+            else:
+                self._problem = None
+                seconds = written.seconds + time.perf_counter() - began
+                return replace(written, seconds=seconds)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._waiting is not None, pause_s):
+                    assert self._waiting is not None
+                    return _replaced(written, self._waiting, why=self._problem)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _count_progress(self) -> None:
+        self._progress += 1
+
+    def _remove_local_except_newest(self) -> None:
+        for path in list_checkpoints(self._root)[:-1]:
+            with self._changed:
+                is_needed = self._waiting is not None and self._waiting.path == path
+            if not is_needed:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _replaced(older: Written, newer: Written, *, why: str | None = None) -> WriteFailed:
+    reason = f"it was not uploaded before the one of step {newer.step} was written"
+    return WriteFailed(step=older.step, reason=f"{reason} ({why})" if why else reason)

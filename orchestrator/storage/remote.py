@@ -1,0 +1,342 @@
+"""A directory on an object store or a remote file system, given by its URL.
+
+pyarrow knows ``s3``, ``gs``, ``abfs``, ``hdfs`` and ``file``. fsspec and its plug-ins open every other scheme.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import posixpath
+import queue
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
+
+_CHUNK_BYTES = 8 << 20
+_ATTEMPTS = 2
+"""How often the S3 client sends a request. The callers repeat what failed, at longer intervals."""
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_PYARROW = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs", "file")
+_OBJECT_STORES = ("s3", "gcs", "abfs")
+"""File systems of pyarrow on which a file appears only when it is complete."""
+_REMEDIES = (
+    (r"NO_SUCH_BUCKET|bucket does not exist", "create the bucket"),
+    (
+        r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|[Cc]redential|Forbidden|403",
+        "give every node credentials for it, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in its environment",
+    ),
+    (r"NETWORK_CONNECTION|[Cc]onnect|no progress|resolve", "check the endpoint and the network"),
+)
+
+T = TypeVar("T")
+
+
+class StorageError(OSError):
+    """A store cannot be used. The text names the URL, the problem and what to do."""
+
+
+class Entry(NamedTuple):
+    """A file or directory on a store; ``changed_at`` in seconds of the store's clock, None if it does not tell."""
+
+    name: str
+    is_file: bool
+    changed_at: float | None
+
+
+def is_url(text: str) -> bool:
+    """Return whether ``text`` is a URL and not a local path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+@dataclass(frozen=True)
+class Remote:
+    """The directory ``path`` below the one at the URL ``root``. Names are relative to it, with slashes.
+
+    An operation that makes no progress for ``timeout_s`` fails. All methods raise :class:`StorageError` if the store
+    cannot be used, and :class:`FileNotFoundError` if a file to read does not exist.
+    """
+
+    root: str
+    timeout_s: float
+    path: str = ""
+
+    @property
+    def url(self) -> str:
+        """The URL of this directory."""
+        if not self.path:
+            return self.root
+        parts = urlsplit(self.root)
+        return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{quote(self.path)}"))
+
+    def __str__(self) -> str:
+        return self.url
+
+    def child(self, name: str) -> Remote:
+        """Return the directory ``name`` in this one."""
+        return replace(self, path=posixpath.join(self.path, name))
+
+    def split(self, depth: int) -> tuple[Remote, str]:
+        """Return the directory ``depth`` levels above this one, and the name of this one in it."""
+        parts = urlsplit(self.url)
+        names = parts.path.rstrip("/").split("/")
+        above = urlunsplit(parts._replace(path="/".join(names[:-depth])))
+        return Remote(above, self.timeout_s), unquote("/".join(names[-depth:]))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Create or replace a small file."""
+        self._store(name, lambda out, _: out.write(data))
+
+    def put(self, source: Path, name: str, *, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Copy the local file ``source`` to ``name``, which readers see when it is complete.
+
+        ``on_progress`` is called whenever some of its bytes have been sent.
+
+        Raises:
+            FileNotFoundError: there is no ``source``.
+        """
+        source.stat()
+
+        def copy(out: Any, progressed: Callable[[], None]) -> None:
+            # Open here: a stream that is closed early leaves a part of the file, and a call that was given up goes on.
+            with source.open("rb") as file:
+                _copy(file, out, progressed)
+
+        self._store(name, copy, on_progress)
+
+    def read(self, name: str) -> bytes:
+        """Return the contents of a small file."""
+
+        def read(files: Any, path: str, _: Callable[[], None]) -> bytes:
+            with files.open_input_stream(path) as file:
+                data: bytes = file.read()
+                return data
+
+        return self._call("read", name, read)
+
+    def fetch(self, name: str, target: Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Copy the file ``name`` to the local file ``target``, which appears when it is complete."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        incomplete = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+
+        def copy(files: Any, path: str, progressed: Callable[[], None]) -> None:
+            with files.open_input_stream(path) as file, incomplete.open("wb") as out:
+                _copy(file, out, progressed)
+
+        try:
+            self._call("read", name, copy, on_progress)
+            incomplete.replace(target)
+        finally:
+            incomplete.unlink(missing_ok=True)
+
+    def list(self, name: str = "", *, recursive: bool = False) -> list[Entry]:
+        """Return what is in the directory ``name``, which may not exist, with names relative to it."""
+        from pyarrow.fs import FileSelector, FileType
+
+        def find(files: Any, path: str, _: Callable[[], None]) -> list[Entry]:
+            infos = files.get_file_info(FileSelector(path, recursive=recursive, allow_not_found=True))
+            return [
+                Entry(
+                    name=posixpath.relpath(info.path, path),
+                    is_file=info.type == FileType.File,
+                    changed_at=None if info.mtime is None else info.mtime.timestamp(),
+                )
+                for info in infos
+            ]
+
+        return self._call("list", name, find)
+
+    def check_writable(self) -> None:
+        """Write and delete a probe."""
+        probe = f".probe-{uuid.uuid4().hex}"
+        self.write(probe, b"probe")
+        self.delete(probe)
+
+    def age_s(self, name: str) -> float:
+        """Return the seconds since the file ``name`` was changed, by the clock of the store.
+
+        The age is 0 if the store does not tell when its files change.
+        """
+        probe = f".probe-{uuid.uuid4().hex}"
+        self.write(probe, b"probe")
+        try:
+            now, changed_at = (self._call("look up", n, _changed_at) for n in (probe, name))
+        finally:
+            self.delete(probe)
+        return 0.0 if now is None or changed_at is None else now - changed_at
+
+    def delete(self, name: str) -> None:
+        """Delete the file ``name``, which may not exist."""
+
+        def delete(files: Any, path: str, _: Callable[[], None]) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                files.delete_file(path)
+
+        self._call("delete", name, delete)
+
+    def delete_directory(self, name: str) -> None:
+        """Delete the directory ``name`` with everything in it; it may not exist."""
+
+        def delete(files: Any, path: str, _: Callable[[], None]) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                files.delete_dir(path)
+
+        self._call("delete", name, delete)
+
+    def _store(
+        self,
+        name: str,
+        write: Callable[[Any, Callable[[], None]], object],
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        def store(files: Any, path: str, progressed: Callable[[], None]) -> None:
+            if files.type_name in _OBJECT_STORES:
+                with files.open_output_stream(path) as out:
+                    write(out, progressed)
+                return
+            folder, _, file = path.rpartition("/")
+            files.create_dir(folder, recursive=True)
+            incomplete = f"{folder}/.{file}.{uuid.uuid4().hex}"
+            with files.open_output_stream(incomplete) as out:
+                write(out, progressed)
+            files.move(incomplete, path)
+
+        try:
+            self._call("write", name, store, on_progress)
+        except FileNotFoundError as e:  # of a directory above
+            raise StorageError(self._explain("write", name, e)) from e
+
+    def _call(
+        self,
+        verb: str,
+        name: str,
+        operation: Callable[[Any, str, Callable[[], None]], T],
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Return ``operation(file system, path of name, progressed)``."""
+
+        def run(progressed: Callable[[], None]) -> T:
+            files, root = _open(self.root, self.timeout_s)
+            return operation(files, posixpath.join(root, self.path, name).rstrip("/"), progressed)
+
+        try:
+            return _within(self.timeout_s, run, on_progress)
+        except (FileNotFoundError, StorageError):
+            raise
+        except Exception as e:  # of any type: an fsspec plug-in raises its own
+            raise StorageError(self._explain(verb, name, e)) from e
+
+    def _explain(self, verb: str, name: str, error: Exception) -> str:
+        text = " ".join(str(error).split())
+        # Of AWS's errors, the names of the error and of the problem, without request ids.
+        short = re.sub(r"^.*?AWS Error ", "", re.sub(r" ?\(Request ID:.*?\)", "", text)).rstrip(".")
+        remedy = next((f"; {then}" for pattern, then in _REMEDIES if re.search(pattern, text)), "")
+        what = posixpath.join(self.path, name) or "it"
+        return f"output_dir={self.root}: cannot {verb} {what} ({short or type(error).__name__}){remedy}"
+
+
+def _within(
+    timeout_s: float, operation: Callable[[Callable[[], None]], T], on_progress: Callable[[], None] = lambda: None
+) -> T:
+    """Return what ``operation(progressed)`` returns, in a thread of its own that may never end.
+
+    Raises:
+        TimeoutError: it has called ``progressed`` for the last time ``timeout_s`` ago.
+    """
+    news: queue.SimpleQueue[Callable[[], T] | None] = queue.SimpleQueue()
+
+    def fail(error: BaseException) -> T:
+        raise error
+
+    def work() -> None:
+        try:
+            result = operation(lambda: news.put(None))
+        except BaseException as e:
+            news.put(functools.partial(fail, e))
+        else:
+            news.put(lambda: result)
+
+    threading.Thread(target=work, name="storage", daemon=True).start()
+    while True:
+        try:
+            end = news.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"no progress for {timeout_s:g} s") from None
+        if end is not None:
+            return end()
+        on_progress()
+
+
+def _open(url: str, timeout_s: float) -> tuple[Any, str]:
+    """Return the file system of ``url`` and the path in it."""
+    parts = urlsplit(url)
+    if parts.scheme == "s3":
+        endpoint = next((e for name in _ENDPOINTS if (e := os.environ.get(name))), None)
+        return _s3(parts.netloc, parts.query, endpoint, timeout_s), f"{parts.hostname}{unquote(parts.path)}"
+    return _other(url)
+
+
+@functools.cache
+def _s3(netloc: str, query: str, endpoint: str | None, timeout_s: float) -> Any:
+    """Return the file system of an S3 URL; pyarrow takes no timeouts from a URL."""
+    from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+
+    parts = urlsplit(f"//{netloc}")
+    options: dict[str, Any] = {} if endpoint is None else {"endpoint_override": endpoint}
+    options |= parse_qsl(query)
+    if parts.username and parts.password:
+        options |= {"access_key": unquote(parts.username), "secret_key": unquote(parts.password)}
+    try:
+        return S3FileSystem(
+            **options,
+            connect_timeout=timeout_s / _ATTEMPTS,
+            request_timeout=timeout_s / _ATTEMPTS,
+            retry_strategy=AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
+        )
+    except TypeError as e:
+        raise ValueError(f"{e}; parameters are those of pyarrow.fs.S3FileSystem, such as endpoint_override") from e
+
+
+@functools.cache
+def _other(url: str) -> tuple[Any, str]:
+    from pyarrow import fs
+
+    scheme = urlsplit(url).scheme
+    if scheme in _PYARROW:
+        files, path = fs.FileSystem.from_uri(url)
+        return files, path
+    try:
+        opened, path = importlib.import_module("fsspec.core").url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as e:
+        raise ValueError(
+            f"nothing opens {scheme}://: {e}; pyarrow knows {', '.join(_PYARROW)}, and for others install fsspec and "
+            "its package for this scheme on every node"
+        ) from e
+    return fs.PyFileSystem(fs.FSSpecHandler(opened)), path
+
+
+def _copy(source: IO[bytes] | Any, target: IO[bytes] | Any, progressed: Callable[[], None]) -> None:
+    for chunk in _chunks(source):
+        target.write(chunk)
+        progressed()
+
+
+def _chunks(source: IO[bytes] | Any) -> Iterator[bytes]:
+    while chunk := source.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _changed_at(files: Any, path: str, _: Callable[[], None]) -> float | None:
+    from pyarrow.fs import FileType
+
+    info = files.get_file_info(path)
+    if info.type == FileType.NotFound:
+        raise FileNotFoundError(path)
+    return None if info.mtime is None else float(info.mtime.timestamp())

@@ -1,0 +1,33 @@
+"""How a strategy builds the model of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from orchestrator.config.schema import TrainConfig
+from orchestrator.job import Job
+from orchestrator.model.meta import on_meta_device
+from orchestrator.model.modes import in_train_mode
+from orchestrator.model.precision import Precision
+from orchestrator.model.recompute import blocks_of, recomputing
+
+
+def constructor_of(job: Job, train: TrainConfig, precision: Precision) -> Callable[[], nn.Module]:
+    """Return a constructor of the job's model in ``precision``, which recomputes its blocks if ``train`` says so."""
+    build = precision.converted(in_train_mode(job.model))
+    return recomputing(build) if train.activation_checkpointing == "blocks" else build
+
+
+def recompute_note(job: Job, train: TrainConfig) -> str | None:
+    """Return a note if the model has no blocks to recompute; None if it has, or cannot be built without memory."""
+    if train.activation_checkpointing == "none":
+        return None
+    model = on_meta_device(job.model)
+    if model is None or blocks_of(model):
+        return None
+    return (
+        "train.activation_checkpointing=blocks has no effect: the model has no nn.ModuleList or nn.Sequential with "
+        "several blocks of one class; put the repeated part of the model into one"
+    )

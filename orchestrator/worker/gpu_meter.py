@@ -1,0 +1,137 @@
+"""Readings of every GPU of the node, through NVIDIA's management library (NVML)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+READING_WAIT_S = 0.5
+"""Wait this long for the driver, which needs milliseconds unless a GPU is broken."""
+
+
+class Nvml(Protocol):
+    """The part of ``pynvml`` that is used."""
+
+    NVMLError: type[Exception]
+    NVML_TEMPERATURE_GPU: int
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED: int
+    NVML_VOLATILE_ECC: int
+    nvmlEventTypeXidCriticalError: int
+
+    def nvmlInit(self) -> None: ...
+    def nvmlDeviceGetCount(self) -> int: ...
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int: ...
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int: ...
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int: ...
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, error_type: int, counter_type: int) -> int: ...
+    def nvmlEventSetCreate(self) -> Any: ...
+    def nvmlDeviceRegisterEvents(self, handle: Any, event_types: int, events: Any) -> None: ...
+    def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any: ...
+
+
+def import_nvml() -> Nvml | None:
+    """Return ``pynvml``; None if it is not installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return cast(Nvml, pynvml)
+
+
+class GpuMeter:
+    """Reads all GPUs of the node by the names of MLflow, without the prefix ``system/<node>/``.
+
+    A thread reads, because a call to the driver may hang with a broken GPU, and a worker has to answer heartbeats.
+    """
+
+    def __init__(self, import_nvml: Callable[[], Nvml | None] = import_nvml):
+        """``import_nvml``: called at the first reading."""
+        self._import_nvml = import_nvml
+        self._devices: list[_Device] | None = None  # until the first reading
+        self._reader: threading.Thread | None = None
+
+    def read(self) -> dict[str, float]:
+        """Return the readings; empty without the library or a driver, or while the driver does not answer."""
+        if self._devices == [] or (self._reader is not None and self._reader.is_alive()):
+            return {}
+        readings: dict[str, float] = {}
+        self._reader = threading.Thread(target=self._read_into, args=(readings,), name="gpu-meter", daemon=True)
+        self._reader.start()
+        self._reader.join(READING_WAIT_S)
+        return {} if self._reader.is_alive() else readings
+
+    def _read_into(self, readings: dict[str, float]) -> None:
+        if self._devices is None:
+            self._devices = _devices_of(self._import_nvml())
+        for index, device in enumerate(self._devices):
+            readings.update({f"gpu_{index}_{name}": value for name, value in device.readings()})
+
+
+def _devices_of(nvml: Nvml | None) -> list[_Device]:
+    if nvml is None:
+        return []
+    try:
+        nvml.nvmlInit()
+        return [_Device(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:  # there is no driver
+        return []
+
+
+class _Device:
+    def __init__(self, nvml: Nvml, handle: Any):
+        self._nvml = nvml
+        self._handle = handle
+        self._xid_errors = 0
+        self._xid_events: Any = None
+        with contextlib.suppress(nvml.NVMLError):
+            events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+            self._xid_events = events
+
+    def readings(self) -> Iterator[tuple[str, float]]:
+        """Yield what the device can read; not every device can read everything."""
+        for read in (self._utilization, self._memory, self._power, self._temperature, self._errors, self._xids):
+            with contextlib.suppress(self._nvml.NVMLError):
+                yield from read().items()
+
+    def _utilization(self) -> dict[str, float]:
+        return {"utilization_percentage": self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu}
+
+    def _memory(self) -> dict[str, float]:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return {
+            "memory_usage_megabytes": memory.used / 1e6,
+            "memory_usage_percentage": 100 * memory.used / memory.total,
+        }
+
+    def _power(self) -> dict[str, float]:
+        power_mw = self._nvml.nvmlDeviceGetPowerUsage(self._handle)
+        limit_mw = self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)
+        return {"power_usage_watts": power_mw / 1e3, "power_usage_percentage": 100 * power_mw / limit_mw}
+
+    def _temperature(self) -> dict[str, float]:
+        return {
+            "temperature_celsius": self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)
+        }
+
+    def _errors(self) -> dict[str, float]:
+        nvml = self._nvml
+        uncorrected, since_boot = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        return {
+            "ecc_uncorrected_errors": nvml.nvmlDeviceGetTotalEccErrors(self._handle, uncorrected, since_boot),
+        }
+
+    def _xids(self) -> dict[str, float]:
+        """The critical errors (XID) since the first reading."""
+        if self._xid_events is None:
+            return {}
+        with contextlib.suppress(self._nvml.NVMLError):  # NVML raises its timeout as soon as no event is left
+            while True:
+                self._nvml.nvmlEventSetWait(self._xid_events, 0)
+                self._xid_errors += 1
+        return {"xid_errors": self._xid_errors}

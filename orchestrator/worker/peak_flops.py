@@ -1,0 +1,79 @@
+"""The peak rates of GPUs, by the name that the driver gives them. Pure.
+
+The figures are those of NVIDIA's data sheets, without sparsity: a figure that a sheet gives with sparsity is halved.
+
+| devices | source |
+| --- | --- |
+| B200 | NVIDIA DGX B200 and HGX B200, specifications |
+| GH200 | NVIDIA GH200 Grace Hopper Superchip data sheet |
+| H200 SXM, H200 NVL | NVIDIA H200 Tensor Core GPU data sheet |
+| H100 SXM, H100 NVL | NVIDIA H100 Tensor Core GPU data sheet |
+| H100 PCIe | NVIDIA H100 Tensor Core GPU data sheet, edition of 2022 |
+| A100 | NVIDIA A100 Tensor Core GPU data sheet |
+| A10 | NVIDIA A10 Tensor Core GPU data sheet |
+| L4, L40, L40S | their NVIDIA data sheets |
+| V100 | NVIDIA V100 Tensor Core GPU data sheet |
+| T4 | NVIDIA T4 Tensor Core GPU data sheet |
+| RTX 3090 | NVIDIA Ampere GA102 GPU architecture white paper, with accumulation in FP32 |
+| RTX 4090 | NVIDIA Ada GPU architecture white paper, with accumulation in FP32 |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+"""What matrix products and convolutions are computed in. ``tf32``: float32, in TF32 if the device has it."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The peak rate of a device in TFLOP/s by precision, as data sheets give it; None if it has no unit for it."""
+
+    fp32: float
+    tf32: float | None
+    bf16: float | None
+    fp16: float
+
+
+_PEAKS = {
+    r"NVIDIA B200": Peak(fp32=75, tf32=1100, bf16=2250, fp16=2250),
+    r"NVIDIA GH200 .*": Peak(fp32=67, tf32=494.5, bf16=989.5, fp16=989.5),
+    r"NVIDIA H200": Peak(fp32=67, tf32=494.5, bf16=989.5, fp16=989.5),
+    r"NVIDIA H200 NVL": Peak(fp32=60, tf32=417.5, bf16=835.5, fp16=835.5),
+    r"NVIDIA H100 80GB HBM3": Peak(fp32=67, tf32=494.5, bf16=989.5, fp16=989.5),
+    r"NVIDIA H100 NVL": Peak(fp32=60, tf32=417.5, bf16=835.5, fp16=835.5),
+    r"NVIDIA H100 PCIe": Peak(fp32=51, tf32=378, bf16=756.5, fp16=756.5),
+    r"(NVIDIA )?A100[- ](SXM4-40GB|SXM4-80GB|PCIE-40GB|PCIE-80GB|80GB PCIe)": Peak(
+        fp32=19.5, tf32=156, bf16=312, fp16=312
+    ),
+    r"NVIDIA A10": Peak(fp32=31.2, tf32=62.5, bf16=125, fp16=125),
+    r"NVIDIA L4": Peak(fp32=30.3, tf32=60, bf16=121, fp16=121),
+    r"NVIDIA L40": Peak(fp32=90.5, tf32=90.5, bf16=181, fp16=181),
+    r"NVIDIA L40S": Peak(fp32=91.6, tf32=183, bf16=362, fp16=362),
+    r"Tesla V100-SXM2-.*": Peak(fp32=15.7, tf32=None, bf16=None, fp16=125),
+    r"Tesla V100-PCIE-.*": Peak(fp32=14, tf32=None, bf16=None, fp16=112),
+    r"Tesla T4": Peak(fp32=8.1, tf32=None, bf16=None, fp16=65),
+    r"NVIDIA GeForce RTX 3090": Peak(fp32=35.6, tf32=35.6, bf16=71, fp16=71),
+    r"NVIDIA GeForce RTX 4090": Peak(fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2),
+}
+_PART = re.compile(r"\bMIG\b")
+"""In the name of a part of a device, which has a part of its peak rate."""
+
+
+def peak_flops_per_s(device_name: str, precision: Precision) -> float | None:
+    """Return the peak rate of a device in FLOP/s; None if it is unknown.
+
+    Args:
+        device_name: the name as ``torch.cuda.get_device_name`` returns it. A similar name is another device.
+        precision: what is computed in.
+    """
+    if _PART.search(device_name):
+        return None
+    peak = next((peak for name, peak in _PEAKS.items() if re.fullmatch(name, device_name)), None)
+    if peak is None:
+        return None
+    tflops = {"fp32": peak.fp32, "tf32": peak.tf32 or peak.fp32, "bf16": peak.bf16, "fp16": peak.fp16}[precision]
+    return None if tflops is None else tflops * 1e12

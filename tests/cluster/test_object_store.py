@@ -1,0 +1,109 @@
+"""Runs whose ``output_dir`` is a URL, on a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helpers.object_store import OUTPUT, S3Server, s3, stored, stored_lines, the_run  # noqa: F401 - s3 is a fixture
+from helpers.runs import wait_for
+from orchestrator.config.compose import compose
+from orchestrator.driver.preflight.paths import environment_errors
+from orchestrator.storage.remote import Remote, StorageError
+from orchestrator.strategies import registry
+
+SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=20",
+        "train.eval_every=0", "train.log_every=1", "tracking=none", "cluster=local", f"output_dir={OUTPUT}",
+        "storage.upload_every_s=0.5")  # fmt: skip
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def last_step(run: Remote | None) -> int:
+    """The last step in the journal on the store."""
+    lines = [] if run is None or "metrics.jsonl" not in stored(run.url) else stored_lines(run, "metrics.jsonl")
+    return max((int(line["step"]) for line in lines), default=0)
+
+
+def losses(run: Remote) -> dict[int, float]:
+    lines = [line for line in stored_lines(run, "metrics.jsonl") if "train/loss" in line]
+    assert len({line["step"] for line in lines}) == len(lines), "double points"
+    return {line["step"]: line["train/loss"] for line in lines}
+
+
+def saved(run: Remote | None) -> list[str]:
+    """The complete checkpoints on the store."""
+    return [] if run is None else [name for name in stored(run.url) if name.endswith("/manifest.json")]
+
+
+def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
+    s3: S3Server,  # noqa: F811
+    launch: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+) -> None:
+    words = (*SLOW, f"storage.staging_dir={tmp_path / 'staging'}")
+    first = launch(*words, "train.steps=2000", "checkpoint.every=10")
+    run = wait_for(lambda: (found := the_run()) is not None and last_step(found) > 30 and saved(found) and found)
+    everyone = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    for process in everyone:
+        process.send_signal(signal.SIGKILL)
+    first.communicate(timeout=30)
+    psutil.wait_procs(everyone, timeout=30)
+    before = losses(run)
+    shutil.rmtree(tmp_path / "staging")
+
+    newest = max(int(name.split("/")[1].removeprefix("step-")) for name in saved(run))
+    last = newest + 150
+    second = launch(*words, f"train.steps={last}", "checkpoint.every=40", "resume=auto", "storage.timeout_s=2")
+    wait_for(lambda: last_step(run) > newest + 20)
+    s3.process.send_signal(signal.SIGSTOP)  # the store is away, from before a checkpoint until after it
+    (journal,) = (tmp_path / "staging").glob("*/*/*/metrics.jsonl")
+    wait_for(lambda: f'"step": {newest + 100},' in journal.read_text())
+    s3.process.send_signal(signal.SIGCONT)
+    output, _ = second.communicate(timeout=100)
+    assert second.returncode == 0, output
+    assert f"run directory: {run}" in output
+    assert str(tmp_path / "staging") not in output
+    assert f"checkpoints/step-{last:08d}/manifest.json" in saved(run)
+    record = json.loads(run.read("run.json"))
+    assert (record["state"], record["location"]) == ("finished", run.url)
+    after = losses(run)
+    assert sorted(after) == list(range(1, last + 1))
+    assert {step: after[step] for step in before} == before
+    starts = [e["resumed_from_step"] for e in stored_lines(run, "events.jsonl") if e["event"] == "run_started"]
+    assert starts == [None, newest]
+    for rank in range(2):  # the logs of both launches
+        assert run.read(f"logs/rank-{rank}.log").decode().count("worker process ") == 2
+    compared = subprocess.run(
+        [sys.executable, "-m", "orchestrator.compare", "--no-picture", run.url],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "finished" in compared.stdout, compared.stderr
+
+
+def test_a_bucket_that_does_not_exist_is_refused(s3: S3Server, tmp_path: Path) -> None:  # noqa: F811
+    words = ["output_dir=s3://nowhere/runs", f"storage.staging_dir={tmp_path}", "tracking=none"]
+    config, _ = compose(words, [], registry.config_class)
+    assert config is not None
+    (error,) = environment_errors(config)
+    assert error.startswith("output_dir=s3://nowhere/runs: cannot write .probe-")
+    assert error.endswith("; create the bucket")
+
+
+def test_credentials_that_are_wrong_are_named(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    s3.require_credentials()
+    with pytest.raises(StorageError, match=r"output_dir=s3://training/runs: .*give every node credentials"):
+        Remote(OUTPUT, timeout_s=5).read("run.json")

@@ -1,0 +1,15 @@
+"""A sink of events that keeps them."""
+
+from __future__ import annotations
+
+from orchestrator.protocol.events import Event
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.seen.append(event)
+
+    def close(self) -> None: ...

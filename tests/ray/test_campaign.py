@@ -1,0 +1,36 @@
+"""One trial of each kind of trouble of ``benchmarks/campaign.py`` that no other test causes in a whole run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import ROOT, in_campaign
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "slow file system",
+        *in_campaign("clock step", "lost fence", "full disk", "second driver", "two resume at once"),
+    ],
+)
+def test_a_disturbed_run_ends_as_promised(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    from campaign_kinds import KINDS
+    from campaign_trial import LAYOUTS, Setting, TrialId, run_trial, train
+
+    def setting(name: str) -> Setting:
+        folder = tmp_path / name
+        folder.mkdir()
+        uri = f"sqlite:///{tmp_path}/mlflow.db" if KINDS[kind].tracked else None
+        return Setting(layout=LAYOUTS["ddp"], folder=folder, rng=random.Random(0), tracking_uri=uri)
+
+    undisturbed = train(setting("undisturbed"))
+    trial = run_trial(TrialId(0, 0, kind, "ddp"), KINDS[kind], setting("disturbed"), undisturbed.outcome)
+    if trial.skipped:
+        pytest.skip(trial.skipped)
+    assert trial.passed, trial.problems

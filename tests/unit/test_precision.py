@@ -1,0 +1,120 @@
+"""What ``train.precision`` means, and what refuses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.cases import DDP, Case, config_of, having, plan_of
+from helpers.layouts import PARAMETER_SERVER
+from helpers.quick_jobs import digits
+from helpers.step_toys import GAN
+from orchestrator.config.build import ConfigError
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.model.precision import Precision, summable
+from orchestrator.strategies import registry
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
+from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.device_precision import precision_error
+from orchestrator.strategies.loss_scale import GROWTH_STEPS, INITIAL, LossScale
+
+ASYNC = replace(PARAMETER_SERVER, consistency="async")
+HOGWILD = HogwildConfig(name="hogwild", num_workers=2)
+LOCKED = LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")
+
+
+def test_the_scale_is_halved_by_an_overflow_and_doubled_after_many_updates() -> None:
+    scale = LossScale().after(finite=True).after(finite=False)
+    assert scale == LossScale(INITIAL / 2, 0)
+    for _ in range(GROWTH_STEPS - 1):
+        scale = scale.after(finite=True)
+    assert scale == LossScale(INITIAL / 2, GROWTH_STEPS - 1)
+    assert scale.after(finite=True) == LossScale(INITIAL, 0)
+
+
+def test_the_scale_does_not_fall_below_one() -> None:
+    scale, steps = LossScale(), 0
+    while scale.can_fall:
+        scale, steps = scale.after(finite=False), steps + 1
+    assert (scale, steps) == (LossScale(1.0), 16)
+    assert scale.after(finite=False) == scale
+
+
+def test_a_checkpoint_keeps_the_scale() -> None:
+    scale = LossScale(8.0, 5)
+    assert LossScale.of_state(scale.state()) == scale
+    assert LossScale.of_state(None) == LossScale()
+
+
+def test_bfloat16_converts_what_is_floating_and_nothing_else() -> None:
+    precision = Precision.named("bf16-true", "cpu")
+    model = precision.converted(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))()
+    assert {t.dtype for t in model.state_dict().values()} == {torch.bfloat16, torch.int64}
+    numbers, image, labels = torch.arange(2), torch.rand(2), [torch.tensor(True)]
+    given = precision.inputs({"tokens": numbers, "image": image, "labels": labels})
+    assert (given["tokens"].dtype, given["image"].dtype) == (torch.int64, torch.bfloat16)
+    assert given["labels"][0].dtype == torch.bool
+    assert precision.outputs(given)["image"].dtype == torch.float32
+    assert Precision.named("fp32", "cpu").inputs(labels) is labels
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_not_of_16_bits(dtype: torch.dtype) -> None:
+    assert summable(torch.ones((), dtype=dtype)).dtype == torch.float32
+    assert summable(torch.ones((), dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "refused"),
+    [("bf16", False, True), ("bf16-true", False, True), ("bf16", True, False), ("fp16", False, False)],
+)
+def test_a_gpu_without_bfloat16_is_refused(precision: str, has_bf16: bool, refused: bool) -> None:
+    error = precision_error(precision, device_name="Tesla V100", has_bf16=has_bf16)
+    assert (error is not None) == refused
+    if refused:
+        assert error == f"train.precision={precision}: Tesla V100 has no bfloat16 arithmetic; set it to fp16 or fp32"
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "said"),
+    [
+        (HOGWILD, "fp16", "strategy=hogwild: its workers update one after another"),
+        (LOCKED, "fp16", "strategy=locked_sgd: its workers update one after another"),
+        (PARAMETER_SERVER, "fp16", "strategy=parameter_server: its workers push gradients before"),
+        (ASYNC, "bf16-true", "strategy=parameter_server: its shards hold the parameters as the job builds them"),
+    ],
+)
+def test_the_plan_refuses_what_a_strategy_does_not_support(options: StrategyConfig, precision: str, said: str) -> None:
+    case = Case(job=digits(), options=options, train=having(precision=precision))
+    with pytest.raises(ConfigError, match=f"train.precision={precision}: {said}.*; set it to bf16 or fp32"):
+        plan_of(config_of(case, 2 + getattr(options, "num_shards", 0)))
+
+
+def test_tf32_on_a_cpu_is_noted() -> None:
+    config = config_of(Case(job=digits(), train=having(precision="tf32")), 2)
+    assert plan_of(config).notes == ("train.precision=tf32: CPUs compute in float32, as with fp32",)
+
+
+def test_no_average_of_the_weights_is_kept_in_bfloat16() -> None:
+    with pytest.raises(ValueError, match=r"train.ema_decay=0.99: .*set it to null, or train.precision=bf16"):
+        having(precision="bf16-true", ema_decay=0.99)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16-true"])
+def test_a_job_that_makes_its_own_updates_is_refused(precision: str) -> None:
+    config = config_of(Case(job=GAN(), train=having(precision=precision)), 2)
+    errors: list[str] = []
+    registry.load("ddp").check(config, GAN(), plan_of(config), errors)
+    assert [e for e in errors if e.startswith(f"train.precision={precision}: the job overrides Job.training_step")]
+
+
+def test_powersgd_is_refused_with_a_scaled_loss() -> None:
+    options = replace(DDP, comm_hook="powersgd")
+    config = config_of(Case(job=digits(), options=options, train=having(precision="fp16")), 2)
+    errors: list[str] = []
+    registry.load("ddp").check(config, digits(), plan_of(config), errors)
+    assert len(errors) == 1
+    assert errors[0].startswith("strategy.comm_hook=powersgd: ")

@@ -1,0 +1,119 @@
+"""Blocks that are computed again in the backward pass."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from helpers.cases import having
+from helpers.quick_jobs import digits
+from jobs.gpt import GPT
+from jobs.resnet50 import ResNet50
+from orchestrator.model.meta import on_meta_device
+from orchestrator.model.recompute import blocks_of, recomputing
+from orchestrator.strategies.constructor import recompute_note
+
+
+class Block(nn.Module):
+    """Two layers with dropout and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.dropout = nn.Dropout(0.5)
+        self.second = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, *, factor: float = 1.0) -> Tensor:
+        out: Tensor = self.second(self.dropout(self.norm(self.first(x)).relu()))
+        return x + factor * out
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(4)), nn.Linear(8, 3))
+
+
+def trained(model: nn.Module) -> tuple[list[Tensor], list[Tensor], int]:
+    """The gradients and the buffers after two passes, and the bytes that autograd kept for the first."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(inputs).square().mean()
+    size_bytes = sum(kept.values())
+    loss.backward(retain_graph=True)
+    loss.backward()  # as a backward pass in halves, which recomputes twice
+    model(inputs).square().mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return gradients, list(model.buffers()), size_bytes
+
+
+def test_gradients_and_statistics_are_equal_and_less_is_kept() -> None:
+    gradients, buffers, size_bytes = trained(build())
+    recomputed = recomputing(build)()
+    own_gradients, own_buffers, own_size_bytes = trained(recomputed)
+    assert len(own_gradients) == len(gradients) == len(list(recomputed.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(own_gradients, gradients, strict=True)), "dropout should be repeated"
+    assert all(torch.equal(a, b) for a, b in zip(own_buffers, buffers, strict=True))
+    assert recomputed[1].norm.num_batches_tracked == 2
+    assert own_size_bytes < size_bytes / 3
+
+
+def test_a_model_looks_as_before() -> None:
+    plain, recomputed = build(), recomputing(build)()
+    assert repr(recomputed) == repr(plain)
+    assert recomputed.state_dict().keys() == plain.state_dict().keys()
+    assert isinstance(recomputed[1], Block)
+    twin = copy.deepcopy(recomputed)
+    with torch.no_grad():
+        twin[1].second.weight.zero_()
+    inputs = torch.ones(4, 8)
+    torch.manual_seed(0)
+    changed = twin(inputs)
+    torch.manual_seed(0)
+    assert not torch.equal(recomputed(inputs), changed), "the copy should use its own parameters"
+
+
+class Nested(nn.Module):
+    """A list of blocks in a body, and blocks in those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"inner": build()}) for _ in range(2)])})
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (lambda: build(), 4),
+        (Nested, 2),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), 0),
+        (lambda: Block(), 0),
+        (GPT(layers=3).model, 3),
+        (ResNet50().model, 16),
+    ],
+    ids=["sequential", "nested", "layers", "one-block", "gpt", "resnet50"],
+)
+def test_the_outermost_repeated_blocks_are_found(model, count: int) -> None:
+    found = on_meta_device(model)
+    assert found is not None
+    assert len(blocks_of(found)) == count
+
+
+def test_a_model_without_blocks_is_noted() -> None:
+    train = having(activation_checkpointing="blocks")
+    note = recompute_note(digits(), train)
+    assert note is not None
+    assert note.startswith("train.activation_checkpointing=blocks has no effect: ")
+    assert recompute_note(GPT(layers=2), train) is None
+    assert recompute_note(digits(), having()) is None
