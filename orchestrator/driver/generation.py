@@ -119,7 +119,7 @@ class Generation:
         self._heard_at: dict[int, float] = {}
         self._lost_nodes: set[str] = set()
         self._leaving: set[int] = set()  # the ranks that have received SIGTERM
-        self._not_held: set[int] = set()  # the ranks that did not answer when the others were held
+        self._awaited: set[int] = set()  # the ranks to hear from before the next attempt to pause
         synchronous = registry.load(self._config.strategy.name).is_synchronous(self._config.strategy)
         self._hang_detector = HangDetector(self._config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
         self._oom_kills = kernel_oom_kills()
@@ -232,7 +232,7 @@ class Generation:
             ranks: Collection[int] | None = None  # the next in turn
             if not self._pending:
                 ranks = self._gang.unanswered()
-            elif self._leaving and self.paused is None:
+            elif self._awaited:
                 ranks = range(self._plan.world_size)
             collected = self._telemetry.collect(self._gang, ranks=ranks)
             yield from collected.events
@@ -375,11 +375,11 @@ class Generation:
                 self._terminate_if_silent(member, now)
         if not self._failed() and (hanging := self._hang_detector.hanging([m.global_rank for m in unfinished], now)):
             self._terminate_culprit(hanging, now)
-        self._not_held -= heartbeats.keys()
-        others_may_leave = self._find_leaving(heartbeats)
+        self._awaited -= heartbeats.keys()
+        self._find_leaving(heartbeats)
         all_train = self._telemetry.has_trained(self.number) and not self.outcomes
         may_pause = all_train and self.paused is None and self._stop.received is None
-        if may_pause and not others_may_leave and not self._not_held:
+        if may_pause and not self._awaited:
             self._pause_if_due()
 
     def _is_training(self, rank: int) -> bool:
@@ -392,14 +392,12 @@ class Generation:
             answers.setdefault(member.info.node_id, {})[member.info.pid] = member.global_rank in heartbeats
         return answers
 
-    def _find_leaving(self, heartbeats: Mapping[int, Heartbeat]) -> bool:
-        """Return whether further ranks have received SIGTERM.
-
-        More may follow. The next round asks every rank, so that one pause is enough for all of them.
-        """
-        leaving = {rank for rank, heartbeat in heartbeats.items() if heartbeat.leaving} - self._leaving
-        self._leaving |= leaving
-        return bool(leaving)
+    def _find_leaving(self, heartbeats: Mapping[int, Heartbeat]) -> None:
+        """Note which ranks have received SIGTERM. Others may have too, so that every rank is asked before the pause."""
+        leaving = {rank for rank, heartbeat in heartbeats.items() if heartbeat.leaving}
+        if leaving - self._leaving:
+            self._leaving |= leaving
+            self._awaited = set(range(self._plan.world_size))
 
     def _pause_if_due(self) -> None:
         """End the generation after a step if workers must leave, or if more could join."""
@@ -441,9 +439,9 @@ class Generation:
         everyone = range(self._plan.world_size)
         timeout_s = self._config.cluster.stop_grace_s
         begun = self._gang.poll(Worker.hold, self.number, ranks=everyone, timeout_s=timeout_s, check=self._check_driver)
-        self._not_held = set(everyone) - begun.keys()
-        if self._not_held:
-            who = " and ".join(self._plan.display_name(rank) for rank in sorted(self._not_held))
+        self._awaited = set(everyone) - begun.keys()
+        if self._awaited:
+            who = " and ".join(self._plan.display_name(rank) for rank in sorted(self._awaited))
             self._events.warn(f"{who} did not answer the request to stop (cluster.stop_grace_s={timeout_s:g})")
             return False
         self._gang.tell(Worker.finish_step, self.number, max(begun.values()), save, ranks=everyone)
