@@ -33,9 +33,10 @@ def curves() -> dict[tuple[str, ...], dict[int, float]]:
 
 
 @pytest.fixture
-def undisturbed(run: Callable[..., Any], curves: Any) -> dict[int, float]:
+def undisturbed(run: Callable[..., Any], curves: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     if () not in curves:
-        result = run(*WORDS, "strategy.num_workers=2", "job.pause_ms=0")
+        elsewhere = tmp_path_factory.mktemp("undisturbed")  # a test looks for its own run in tmp_path
+        result = run(*WORDS, "strategy.num_workers=2", "job.pause_ms=0", f"output_dir={elsewhere}")
         assert result.exit_code == 0, result.reason
         curves[()] = losses(result.run_dir)
     return curves[()]  # type: ignore[no-any-return]

@@ -210,4 +210,4 @@ def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "tracking=none", "strategy=pipeline", "job._target_=test_staging.Normed"]
     (candidate,) = check_all([words])
     assert candidate.sizes is not None
-    assert any(note.startswith("BatchNorm (0.1, 1.1 and 2 more)") for note in candidate.sizes.first.notes)
+    assert any(note.startswith("BatchNorm (0.1, 1.1 and 2 more)") for note in candidate.sizes.initial.notes)
