@@ -86,7 +86,7 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
     compared = subprocess.run(
         [sys.executable, "-m", "orchestrator.compare", "--no-picture", run.url],
         cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "200"},  # a narrow table leaves columns out
         capture_output=True,
         text=True,
         timeout=60,
