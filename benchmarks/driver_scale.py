@@ -1,4 +1,4 @@
-"""The cost of the driver at 64 to 2,048 ranks: start, watching, healing after 1 % of the ranks died, and end.
+"""The cost of the driver at 8 to 2,048 ranks: start, watching, healing after 1 % of the ranks died, and end.
 
 python benchmarks/driver_scale.py
 
