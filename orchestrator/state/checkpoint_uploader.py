@@ -19,7 +19,6 @@ from orchestrator.storage.remote import StorageError
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 15.0
 """The intervals at which a store that is away is tried again."""
-_IDLE_WAIT_S = 5.0
 
 
 class CheckpointUploader:
@@ -98,8 +97,7 @@ class CheckpointUploader:
 
     def _next(self) -> Written | None:
         with self._changed:
-            while self._waiting is None and not self._closing:
-                self._changed.wait(_IDLE_WAIT_S)
+            self._changed.wait_for(lambda: self._waiting is not None or self._closing)
             self._uploading, self._waiting = self._waiting, None
             return self._uploading
 

@@ -12,27 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.cases import RECOVERY
 from helpers.runs import wait_for
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import RecoveryConfig
 from orchestrator.policy.hang import HangDetector, WatchedTime, culprit, limit_of
 from orchestrator.protocol.messages import Heartbeat, Phase
 from orchestrator.worker import control
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.process.stacks import is_waiting
 
-CONFIG = RecoveryConfig(
-    max_failures=10,
-    spares=0,
-    peer_copy_every=0,
-    backoff_s=1,
-    hang_factor=30,
-    hang_min_s=60,
-    hang_max_s=300,
-    build_max_s=3000,
-    replace_stragglers=False,
-    chaos=(),
-)
+CONFIG = replace(RECOVERY, hang_factor=30, hang_min_s=60, hang_max_s=300, build_max_s=3000)
 LATE = 61.0
 
 

@@ -7,23 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.config.schema import RecoveryConfig
+from helpers.cases import RECOVERY
 from orchestrator.planning.faults import Fault, parse, parse_entry, without_next
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, newest_state
 from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 
-CONFIG = RecoveryConfig(
-    max_failures=10,
-    spares=0,
-    peer_copy_every=0,
-    backoff_s=1,
-    hang_factor=10,
-    hang_min_s=5,
-    hang_max_s=100,
-    build_max_s=1000,
-    replace_stragglers=False,
-    chaos=(),
-)
+CONFIG = replace(RECOVERY, max_failures=10)
 DEATH = FailureRecord(rank=1, step=40, message="died", raised=False, final=False)
 ERROR = FailureRecord(rank=1, step=40, message="RuntimeError: x", raised=True, final=False)
 
