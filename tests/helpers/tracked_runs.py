@@ -110,6 +110,11 @@ def follower_of(run_dir: RunDir) -> psutil.Process | None:
     return None
 
 
+def has_imported_mlflow(follower: psutil.Process) -> bool:
+    """Whether the process has mapped a library that only MLflow's import brings."""
+    return any("numpy" in library.path for library in follower.memory_maps())
+
+
 def client_of(uri: str) -> MlflowClient:
     return connect(uri, request_timeout_s=10)
 
