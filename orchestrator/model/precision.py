@@ -63,9 +63,6 @@ class Precision:
         return map_tensors(lambda tensor: tensor.float() if tensor.dtype == dtype else tensor, tree)
 
 
-FLOAT32 = Precision()
-
-
 def summable(tensor: Tensor) -> Tensor:
     """Return the tensor in float32 if it has a type of 16 bits, in which sums and scaled losses lose digits."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from helpers.stage_toys import Chain
 from orchestrator.model.calls import first_modules
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.precision import FLOAT32
+from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import sequence_of
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
@@ -79,7 +79,7 @@ def test_layers_that_share_a_module_are_measured() -> None:
         num_stages=2,
         device=CPU,
         seed=3,
-        precision=FLOAT32,
+        precision=Precision(),
     )
     assert len(builder.sequence.names) == len(builder.measure_costs()) == 3
 

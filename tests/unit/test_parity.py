@@ -17,7 +17,7 @@ from helpers.stage_toys import Chain, plain
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.job import Job
 from orchestrator.model.parity import Verdict, compare
-from orchestrator.model.precision import FLOAT32
+from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import sequence_of
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
@@ -99,7 +99,7 @@ def compared(build: Callable[[], nn.Module], sequence: LayerSequence, *, free_by
         lambda output: F.cross_entropy(output, TARGET),
         device=CPU,
         seed=3,
-        precision=FLOAT32,
+        precision=Precision(),
         free_bytes=free_bytes,
     )
 
@@ -213,7 +213,7 @@ def test_the_check_before_training_refuses_also_with_little_memory() -> None:
         num_stages=2,
         device=CPU,
         seed=3,
-        precision=FLOAT32,
+        precision=Precision(),
     )
     with pytest.raises(
         ValueError, match=r"would not train as the whole model does: the gradient of special\..*Job.stages"

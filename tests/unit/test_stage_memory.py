@@ -14,7 +14,7 @@ from torch import nn
 
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import costs, flow
-from orchestrator.model.precision import FLOAT32
+from orchestrator.model.precision import Precision
 from orchestrator.model.stages import build_stages, sequence_of
 
 LAYERS, WIDTH, STAGES = 64, 896, 4
@@ -43,9 +43,9 @@ def stage(number: int, layers: int, width: int) -> object:
 
     inputs = torch.ones(2, width)
     sequence = sequence_of(build, inputs, CPU, split=(), num_stages=2, job=NotByHand())
-    values = flow(sequence, inputs, precision=FLOAT32)
+    values = flow(sequence, inputs, precision=Precision())
     fresh = sequence_of(build, inputs, CPU, split=(), num_stages=2, job=NotByHand()).modules
-    costs(fresh, values, inputs, precision=FLOAT32, loss=lambda out: out.square().mean())
+    costs(fresh, values, inputs, precision=Precision(), loss=lambda out: out.square().mean())
     return build_stages(build, sequence, values, CUT, [number], device=CPU, seed=1)
 
 
