@@ -16,11 +16,19 @@ RENEW_REMOTE_EVERY_S = LEASE_S / 4
 """The interval on a store, where each renewal is a few requests."""
 RETRY_EVERY_S = 0.5
 """The interval after an attempt that failed."""
-RESTORED_WITHIN_S = 2 * RENEW_EVERY_S
-"""The driver of a run restores the fence file within this time, unless the disk fails."""
 _END_TIMEOUT_S = 2.0
 _ADMIT_TIMEOUT_S = 5.0
 """A generation waits this long for its fence on a store."""
+
+
+def renew_every_s(run_dir: RunDir) -> float:
+    """Return the seconds between two renewals of the lease of a run."""
+    return RENEW_EVERY_S if run_dir.remote is None else RENEW_REMOTE_EVERY_S
+
+
+def restored_within_s(run_dir: RunDir) -> float:
+    """Return the seconds in which the driver of a run restores its fence file, unless the disk or the store fails."""
+    return 2 * renew_every_s(run_dir)
 
 
 class SupersededError(Exception):
@@ -126,7 +134,7 @@ class Lease:
             remote.write(path.name, json.dumps(token).encode())
 
     def _work(self) -> None:
-        every_s = RENEW_EVERY_S if self._run_dir.remote is None else RENEW_REMOTE_EVERY_S
+        every_s = renew_every_s(self._run_dir)
         wait_s = every_s
         while self._superseded_by is None:
             self._wake.wait(wait_s)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from orchestrator.storage.remote import Remote
 
-_POLL_S = 0.1
+_POLL_S = 0.5
 
 
 class FencedError(RuntimeError):

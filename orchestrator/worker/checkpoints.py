@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
-from orchestrator.records.lease import RESTORED_WITHIN_S
+from orchestrator.records.lease import restored_within_s
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_results import WriteFailed
@@ -36,7 +36,7 @@ class Checkpoints:
         self._stall_ms = 0.0
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
         self._fence = Fence(
-            run_dir.fence_file, assignment.fence, remote=run_dir.remote, restored_within_s=RESTORED_WITHIN_S
+            run_dir.fence_file, assignment.fence, remote=run_dir.remote, restored_within_s=restored_within_s(run_dir)
         )
         self._writer = CheckpointWriter(
             run_dir.checkpoints,

@@ -10,9 +10,10 @@ import pytest
 
 from helpers.runs import wait_for
 from orchestrator.records.json_file import write_json
-from orchestrator.records.lease import Lease
+from orchestrator.records.lease import Lease, renew_every_s, restored_within_s
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.fence import Fence
+from orchestrator.storage.remote import Remote
 
 
 def test_only_the_latest_generation_may_save(tmp_path: Path) -> None:
@@ -48,3 +49,9 @@ def test_a_checkpoint_waits_until_a_lost_fence_is_restored(tmp_path: Path, text:
     assert Fence(file, "mine", restored_within_s=20).may_save()
     restore.join()
     assert not Fence(file, "of a worker that was replaced", restored_within_s=0.1).may_save()
+
+
+@pytest.mark.parametrize("remote", [None, Remote("file:///nowhere", timeout_s=1)])
+def test_a_checkpoint_waits_for_more_than_one_renewal_of_the_lease(tmp_path: Path, remote: Remote | None) -> None:
+    run = RunDir(tmp_path, remote)
+    assert restored_within_s(run) > renew_every_s(run)
