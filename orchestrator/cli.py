@@ -28,6 +28,9 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`"),
+    "submit": Verb("orchestrator.submit", "send a launch to a Ray cluster as a job, and follow it"),
+    "stop": Verb("orchestrator.stop", "stop a run, whose driver may be on another host"),
+    "logs": Verb("orchestrator.logs", "show what the ranks of a run have written"),
     "compare": Verb("orchestrator.compare", "show runs side by side, as a table and a picture"),
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),
 }

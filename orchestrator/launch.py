@@ -1,5 +1,7 @@
 """Train a job: ``orchestrator launch strategy=ddp``, or ``python -m orchestrator.launch strategy=ddp``.
 
+``--restarts=3`` starts the command again, with ``resume=auto``, if a signal kills its process.
+
 Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, or the run to resume is running, and
 nothing was started; 3 all steps are done, but the last checkpoint is lost; 130 and 143 stopped by SIGINT or SIGTERM;
 the reason says whether a checkpoint was saved.
@@ -25,7 +27,8 @@ FAILED = 1
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
-_OPTIONS = (*HELP_OPTIONS, "-m", "--multirun")
+RESTARTS_OPTION = "--restarts"
+_OPTIONS = (*HELP_OPTIONS, "-m", "--multirun", RESTARTS_OPTION)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +46,7 @@ def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
     try:
         if any(o in COMPLETION_OPTIONS for o in options):
             _complete()
-        elif unknown := [o for o in options if o not in _OPTIONS]:
+        elif unknown := [o for o in options if o.partition("=")[0] not in _OPTIONS]:
             valid = _OPTIONS + COMPLETION_OPTIONS
             raise ConfigError(f"{o}: unknown option; {did_you_mean(o, valid)}" for o in unknown)
         elif any(o in HELP_OPTIONS for o in options):
@@ -51,6 +54,10 @@ def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
             from orchestrator.strategies import registry
 
             print(help_text(overrides, registry.config_class))
+        elif restarts := [o for o in options if o.partition("=")[0] == RESTARTS_OPTION]:
+            from orchestrator.driver.restarts import launch_with_restarts
+
+            return launch_with_restarts(overrides, _number_of_restarts(restarts[-1], options))
         else:
             return _launch(overrides, redactor, sweep=bool(options))
     except ConfigError as e:
@@ -74,6 +81,15 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
 
     candidates = check_all(expand_sweep(overrides) if sweep else [list(overrides)], redactor)
     return max((r.exit_code for r in run_all(candidates, owns_process=True)), default=0)
+
+
+def _number_of_restarts(option: str, options: Sequence[str]) -> int:
+    number = option.partition("=")[2]
+    if not number.isdecimal():
+        raise ConfigError([f"{option}: expected a whole number, as in {RESTARTS_OPTION}=3"])
+    if len(options) > 1:
+        raise ConfigError([f"{option}: only for a single run, without other options"])
+    return int(number)
 
 
 def _complete() -> None:

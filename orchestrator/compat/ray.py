@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -36,6 +37,8 @@ _USE_TOKEN = "ray._private.authentication.authentication_token_setup.maybe_enabl
 _OPEN_CHANNEL = "ray._private.grpc_utils.init_grpc_channel"
 _GCS_STUB = "ray.core.generated.gcs_service_pb2_grpc.NodeInfoGcsServiceStub"
 _GCS_REQUEST = "ray.core.generated.gcs_service_pb2.GetClusterIdRequest"
+_WALK_PACKAGE = "ray._private.runtime_env.packaging._dir_travel"
+_MAX_PACKAGE_BYTES = "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE"
 
 INTERNALS = (
     _SET_SIGTERM_HANDLER,
@@ -50,6 +53,8 @@ INTERNALS = (
     _OPEN_CHANNEL,
     _GCS_STUB,
     _GCS_REQUEST,
+    _WALK_PACKAGE,
+    _MAX_PACKAGE_BYTES,
 )
 """The dotted names of all private objects that this module uses."""
 
@@ -183,18 +188,25 @@ def address_of_ray_start() -> str | None:
     return address
 
 
+@contextlib.contextmanager
+def ray_logs_errors_only() -> Iterator[None]:
+    """Mute what Ray's Python code logs in this context, except errors."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def use_token_of_user() -> None:
     """Send the user's Ray token, if one is stored, to the Ray that this process talks to, as ``ray.init`` does.
 
     Ray records this in ``RAY_AUTH_MODE``, and keeps it there.
     """
-    logger = logging.getLogger("ray")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
+    with ray_logs_errors_only():
         find_internal(_USE_TOKEN)(warn_if_disabled=False)
-    finally:
-        logger.setLevel(level)
 
 
 def probe_gcs(address: str, *, timeout_s: float) -> str | None:
@@ -211,6 +223,25 @@ def probe_gcs(address: str, *, timeout_s: float) -> str | None:
         status: str = e.code().name.lower()
         return status
     return None
+
+
+def packaged_files(directory: Path) -> list[tuple[Path, int]]:
+    """Return the files of a working directory that would travel to a cluster, relative to it, with their sizes."""
+    files: list[tuple[Path, int]] = []
+
+    def note(path: Path) -> None:
+        if path.is_file():
+            files.append((path.relative_to(directory), path.stat().st_size))
+
+    respects_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+    with ray_logs_errors_only():
+        find_internal(_WALK_PACKAGE)(directory, [], note, include_gitignore=respects_gitignore)
+    return files
+
+
+def max_package_bytes() -> int:
+    """Return the size of the largest working directory that Ray sends to a cluster."""
+    return int(find_internal(_MAX_PACKAGE_BYTES))
 
 
 def _owner(name: str) -> tuple[Any, str]:

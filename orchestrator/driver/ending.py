@@ -49,6 +49,7 @@ class RunEnding:
         self._mask_logs()
         self._record(
             state=result.status.lower(),
+            reason=result.reason,
             ended=time.time(),
             summary=dict(result.summary),
             metrics=redactor.data([to_record(spec) for spec in result.metrics], by_key=False),

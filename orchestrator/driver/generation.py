@@ -241,7 +241,7 @@ class Generation:
             stop_due = self._stop.received is not None and not self.stop_sent and self.paused is None
             if stop_due and not self._failed():  # a failed generation cannot stop in order; the next one can
                 assert self._stop.received is not None
-                self._coordinate_stop(self._stop.received.name)
+                self._coordinate_stop(self._stop.cause)
                 give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
 
     def find_failed_rank(self) -> int | None:

@@ -407,7 +407,7 @@ class Run:
             when = "without a last checkpoint"
         else:
             when = "before training began"
-        return self._result("KILLED", 128 + int(self._stop.received), f"stopped by {self._stop.received.name} {when}")
+        return self._result("KILLED", 128 + int(self._stop.received), f"stopped by {self._stop.cause} {when}")
 
     def _result(self, status: Literal["FINISHED", "FAILED", "KILLED"], exit_code: int, reason: str) -> RunResult:
         summary: dict[str, Any] = {

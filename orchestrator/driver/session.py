@@ -31,6 +31,7 @@ from orchestrator.driver.preflight.resume import Resume, find_resume
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
@@ -337,7 +338,7 @@ def _run(
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
         try:
-            with lease:
+            with lease, StopRequests(run_dir, stop):
                 result = Run(spec, EventStream([journal, console]), stop, uploader, records, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.

@@ -16,6 +16,9 @@ import psutil
 
 from orchestrator.protocol.events import Sink
 
+SAME_SIGNAL_S = 0.2
+"""The same signal within this time is the first one again: `ray job stop` and a supervisor may both send it."""
+
 
 class StopSignals:
     """Handles SIGINT and SIGTERM while in the context: records the first signal, and gives up at the second.
@@ -25,6 +28,7 @@ class StopSignals:
     :class:`SystemExit` (SIGTERM) there, once.
 
     ``received``: the last signal; None if there was none.
+    ``cause``: where it came from: its name, or what :meth:`request` was given.
     ``exit_at_once``: end the process at the first signal, with every process that it started, because there is nothing
     to save yet.
     ``console``: closed before the process ends, to leave the terminal as it was.
@@ -32,6 +36,7 @@ class StopSignals:
 
     def __init__(self, *, owns_process: bool = False) -> None:
         self.received: signal.Signals | None = None
+        self.cause = ""
         self._received_at = 0.0
         self.exit_at_once = owns_process
         self.console: Sink | None = None
@@ -59,6 +64,11 @@ class StopSignals:
             if handler is not None:  # None: not set from Python, so that Python cannot restore it
                 signal.signal(number, handler)
 
+    def request(self, number: signal.Signals, cause: str) -> None:
+        """Stop the run as a first signal would; nothing more if one has come already. May be called by any thread."""
+        if self.received is None:
+            self.cause, self._received_at, self.received = cause, time.monotonic(), number
+
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
         """Let a second signal raise an exception in this context. Elsewhere it would interrupt a release of workers."""
@@ -74,7 +84,10 @@ class StopSignals:
         if os.getpid() != self._pid:
             return  # a child between fork and exec
         first = self.received is None
-        self.received, self._received_at = signal.Signals(number), time.monotonic()
+        if not first and number == self.received and self.seconds_ago < SAME_SIGNAL_S:
+            return
+        received = signal.Signals(number)
+        self.cause, self._received_at, self.received = received.name, time.monotonic(), received
         if first and not self.exit_at_once:
             return
         if not self._owns_process:

@@ -190,7 +190,7 @@ def fetch(run_dir: RunDir, names: Collection[str] | None = None) -> None:
     """
     if run_dir.remote is None or run_dir.is_original(run_dir.read_record().get("driver", {})):
         return
-    others = (run_dir.record_file, run_dir.lease_file, run_dir.fence_file, run_dir.checkpoints)
+    others = (run_dir.record_file, run_dir.lease_file, run_dir.fence_file, run_dir.stop_file, run_dir.checkpoints)
     not_fetched = {path.name for path in others}
     for top in run_dir.remote.list():
         if top.name in not_fetched or top.name.startswith(".") or (names is not None and top.name not in names):

@@ -123,6 +123,11 @@ class RunDir:
         return self.path / "fence"
 
     @property
+    def stop_file(self) -> Path:
+        """A request to stop the run."""
+        return self.path / "stop"
+
+    @property
     def lock_file(self) -> Path:
         """Its lock is held by a process that changes the record."""
         return self.path / ".lock"

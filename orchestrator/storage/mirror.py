@@ -16,7 +16,7 @@ MAX_PAUSE_S = 30.0
 RETRY_AT_END_S = 1.0
 _IDLE_SHARE = 20.0
 """A file that changes all the time is copied for at most this part of the time."""
-_NOT_COPIED = ("checkpoints", "lease", "fence")
+_NOT_COPIED = ("checkpoints", "lease", "fence", "stop")
 
 Version = tuple[int, int]
 """Size and time of change of a file."""

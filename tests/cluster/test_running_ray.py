@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.runs import ROOT, events_below
+from helpers.runs import ROOT, events_below, last_step, wait_for_step
 
 BIN = Path(sys.executable).parent
 START = ROOT / "cluster" / "start.sh"
@@ -163,6 +163,32 @@ def test_submitted_job(head: Head) -> None:
     assert json.loads(record.read_text())["state"] == "finished"
     assert f"run directory: {record.parent}" in done.stdout
     assert (base / "mlflow.db").is_file()
+
+
+def submit(head: Head, *words: str) -> subprocess.CompletedProcess[str]:
+    program = ("python", "-m", "orchestrator.submit", "--working-dir", str(ROOT), "--address", head.dashboard)
+    return command(head, *program, *words, cwd=ROOT)
+
+
+@pytest.mark.timeout(240)
+def test_a_submitted_run_is_stopped_and_continued(head: Head, tmp_path: Path) -> None:
+    words = ("strategy=ddp", "job=sleep", "name=stopped", "train.steps=200", "tracking=none",
+             f"output_dir={tmp_path}/outputs")  # fmt: skip
+    sent = submit(head, "--no-wait", *words, "job.forward_ms=4")
+    assert sent.returncode == 0, sent.stderr
+    submission_id = sent.stdout.split()[1]
+    assert submission_id.startswith("stopped-")
+    run_dir = wait_for_step(tmp_path, 10)
+    command(head, "ray", "job", "stop", "--address", head.dashboard, submission_id, cwd=head.home)
+    attached = submit(head, "--attach", submission_id)
+    assert attached.returncode == 143, attached.stdout + attached.stderr
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["state"] == "killed"
+    done = submit(head, *words, "job.forward_ms=0.1", "resume=auto")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [p.parent for p in tmp_path.glob("outputs/*/*/run.json")] == [run_dir]
+    assert json.loads((run_dir / "run.json").read_text())["state"] == "finished"
+    assert last_step(tmp_path) == 200
 
 
 @pytest.mark.campaign

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from mlflow import MlflowClient
 
 from helpers.faulty_jobs import Slow
 from helpers.runs import events_below, in_campaign, losses, wait_for, wait_for_step
+from orchestrator import stop
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.json_file import read_json
 from orchestrator.state.checkpoint import save
@@ -72,6 +75,22 @@ def test_a_ray_that_dies_with_the_signal_does_not_hold_the_end_up(launch: Callab
     assert killed_run(tmp_path)
 
 
+def test_a_run_is_followed_and_stopped_by_other_commands(launch: Callable[..., Any], tmp_path: Path) -> None:
+    process = launch(*SLOW, "tracking=none")
+    run_dir = wait_for_step(tmp_path, 20)
+    following = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.logs", str(run_dir), "--follow", "--rank", "1"],
+        stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert stop.main([str(run_dir)]) == 0
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert "stopped by `orchestrator stop` of " in output
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    assert following.communicate(timeout=20)[0] == (run_dir / "logs" / "rank-1.log").read_text()
+    assert following.returncode == 0
+
+
 def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) -> None:
     """The run would otherwise wait for the end of its step, longer than this test does."""
     process = launch(*SLOW[:2], *SLOW[3:], "cluster.stop_grace_s=60", "job.step_ms=60000")
@@ -99,6 +118,35 @@ def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path
     client, run = killed_run(tmp_path)
     uploaded = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "train/loss")}
     assert uploaded == losses(run_dir)
+
+
+def test_a_killed_driver_is_started_again(launch: Callable[..., Any], tmp_path: Path) -> None:
+    process = launch("--restarts=1", *SLOW[:3], "cluster=local", "train.steps=200", "train.eval_every=0",
+                     "checkpoint.every=10", "tracking=none")  # fmt: skip
+    run_dir = wait_for_step(tmp_path, 30)
+    (driver,) = psutil.Process(process.pid).children()
+    driver.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "killed by SIGKILL; starting it again with resume=auto (1 of 1)" in output
+    assert list(tmp_path.glob("outputs/*/*")) == [run_dir]
+    assert max(losses(run_dir)) == 200
+
+
+def test_a_driver_that_died_after_the_last_step_is_ended_by_the_next(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    words = (*SLOW[:2], "cluster=local", "train.steps=20", "train.eval_every=0", "tracking=none")
+    process = launch(*words)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    (run_dir,) = map(rundir.RunDir, tmp_path.glob("outputs/*/*"))
+    run_dir.update_record(state="running", driver={**run_dir.read_record()["driver"], "pid": process.pid})
+    process = launch(*words, "resume=auto")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert run_dir.read_record()["state"] == "finished"
+    assert list(tmp_path.glob("outputs/*/*")) == [run_dir.path]
 
 
 @pytest.mark.campaign

@@ -85,7 +85,9 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
     step = int(manifest["step"])
     errors = [] if job is None else _job_errors(job, checkpoint, manifest["meta"])
     errors = [f"resume={config.resume}: {error}" for error in errors]
-    if step >= config.train.steps:
+    # A driver that died after the last step has left a run that only lacks its end.
+    complete = step == config.train.steps and run_dir.read_record().get("state") != "finished"
+    if step >= config.train.steps and not complete:
         errors.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
     if errors:
         raise ConfigError(errors)

@@ -1,0 +1,221 @@
+"""Submitting a launch to a Ray cluster as a job, and following it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from orchestrator.compat.ray import max_package_bytes, packaged_files, ray_logs_errors_only, use_token_of_user
+from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import masked
+from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import Config
+from orchestrator.display.text import size
+
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+RECONNECT_TIMEOUT_S = 60.0
+"""A job whose log cannot be read for so long is no longer followed."""
+_RETRY_EVERY_S = 2.0
+_STATUS_TIMEOUT_S = 20.0
+"""The time between the end of a job's output and its final status."""
+_POLL_S = 0.2
+_STOPPED = 143
+"""The exit code of a command that SIGTERM has stopped."""
+_STOP_MARGIN_S = 10
+"""What the driver needs after ``cluster.stop_grace_s``, to release its workers and write its records."""
+_LARGEST_FILES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job for Ray.
+
+    Attributes:
+        id: the readable submission id.
+        entrypoint: the shell command.
+        working_dir: the directory that travels to the cluster.
+        env: environment variables of the job.
+        metadata: shown by ``ray job list`` and the dashboard.
+    """
+
+    id: str
+    entrypoint: str
+    working_dir: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def make_submission(
+    configs: Sequence[Config],
+    words: Sequence[str],
+    *,
+    working_dir: Path,
+    source: Mapping[str, str],
+    env: Mapping[str, str],
+    suffix: str,
+    redactor: Redactor,
+) -> Submission:
+    """Return the job that launches ``words``.
+
+    Args:
+        configs: the configuration of each run that the words start; several form a sweep.
+        words: the arguments of ``orchestrator launch``.
+        working_dir: the directory that travels.
+        source: facts on the code there, which become metadata.
+        env: further environment variables of the job.
+        suffix: what makes the id unique, such as the time.
+        redactor: masks secrets in the metadata.
+    """
+    first = configs[0]
+    name = first.run_name if len(configs) == 1 else f"{first.job_name}-sweep-of-{len(configs)}"
+    grace_s = max(c.cluster.stop_grace_s for c in configs)
+    return Submission(
+        id="".join(c if c.isalnum() or c in "-_." else "-" for c in f"{name}-{suffix}"),
+        entrypoint=shlex.join(["python", "-m", "orchestrator.launch", *words]),
+        working_dir=working_dir,
+        env={"RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(grace_s) + _STOP_MARGIN_S), "PYTHONUNBUFFERED": "1", **env},
+        metadata={
+            "run": name,
+            "strategy": ",".join(dict.fromkeys(c.strategy.name for c in configs)),
+            "job": ",".join(dict.fromkeys(c.job_name for c in configs)),
+            "command": shlex.join(masked(w, redactor) for w in words),
+            "tracking": redactor.text(str(first.tracking.uri)),
+            **source,
+        },
+    )
+
+
+def size_errors(working_dir: Path) -> list[str]:
+    """Return why the directory cannot travel: its files, without those that ``.rayignore`` names, are too large."""
+    files = sorted(packaged_files(working_dir), key=lambda f: f[1], reverse=True)
+    total = sum(n for _, n in files)
+    limit = max_package_bytes()
+    if total <= limit:
+        return []
+    largest = ", ".join(f"{path} ({size(n)})" for path, n in files[:_LARGEST_FILES])
+    return [
+        f"--working-dir={working_dir}: {size(total)} in {len(files)} files, and Ray takes at most "
+        f"{size(limit)}; the largest: {largest}. Name what the job does not need in .rayignore"
+    ]
+
+
+class JobServer:
+    """The job server of a cluster, which is Ray's dashboard, at an address such as ``http://host:8265``.
+
+    Raises:
+        ConfigError: nothing answers there, or it wants another token.
+    """
+
+    def __init__(self, address: str):
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError([f"--address={address}: expected the dashboard's URL, such as {DEFAULT_ADDRESS}"])
+        use_token_of_user()
+        try:
+            self._client = JobSubmissionClient(address)
+        except ConnectionError:
+            raise ConfigError(
+                [
+                    f"--address={address}: no Ray dashboard answers there; start Ray with `ray start --head` "
+                    "(dashboard on port 8265), or open `ssh -L 8265:127.0.0.1:8265 HEAD`"
+                ]
+            ) from None
+        except Exception as e:  # requests and Ray raise errors of many types
+            raise ConfigError([f"--address={address}: {_one_line(e)}{_token_hint(e)}"]) from e
+
+    def submit(self, submission: Submission) -> None:
+        """Upload the working directory and start the job.
+
+        Raises:
+            ConfigError: Ray refuses it.
+        """
+        runtime_env = {"working_dir": str(submission.working_dir), "env_vars": dict(submission.env)}
+        try:
+            with ray_logs_errors_only():
+                self._client.submit_job(
+                    entrypoint=submission.entrypoint,
+                    submission_id=submission.id,
+                    runtime_env=runtime_env,
+                    metadata=dict(submission.metadata),
+                )
+        except (RuntimeError, ValueError) as e:
+            raise ConfigError([f"the cluster refused the job: {_one_line(e)}"]) from e
+
+    def follow(self, submission_id: str, out: TextIO) -> int:
+        """Copy the output of a job to ``out`` until it ends.
+
+        A lost connection is opened again, for up to ``RECONNECT_TIMEOUT_S``.
+
+        Returns:
+            The exit code of the job's command; 143 if the job was stopped.
+
+        Raises:
+            ConfigError: there is no such job.
+            ConnectionError: the server does not answer any more; the job may be running.
+        """
+        try:
+            self._client.get_job_info(submission_id)
+        except RuntimeError as e:
+            raise ConfigError([f"{submission_id}: the cluster has no such job ({_one_line(e)})"]) from e
+        written, deadline = 0, math.inf
+        while True:
+            try:
+                for text in self._output(submission_id, skip=written):
+                    out.write(text)
+                    out.flush()
+                    written += len(text)
+                    deadline = math.inf
+                if self._client.get_job_status(submission_id).is_terminal():
+                    return self._exit_code(submission_id, out)
+            except Exception as e:  # aiohttp, requests and Ray raise errors of many types
+                deadline = min(deadline, time.monotonic() + RECONNECT_TIMEOUT_S)
+                if time.monotonic() > deadline:
+                    raise ConnectionError(_one_line(e)) from e
+            time.sleep(_RETRY_EVERY_S)
+
+    def _output(self, submission_id: str, *, skip: int) -> Iterator[str]:
+        """Yield what the job writes, without its first ``skip`` characters, until the job or the connection ends."""
+        chunks = self._client.tail_job_logs(submission_id)
+        with contextlib.closing(asyncio.new_event_loop()) as loop, ray_logs_errors_only():
+            while True:
+                try:
+                    text = loop.run_until_complete(anext(chunks))
+                except StopAsyncIteration:
+                    return
+                fresh = text[skip:]
+                skip = max(0, skip - len(text))
+                if fresh:
+                    yield fresh
+
+    def _exit_code(self, submission_id: str, out: TextIO) -> int:
+        deadline = time.monotonic() + _STATUS_TIMEOUT_S
+        job = self._client.get_job_info(submission_id)
+        while job.status == JobStatus.FAILED and job.driver_exit_code is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            job = self._client.get_job_info(submission_id)
+        if job.status == JobStatus.SUCCEEDED:
+            return 0
+        if job.status == JobStatus.STOPPED:
+            return _STOPPED
+        if job.driver_exit_code is None:  # the command did not run
+            out.write(f"the job failed: {_one_line(job.message or job.error_type or 'Ray gives no reason')}\n")
+            return 1
+        return job.driver_exit_code
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def _token_hint(error: Exception) -> str:
+    if not any(word in str(error).lower() for word in ("token", "unauthenticated", "401", "403")):
+        return ""
+    return "; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the token of the cluster"

@@ -1,0 +1,55 @@
+"""The checks of a launch that will run on another machine, as a submitted job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import compose
+from orchestrator.config.job_loader import load_job
+from orchestrator.config.overrides import expand_sweep, values
+from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import Config
+from orchestrator.config.secret_names import is_secret
+from orchestrator.driver.job_submission import size_errors
+from orchestrator.strategies import registry
+
+
+def checked(words: Sequence[str], working_dir: Path, redactor: Redactor, *, sweep: bool) -> list[Config]:
+    """Return the configuration of each run that ``words`` launch, with all that can be checked on this machine.
+
+    The code of the job is checked if this process runs in the ``working_dir`` that travels.
+
+    Raises:
+        ConfigError: with all errors.
+    """
+    if not working_dir.is_dir():
+        raise ConfigError([f"--working-dir={working_dir}: no such directory"])
+    errors: list[str] = []
+    configs: list[Config] = []
+    for run in expand_sweep(words) if sweep else [words]:
+        config, job = compose(run, errors, registry.config_class)
+        if job is not None and working_dir == Path.cwd():
+            load_job(job, errors, redactor)
+        if config is not None:
+            errors += _local_only(config)
+            configs.append(config)
+    errors += size_errors(working_dir)
+    if errors:
+        raise ConfigError(list(dict.fromkeys(map(redactor.text, errors))))
+    return configs
+
+
+def visible_secrets(words: Sequence[str]) -> list[str]:
+    """Return the keys of ``words`` that hold secrets, which Ray's dashboard would show in the command of the job."""
+    return [key for key in values(words) if is_secret(key)]
+
+
+def _local_only(config: Config) -> list[str]:
+    errors = []
+    if config.cluster.address == "local":
+        errors.append("cluster=local: a submitted job would ignore the cluster; leave it out")
+    if config.plan:
+        errors.append("plan=true: shows a plan and stops; use it with `orchestrator launch`")
+    return errors

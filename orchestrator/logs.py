@@ -1,0 +1,85 @@
+"""Show what the ranks of a run have written: ``orchestrator logs <run directory> --rank 1 --follow``.
+
+Exit codes: 0 done; 2 no such run or rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+from orchestrator.display.text import clean, writable
+from orchestrator.records.log_reader import LogLine, LogReader
+from orchestrator.records.output_dir import fetch, find_run, refresh
+from orchestrator.records.run_dir import RunDir
+
+_POLL_S = 0.5
+_POLL_REMOTE_S = 5.0
+"""The interval on a store, to which the nodes upload every few seconds."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = argparse.ArgumentParser(prog="orchestrator logs", description="Show what the ranks of a run have written.")
+    parser.add_argument("run", help="a run directory, such as outputs/<date>/<time>-<name>, or its URL")
+    parser.add_argument("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; repeatable")
+    parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines of each rank")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
+    options = parser.parse_args(argv)
+    try:
+        return _show(options)
+    except (OSError, ValueError) as e:
+        return _refuse(str(e))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _show(options: argparse.Namespace) -> int:
+    run_dir = find_run(options.run)
+    if run_dir is None:
+        return _refuse(f"{options.run}: not a run directory (it has no run.json)")
+    reader = LogReader(run_dir, options.rank)
+    _fetch_logs(run_dir)
+    missing = sorted(set(options.rank) - set(reader.ranks()))
+    if missing and not options.follow:
+        known = ", ".join(map(str, LogReader(run_dir).ranks())) or "none"
+        return _refuse(f"{run_dir.location}: no log of rank {missing[0]}; there are logs of ranks {known}")
+    several = len(options.rank) != 1
+    lines = reader.read(complete=False)
+    _print(lines if options.tail is None else _last(lines, options.tail), several=several)
+    while options.follow and run_dir.driver_if_running() is not None:
+        time.sleep(_POLL_S if run_dir.remote is None else _POLL_REMOTE_S)
+        refresh(run_dir)
+        _fetch_logs(run_dir)
+        _print(reader.read(complete=False), several=several)
+    _fetch_logs(run_dir)
+    _print(reader.read(), several=several)
+    return 0
+
+
+def _fetch_logs(run_dir: RunDir) -> None:
+    fetch(run_dir, [run_dir.log_file(0).parent.name])
+
+
+def _last(lines: Sequence[LogLine], number: int) -> list[LogLine]:
+    by_rank: dict[int, list[LogLine]] = {}
+    for line in lines:
+        by_rank.setdefault(line.rank, []).append(line)
+    return [line for of_rank in by_rank.values() for line in of_rank[-number:]]
+
+
+def _print(lines: Iterable[LogLine], *, several: bool) -> None:
+    for line in lines:
+        text = writable(clean(line.text), sys.stdout)
+        print(f"rank {line.rank} | {text}" if several else text, flush=True)
+
+
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

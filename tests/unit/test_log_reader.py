@@ -1,0 +1,63 @@
+"""The logs of a run, read while its ranks write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator import logs
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.log_reader import LogLine, LogReader
+from orchestrator.records.run_dir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = rundir.create(tmp_path, "digits-ddp")
+    run.update_record(name="digits-ddp", state="finished")
+    write(run, 0, "a0\nb0\n")
+    write(run, 10, "a10\nb10\n")
+    write(run, 2, "a2\nb2\n", folder="host-1234")
+    return run
+
+
+def write(run: RunDir, rank: int, text: str, *, folder: str = "") -> None:
+    file = run.log_file(rank)
+    file = file.parent / folder / file.name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as log:
+        log.write(text)
+
+
+def test_ranks_come_in_the_order_of_their_numbers(run: RunDir) -> None:
+    """Those of other nodes, whose logs are in a directory of their own, too."""
+    reader = LogReader(run)
+    assert reader.ranks() == [0, 2, 10]
+    assert [(line.rank, line.text) for line in reader.read()] == [
+        (0, "a0"), (0, "b0"), (2, "a2"), (2, "b2"), (10, "a10"), (10, "b10"),
+    ]  # fmt: skip
+
+
+def test_only_new_and_whole_lines_are_read(run: RunDir) -> None:
+    reader = LogReader(run, [10])
+    reader.read()
+    write(run, 10, "c10\nhal")
+    assert reader.read(complete=False) == [LogLine(10, "c10")]
+    assert reader.read(complete=False) == []
+    write(run, 10, "f\nrest")
+    assert reader.read() == [LogLine(10, "half"), LogLine(10, "rest")]
+
+
+def test_the_verb_shows_the_last_lines_of_each_rank(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert logs.main([str(run.path), "--tail", "1"]) == 0
+    assert capsys.readouterr().out == "rank 0 | b0\nrank 2 | b2\nrank 10 | b10\n"
+    assert logs.main([str(run.path), "--rank", "2", "--follow"]) == 0
+    assert capsys.readouterr().out == "a2\nb2\n"
+
+
+def test_the_verb_names_a_wrong_run_and_a_wrong_rank(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert logs.main([str(run.path / "nowhere")]) == 2
+    assert "not a run directory" in capsys.readouterr().err
+    assert logs.main([str(run.path), "--rank", "3"]) == 2
+    assert capsys.readouterr().err == f"{run.path}: no log of rank 3; there are logs of ranks 0, 2, 10\n"
