@@ -210,3 +210,13 @@ class SomeParts(Job):
         loss.backward()
         optimizers["model"].step()
         return loss
+
+
+STEP_JOBS = {
+    "gan": GAN(),
+    "gan-scheduled": ScheduledGAN(),
+    "distillation": Distillation(),
+    "contrastive": Contrastive(),
+    "some-parts": SomeParts(),
+    "some-parts-sparse": SomeParts(sparse=True),
+}
