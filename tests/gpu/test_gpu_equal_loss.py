@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import helpers.stage_toys as of
-from helpers.cases import Case, having
+from helpers.cases import DDP, Case, having
 from helpers.equal_loss import assert_equal_losses, assert_equal_steps
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, SGD, STAGED, assert_as_alone
 from helpers.quick_jobs import TinyGPT, digits
 from helpers.stage_toys import Chain, TokenChain
-from helpers.step_toys import STEP_JOBS
+from helpers.step_toys import STEP_JOBS, NormedGAN
 from helpers.toys import Tokens, Toy
 from helpers.training import losses, train
 from jobs.sparse import MatrixCompletion, SparseLogistic
@@ -72,6 +74,19 @@ def test_what_flows_between_stages(gang: Gang, job: Toy, name: str) -> None:
 def test_a_job_that_makes_its_own_updates(gang: Gang, name: str) -> None:
     case = Case(job=STEP_JOBS[name], train=having(steps=8, global_batch_size=25))
     assert_equal_steps(gang, case, 2, rtol=ROUNDING * SGD)
+
+
+def test_synchronized_batchnorm(gang: Gang) -> None:
+    case = Case(job=NormedGAN(), train=having(steps=8, global_batch_size=24), options=replace(DDP, sync_batchnorm=True))
+    assert_equal_steps(gang, case, 2, rtol=ROUNDING * SGD)
+
+
+@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_stay_close(gang: Gang, hook: str) -> None:
+    case = Case(job=digits(), options=replace(DDP, comm_hook=hook))
+    (alone,), ranks = (gang.run(train, case, world_size=world_size) for world_size in (1, 2))
+    torch.testing.assert_close(losses(ranks), losses([alone]), rtol=0.1, atol=0)
+    assert not torch.equal(losses(ranks), losses([alone])), "nothing was compressed"
 
 
 @pytest.mark.parametrize("loss_on", ["device0", "replicas"])

@@ -25,6 +25,7 @@ WORDS = (
     "recovery.hang_min_s=10",
     "recovery.hang_max_s=30",
     "cluster.stopped_timeout_s=2",
+    "recovery.peer_copy_every=4",
     "job.hidden=16",
 )
 FAILING = ("strategy=ddp", *WORDS, "recovery.max_failures=0")

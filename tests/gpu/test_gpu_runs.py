@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,8 @@ def test_the_gpus_of_the_node_are_measured(run: Callable[..., Any]) -> None:
 @pytest.fixture
 def ray_with_one_gpu_too_many() -> Iterator[int]:
     """The number of GPUs of a Ray that counts one more than there are."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        pytest.skip("Ray counts no more GPUs than CUDA_VISIBLE_DEVICES lists; unset it")
     count = torch.cuda.device_count() + 1
     ray.init(
         address="local",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -41,8 +42,13 @@ def shared_gpu_ray(num_gpus: int) -> Iterator[None]:
     from orchestrator.driver.gang import SHARED_GPU
 
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    ours = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", DEVICE: device, SHARED_GPU: "1"}
-    with patch.dict(os.environ, ours):
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # so that the workers find this module
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        DEVICE: device,
+        SHARED_GPU: "1",
+    }
+    with patch.dict(os.environ, variables):
         for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES"):  # Ray refuses to count more GPUs than the latter lists
             os.environ.pop(name, None)
         ray.init(
