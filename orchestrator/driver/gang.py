@@ -16,7 +16,7 @@ from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.slots import START_ATTEMPTS, Slots, kill_process
 from orchestrator.driver.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.devices import shared_gpu, unusable_gpus
+from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus
 from orchestrator.policy.rank_order import rank_order, shards_last
 from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo, merged
 
@@ -186,7 +186,8 @@ class Gang:
             except ray.exceptions.RayError as e:
                 self._record_failed_start(slot, e)
             else:
-                self._warn_if_unusable(self._spares[slot])
+                if not self._can_join(spare := self._spares[slot]):
+                    self._monitor.warn(f"an additional worker on {spare.hostname} can take no rank: {spare.gpu_error}")
         return len(self._fit_spares())
 
     def heartbeats(
@@ -284,12 +285,8 @@ class Gang:
         if error is not None:
             raise GangError(error)
 
-    def _warn_if_unusable(self, spare: WorkerInfo) -> None:
-        if spare.gpu_error is not None and self._on_gpus():
-            self._monitor.warn(f"an additional worker on {spare.hostname} can take no rank: {spare.gpu_error}")
-
-    def _on_gpus(self) -> bool:
-        return any(m.info.gpu_uuid is not None for m in self.members)
+    def _can_join(self, spare: WorkerInfo) -> bool:
+        return can_join(spare, [m.info for m in self.members])
 
     def _wait_for(self, what: str) -> ResourceWait:
         return ResourceWait(
@@ -325,16 +322,9 @@ class Gang:
         return self._fit_spares()
 
     def _fit_spares(self) -> list[int]:
-        """The slots of the spares that could take a rank, in ascending order.
-
-        They are on no draining node, and can use their GPU if the members can use theirs.
-        """
-        draining, on_gpus = self._nodes.draining, self._on_gpus()
-        return sorted(
-            slot
-            for slot, info in self._spares.items()
-            if info.node_id not in draining and not (on_gpus and info.gpu_error is not None)
-        )
+        """The slots of the spares that could take a rank, in ascending order."""
+        draining = self._nodes.draining
+        return sorted(s for s, info in self._spares.items() if info.node_id not in draining and self._can_join(info))
 
     def _assign_ranks(self, workers: Sequence[tuple[int, WorkerInfo]]) -> None:
         """Make members of the workers, each with its slot, in the order of their ranks."""

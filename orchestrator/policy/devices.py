@@ -32,6 +32,11 @@ def unusable_gpus(workers: Sequence[WorkerInfo], requested: Literal["auto", "cpu
     )
 
 
+def can_join(spare: WorkerInfo, members: Sequence[WorkerInfo]) -> bool:
+    """Return whether a spare could take a rank beside ``members``: it can use its GPU if they can use theirs."""
+    return spare.gpu_error is None or all(member.gpu_uuid is None for member in members)
+
+
 def shared_gpu(workers: Sequence[WorkerInfo]) -> str | None:
     """Return an error message if two workers share one GPU; None if each has its own."""
     owner: dict[str, int] = {}

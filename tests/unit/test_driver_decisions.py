@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator, percentile
-from orchestrator.policy.devices import shared_gpu, unusable_gpus
+from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus
 from orchestrator.policy.failure import death, first_failure, standstill, unreachable_addresses
 from orchestrator.policy.rank_order import rank_order, shards_last
 from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, Phase, TrainPoint, WorkerInfo
@@ -324,6 +324,13 @@ def test_a_run_on_any_device_trains_on_cpus_if_no_gpu_can_be_used() -> None:
     assert unusable_gpus([broken("10.0.0.1"), broken("10.0.0.2")], "auto") is None
     assert unusable_gpus([place("10.0.0.1"), place("10.0.0.2")], "cpu") is None
     assert unusable_gpus([broken("10.0.0.1"), broken("10.0.0.2")], "cuda") is not None
+
+
+def test_a_spare_joins_if_it_can_use_what_the_members_use() -> None:
+    on_gpu, on_cpu = place("10.0.0.1", 0, "a"), place("10.0.0.1")
+    assert can_join(place("10.0.0.2", 0, "b"), [on_gpu])
+    assert not can_join(broken("10.0.0.2"), [on_gpu])
+    assert can_join(broken("10.0.0.2"), [on_cpu])
 
 
 def test_a_long_list_of_unusable_gpus_is_cut() -> None:
