@@ -130,6 +130,11 @@ def run_dir_in(folder: Path) -> RunDir:
     return RunDir(record.parent)
 
 
+def plain_loop(workload: Workload, *, compile: bool) -> Arm:
+    """Return the arm that trains in a plain loop on one GPU in bfloat16, with or without ``torch.compile``."""
+    return _peer([str(PEERS / "plain_loop.py"), *(["--compile"] if compile else [])], workload)
+
+
 def torchrun(workload: Workload) -> Arm:
     """Return the arm that runs plain ``DistributedDataParallel`` under torchrun."""
     return _peer(torchrun_command("torchrun_ddp.py"), workload)

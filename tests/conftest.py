@@ -8,6 +8,8 @@ Three tiers:
 - ``pytest -m "not campaign"`` runs everything except the campaign. ``.ci/run`` runs this.
 - ``pytest -m campaign`` runs the long ones: more kinds of faults at more moments.
 
+``pytest -m gpu`` runs those that need a GPU, which are skipped where torch sees none.
+
 A tier runs on two processes (pytest-xdist), file by file; at the end, one of them runs ``tests/cluster`` and the other
 ``tests/ray``, each as a whole. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
 out only the campaign; tests named by ``::`` always run.
@@ -26,15 +28,15 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
 
 HERE = Path(__file__).parent
-FOLDERS = ("unit", "tracking", "command", "distributed", "cluster", "ray")
+FOLDERS = ("unit", "tracking", "command", "distributed", "gpu", "cluster", "ray")
 """In the order they run, as far as they depend on it:
 
 - ``command`` asserts that no Ray is found on this machine, so it runs well before ``cluster`` and ``ray``.
 - ``ray`` is last: its Ray and the user's token stay in their process until the end, and ``cluster`` starts commands
   that must inherit neither.
 """
-WHOLE = ("cluster", "ray")
-"""Each runs in one process, at the same time as the other, because the tests of ``cluster`` mostly wait."""
+WHOLE = ("gpu", "cluster", "ray")
+"""Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options

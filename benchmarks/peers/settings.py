@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Settings:
     kill_at: int
     kill_every: int
     checkpoint_every: int
+    compile: bool
 
     def kills(self, step: int) -> bool:
         """Return whether rank 1 dies before this step."""
@@ -66,6 +68,7 @@ def parse() -> Settings:
     parser.add_argument("--kill-at", type=int, default=0, help="the step before which rank 1 dies; 0: never")
     parser.add_argument("--kill-every", type=int, default=0, help="steps between two kills; 0: only one")
     parser.add_argument("--checkpoint-every", type=int, default=20)
+    parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     return Settings(**vars(parser.parse_args()))
 
 
@@ -84,5 +87,9 @@ class StepTimer:
 
     def write(self, path: str) -> None:
         """Write the end of the first step, in seconds since the epoch, and the durations of the others."""
-        step_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(self._ends)]
-        Path(path).write_text(json.dumps({"first_step_at": self._first_step_at, "step_ms": step_ms}))
+        write_timing(path, self._first_step_at, [(b - a) * 1e3 for a, b in itertools.pairwise(self._ends)])
+
+
+def write_timing(path: str, first_step_at: float, step_ms: Sequence[float]) -> None:
+    """Write the end of the first step, in seconds since the epoch, and the durations of the others."""
+    Path(path).write_text(json.dumps({"first_step_at": first_step_at, "step_ms": list(step_ms)}))

@@ -118,7 +118,9 @@ class ClusterConfig:
         "Ray cluster; null: RAY_ADDRESS if set, else an embedded Ray; local: embedded; auto: the Ray running on this "
         "machine; host:port: the Ray at that address"
     )
-    device: Literal["auto", "cpu", "cuda"] = option("device to train on; auto: GPUs if the cluster has any")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "device to train on; auto: GPUs if the cluster has any and the strategy can use them"
+    )
     cpus_per_worker: float = option("CPUs reserved in Ray for each worker; fractions are allowed", above=0)
     autoscaling: bool = option("the cluster adds nodes on demand: wait for resources that it does not have yet")
     dashboard: bool = option("start the Ray dashboard along with an embedded Ray")
@@ -184,7 +186,8 @@ class StrategyConfig:
 
     name: str
     num_workers: int | Literal["auto"] | tuple[int, int] = option(
-        "number of workers; auto: one per GPU of the cluster, or 2 on CPUs; [min,max]: as many as currently fit",
+        "number of workers; auto: one per GPU of the cluster, spares included, or 2 on CPUs; [min,max]: as many as "
+        "currently fit",
         minimum=1,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.slots import START_ATTEMPTS, Slots, kill_process
 from orchestrator.driver.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
+from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus
+from orchestrator.policy.rank_order import rank_order, shards_last
 from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo, merged
 
 HEARTBEATS_PER_ROUND = 64
 """Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
 SPARE_TIMEOUT_S = 1.0
 """Discard spares that do not answer within this time."""
+SHARED_GPU = "ORCHESTRATOR_TEST_SHARED_GPU"
+"""Environment variable for the tests of this project alone: if set, several workers may use one GPU."""
 
 WorkerMethod = Any
 """A method of :class:`~orchestrator.worker.actor.Worker`, such as ``Worker.hold``, as Ray's decorator returns it."""
@@ -77,7 +81,7 @@ class Gang:
         """Reserve the resources, start the actors, and assign the ranks.
 
         Raises:
-            GangError: not in time, or two workers landed on one GPU.
+            GangError: not in time, a GPU cannot be used, or two workers landed on one GPU.
             Interrupted: a stop was requested.
         """
         plan = self._plan
@@ -90,7 +94,7 @@ class Gang:
             infos = cast("list[WorkerInfo]", all_answers(answers, timeout_s, check=self._monitor.check, advice=advice))
         except ray.exceptions.RayError as e:
             raise GangError(f"a worker died while it started: {e}") from e
-        _check_devices(infos)
+        self._check_devices(infos)
         order = rank_order(infos)
         by_rank = shards_last(infos, order[: plan.world_size], num_shards=plan.mesh.num_shards)
         self._assign_ranks([(slots[index], infos[index]) for index in by_rank])
@@ -125,7 +129,7 @@ class Gang:
             infos = self._slots.start_and_wait(list(without_spare.values()), wait)
             workers = [(s, infos[s]) if (s := without_spare.get(r)) is not None else w for r, w in enumerate(workers)]
         self._assign_ranks(workers)
-        _check_devices([m.info for m in self.members])
+        self._check_devices([m.info for m in self.members])
 
     def reassign_ranks(self, plan: Plan, before: Sequence[int | None]) -> bool:
         """Change to ``plan``, whose ranks go to present members and spares.
@@ -152,7 +156,7 @@ class Gang:
             self._spares.pop(slot, None)
         self._plan = plan
         self._assign_ranks([(slot, infos[slot]) for slot in slots])
-        _check_devices([m.info for m in self.members])
+        self._check_devices([m.info for m in self.members])
         return True
 
     def refill(self, workers: int) -> None:
@@ -181,8 +185,10 @@ class Gang:
                 del self._failed_starts[slot]
             except ray.exceptions.RayError as e:
                 self._record_failed_start(slot, e)
-        draining = self._nodes.draining
-        return sum(info.node_id not in draining for info in self._spares.values())
+            else:
+                if not self._can_join(spare := self._spares[slot]):
+                    self._monitor.warn(f"an additional worker on {spare.hostname} can take no rank: {spare.gpu_error}")
+        return len(self._fit_spares())
 
     def heartbeats(
         self, *, with_system_metrics: bool, wait_s: float, ranks: Collection[int] | None = None
@@ -272,6 +278,16 @@ class Gang:
         first, self._next_asked = self._next_asked, (self._next_asked + count) % world_size
         return {(first + i) % world_size for i in range(count)}
 
+    def _check_devices(self, infos: Sequence[WorkerInfo]) -> None:
+        error = unusable_gpus(infos, self._config.device)
+        if error is None and SHARED_GPU not in os.environ:
+            error = shared_gpu(infos)
+        if error is not None:
+            raise GangError(error)
+
+    def _can_join(self, spare: WorkerInfo) -> bool:
+        return can_join(spare, [m.info for m in self.members])
+
     def _wait_for(self, what: str) -> ResourceWait:
         return ResourceWait(
             what, self._plan, label=self._label, timeout_s=self._config.pending_timeout_s, monitor=self._monitor
@@ -303,8 +319,12 @@ class Gang:
             self._slots.kill(slot)
             del self._spares[slot]
             self._vacant.append(slot)
+        return self._fit_spares()
+
+    def _fit_spares(self) -> list[int]:
+        """The slots of the spares that could take a rank, in ascending order."""
         draining = self._nodes.draining
-        return sorted(slot for slot, info in self._spares.items() if info.node_id not in draining)
+        return sorted(s for s, info in self._spares.items() if info.node_id not in draining and self._can_join(info))
 
     def _assign_ranks(self, workers: Sequence[tuple[int, WorkerInfo]]) -> None:
         """Make members of the workers, each with its slot, in the order of their ranks."""
@@ -325,8 +345,3 @@ def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:
 
 def _workers(count: int) -> str:
     return "a worker" if count == 1 else f"{count} workers"
-
-
-def _check_devices(infos: Sequence[WorkerInfo]) -> None:
-    if error := shared_device(infos):
-        raise GangError(error)

@@ -164,7 +164,8 @@ class Generation:
             return
         backend: Literal["gloo", "nccl"] = "nccl" if all(m.info.gpu_uuid for m in members) else "gloo"
         if backend == "gloo" and self._plan.device == "cuda":
-            self._events.warn("Ray has GPUs, but the workers see no CUDA device; they train on CPUs with gloo")
+            why = members[0].info.gpu_error
+            self._events.warn(f"no worker can use the GPU that Ray has given it ({why}); they train on CPUs with gloo")
         self._events.emit(
             GenerationStarted(
                 generation=self.number,

@@ -272,8 +272,9 @@ def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], li
     if config.plan:
         yield (machine,), sizes
         return
-    needed = max(s.max_processes * s.largest.cpus_per_worker for s in sizes)
-    with cluster.embedded(config.cluster, num_cpus=max(machine.cpus, needed), num_gpus=machine.gpus):
+    # No more than the runs need: Ray starts a process in advance for each CPU, and each of them imports torch.
+    num_cpus = max(s.max_processes * s.largest.cpus_per_worker for s in sizes)
+    with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=machine.gpus):
         yield (machine,), sizes
 
 

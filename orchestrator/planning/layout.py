@@ -6,7 +6,7 @@ Imports neither Ray nor torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,7 +47,7 @@ class LayoutRules:
     """The dataclass of the strategy's keys, ``strategy.*``."""
 
     cpu_only: ClassVar[str | None] = None
-    """The reason why the strategy runs on CPUs only, for the error message; None if it runs on GPUs too."""
+    """The reason why the strategy runs on CPUs only, for messages; None if it runs on GPUs too."""
 
     averages_weights: ClassVar[bool] = True
     """Whether the strategy supports ``train.ema_decay``."""
@@ -61,9 +61,15 @@ class LayoutRules:
         return True
 
     @classmethod
-    def default_num_workers(cls, options: StrategyConfig, *, num_gpus: int) -> int:
-        """Return the number of workers for ``strategy.num_workers=auto``; ``num_gpus`` is 0 for a run on CPUs."""
-        return num_gpus or 2
+    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
+        """Return the number of workers for ``strategy.num_workers=auto``.
+
+        Args:
+            options: the keys of the strategy.
+            gpus: the number of GPUs of each node that has any; empty for a run on CPUs.
+            spares: the number of idle workers that need GPUs as well.
+        """
+        return max(1, sum(gpus) - spares) if gpus else 2
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:

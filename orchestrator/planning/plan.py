@@ -108,7 +108,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         ConfigError: with every error, each of which names the key to change.
     """
     errors = _unsupported(config, rules)
-    device = _device(config, nodes)
+    device = _device(config, rules, nodes)
     num_workers = _num_workers(config, rules, nodes, device)
     layout = rules.plan_layout(config, num_workers, errors)
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
@@ -124,9 +124,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     num_cores = sum(n.cpus for n in nodes)
     num_threads = int(num_cores // num_processes if oversubscribe_cpus else cluster.cpus_per_worker)
     samples = even_shares(train.global_batch_size, layout.mesh.data_parallel_size)
-    notes = _notes(layout, samples, faults)
-    if device == "cpu" and train.precision == "tf32":
-        notes.append("train.precision=tf32: CPUs compute in float32, as with fp32")
+    notes = _notes(layout, samples, faults) + _device_notes(config, rules, nodes, device)
     if device == "cpu" and oversubscribe_cpus and num_processes > num_cores:
         processes = "workers and shards" if layout.mesh.num_shards else "workers"
         notes.insert(0, f"{num_processes} {processes} share {num_cores:g} cores: expect no speed-up")
@@ -166,9 +164,10 @@ def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
     return errors
 
 
-def _device(config: Config, nodes: tuple[Node, ...]) -> Literal["cpu", "cuda"]:
-    has_gpus = any(n.gpus for n in nodes)
-    return "cuda" if config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus) else "cpu"
+def _device(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...]) -> Literal["cpu", "cuda"]:
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if any(n.gpus for n in nodes) and not rules.cpu_only else "cpu"
 
 
 def _num_workers(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], device: str) -> int:
@@ -176,8 +175,8 @@ def _num_workers(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ..
     assert not isinstance(num_workers, tuple), "each size of an elastic run has its own plan"
     if num_workers != "auto":
         return num_workers
-    num_gpus = sum(n.gpus for n in nodes) if device == "cuda" else 0
-    return rules.default_num_workers(config.strategy, num_gpus=num_gpus)
+    gpus = [n.gpus for n in nodes if n.gpus] if device == "cuda" else []
+    return rules.default_num_workers(config.strategy, gpus=gpus, spares=config.recovery.spares)
 
 
 def _gpus_per_worker(layout: Layout, device: str) -> int:
@@ -211,6 +210,17 @@ def _notes(layout: Layout, samples: tuple[int, ...], faults: tuple[Fault, ...]) 
     return notes
 
 
+def _device_notes(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], device: str) -> list[str]:
+    if device != "cpu":
+        return []
+    notes = []
+    if rules.cpu_only and config.cluster.device == "auto" and any(n.gpus for n in nodes):
+        notes.append(f"strategy={config.strategy.name} leaves the GPUs unused: {rules.cpu_only}")
+    if config.train.precision == "tf32":
+        notes.append("train.precision=tf32: CPUs compute in float32, as with fp32")
+    return notes
+
+
 def _faults_to_inject(config: Config, world_size: int, errors: list[str]) -> tuple[Fault, ...]:
     faults: list[Fault] = []
     for word in config.recovery.chaos:
@@ -232,18 +242,15 @@ def _device_errors(
 ) -> list[str]:
     """Return why the nodes lack the devices or CPUs that the layout needs."""
     name, cluster = config.strategy.name, config.cluster
-    errors = []
     if rules.cpu_only and device == "cuda":
-        errors.append(f"strategy={name}: {rules.cpu_only}; set cluster.device=cpu, or use strategy=ddp")
+        return [f"strategy={name}: {rules.cpu_only}; set cluster.device=cpu, or use strategy=ddp"]
     if cluster.autoscaling:
-        return errors  # the cluster may gain nodes that have what is missing
+        return []  # the cluster may gain nodes that have what is missing
     if layout.one_node:
-        errors += _one_node_errors(config, nodes, num_workers, oversubscribe_cpus)
-    elif device == "cuda" and not any(n.gpus for n in nodes):
-        errors.append(f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); set it to cpu or auto")
-    else:
-        errors += _capacity_errors(config, nodes, layout, _gpus_per_worker(layout, device), oversubscribe_cpus)
-    return errors
+        return _one_node_errors(config, nodes, num_workers, oversubscribe_cpus)
+    if device == "cuda" and not any(n.gpus for n in nodes):
+        return [f"cluster.device=cuda: no node has a GPU ({_inventory(nodes)}); set it to cpu or auto"]
+    return _capacity_errors(config, nodes, layout, _gpus_per_worker(layout, device), oversubscribe_cpus)
 
 
 def _one_node_errors(config: Config, nodes: tuple[Node, ...], num_workers: int, oversubscribe_cpus: bool) -> list[str]:

@@ -40,19 +40,3 @@ def shards_last(workers: Sequence[WorkerInfo], order: Sequence[int], *, num_shar
         training.remove(chosen)
         shards.append(chosen)
     return training + shards
-
-
-def shared_device(workers: Sequence[WorkerInfo]) -> str | None:
-    """Return an error message if two workers share one GPU; None if each has its own."""
-    owner: dict[str, int] = {}
-    for index, info in enumerate(workers):
-        if info.gpu_uuid is None:
-            continue
-        if info.gpu_uuid in owner:
-            return (
-                f"workers {owner[info.gpu_uuid]} and {index} share one GPU ({info.gpu_uuid} on "
-                f"{info.hostname}); NCCL needs one GPU for each. Lower strategy.num_workers to the number "
-                "of GPUs, or start Ray with --num-gpus set to that number"
-            )
-        owner[info.gpu_uuid] = index
-    return None

@@ -28,7 +28,11 @@ Phase = Literal["start", "join", "connect", "build", "train", "eval", "sample", 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """The node, process and GPU of a worker. ``gpu_index`` counts the GPUs of the node; it is None without a GPU."""
+    """The node, process and GPU of a worker.
+
+    ``gpu_index`` counts the GPUs of the node; it is None without a usable GPU. ``gpu_error`` says which of the GPUs
+    that Ray has given to the worker torch cannot use, and why; None if it can use all, or has none.
+    """
 
     node_id: str
     node_ip: str
@@ -36,6 +40,7 @@ class WorkerInfo:
     pid: int
     gpu_index: int | None = None
     gpu_uuid: str | None = None
+    gpu_error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

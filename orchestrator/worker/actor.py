@@ -47,6 +47,7 @@ from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
+from orchestrator.worker.process.gpu import gpu_error
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import NotSharedError, check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
@@ -276,7 +277,8 @@ def remote_worker() -> Any:
 def _worker_info() -> WorkerInfo:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
-    usable = bool(gpus) and torch.cuda.is_available()
+    error = gpu_error(gpus)
+    usable = bool(gpus) and error is None
     return WorkerInfo(
         node_id=context.get_node_id(),
         node_ip=ray.util.get_node_ip_address(),
@@ -284,6 +286,7 @@ def _worker_info() -> WorkerInfo:
         pid=os.getpid(),
         gpu_index=int(gpus[0]) if usable and gpus[0].isdigit() else None,
         gpu_uuid=str(torch.cuda.get_device_properties(0).uuid) if usable else None,
+        gpu_error=error,
     )
 
 

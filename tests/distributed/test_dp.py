@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.cases import Case, having
 from helpers.layouts import SGD
@@ -17,6 +19,7 @@ from helpers.training import losses, make, metrics_of, steps
 from helpers.training import train as train_case
 from orchestrator.job import Job
 from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.replicated.replicas import Replicas
 
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 TOY = having(global_batch_size=30)
@@ -32,6 +35,16 @@ def test_equal_loss(job: Job, num_workers: int, loss_on: str, grad_accumulation:
     torch.testing.assert_close(losses([got]), losses([expected]), rtol=SGD, atol=0)
     torch.testing.assert_close(got.model, expected.model, rtol=100 * SGD, atol=10 * SGD)
     torch.testing.assert_close(metrics_of([got]), metrics_of([expected]), rtol=SGD, atol=0)
+
+
+def test_values_of_replicas_are_added_on_the_first_device() -> None:
+    """With fake tensors, which know their device and need no GPU."""
+    devices = [torch.device("cuda", number) for number in range(2)]
+    with FakeTensorMode():
+        replicas = Replicas(nn.Identity(), devices)
+        weights = [torch.ones(3, device=device).sum() for device in devices]
+        assert sum(replicas.collect(weights)).device == devices[0]
+    assert replicas.collect([3, 2.0]) == [3, 2.0]
 
 
 @pytest.mark.parametrize(("loss_on", "gathered"), [("device0", 30 * 4 * 4), ("replicas", 2 * 4)])

@@ -11,17 +11,16 @@ import torch.distributed as dist
 
 import helpers.stage_toys as of
 from helpers.cases import Case, having
+from helpers.exact_evaluation import assert_evaluated_exactly
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, whole_model
 from helpers.quick_jobs import digits
 from helpers.stage_toys import AdamTokenChain, Chain, Marked, TokenChain
 from helpers.toys import Toy
-from helpers.training import Steps, losses, make, piece, steps, train, watched
+from helpers.training import losses, piece, train
 from jobs.sparse import MatrixCompletion
-from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.gradients import norm_over
-from orchestrator.worker.data import SampleOrder, eval_batches
+from orchestrator.worker.data import SampleOrder
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
 """A stage a worker; backward passes in halves, neighbours on one worker; replicas."""
@@ -147,57 +146,6 @@ def test_sparse_gradients_of_a_recorded_model(gang: Gang, name: str) -> None:
 
 
 # Evaluation, statistics and randomness ------------------------------------------------------------
-
-
-def trained_and_evaluated(
-    rank: int, case: Case, state: TrainState | None
-) -> tuple[Steps, TrainState | None, list[EvalSums]]:
-    """Train ``case``, or take the ``state`` that another layout has come to, and evaluate it twice."""
-    strategy = make(case, rank)
-    if state is not None:
-        strategy.restore(state if rank == 0 else None, source=0)
-    seen = watched(strategy, steps(strategy) if state is None else [])
-    found = [_evaluated(strategy) for _ in range(2)]
-    return seen, strategy.capture(step=0, samples_consumed=0, into=None), found
-
-
-def _evaluated(strategy) -> EvalSums:
-    context = strategy.context
-    loss_sum, weight, metrics = torch.zeros(()), torch.zeros(()), {}
-    for batch, valid in eval_batches(
-        strategy.job.dataset("val"),
-        collate=strategy.job.collate,
-        batch_size=strategy.eval_batch_size,
-        data_parallel_size=context.mesh.data_parallel_size,
-        dp_rank=context.dp_rank,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=10,
-        read=strategy.reads_data,
-    ):
-        if valid:
-            sums = strategy.evaluate(batch, valid)
-            loss_sum, weight = loss_sum + sums.loss_sum, weight + sums.weight
-            metrics = {name: metrics.get(name, 0) + value for name, value in sums.metrics.items()}
-    return EvalSums(loss_sum=loss_sum, weight=weight, metrics=metrics)
-
-
-def assert_evaluated_exactly(gang: Gang, case: Case, name: str) -> tuple[list[Steps], TrainState]:
-    """As one worker evaluates the model that the layout has come to."""
-    layout = LAYOUTS[name]
-    results = gang.run(trained_and_evaluated, layout.of(case), None, world_size=layout.world_size)
-    state = results[0][1]
-    assert state is not None
-    ((_, _, (expected, _)),) = gang.run(trained_and_evaluated, case, state, world_size=1)
-    for turn in range(2):
-        found = [sums[turn] for _, _, sums in results]
-        loss_sum = sum(f.loss_sum for f in found)
-        torch.testing.assert_close(loss_sum, expected.loss_sum, rtol=SGD, atol=0)
-        assert sum(f.weight for f in found) == expected.weight
-        assert {n for f in found for n in f.metrics} == set(expected.metrics)
-        for metric, value in expected.metrics.items():
-            assert sum(f.metrics.get(metric, 0) for f in found) == value
-    return [seen for seen, _, _ in results], state
 
 
 @pytest.mark.parametrize("name", [HALVED, "1F1B-2x2-replicas-close"])

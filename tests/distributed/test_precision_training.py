@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.batches import validated
 from helpers.cases import Case, having
+from helpers.exact_evaluation import evaluated_in_slices
 from helpers.gang import Gang
 from helpers.layouts import LAYOUTS, assert_as_alone, whole_model
 from helpers.quick_jobs import AdamDigits, TinyGPT, digits
 from helpers.stage_toys import Marked
 from helpers.training import losses, make, piece, steps, train
-from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.loss_scale import INITIAL
 from orchestrator.strategies.optimizer_step import OptimizerStep
@@ -89,22 +88,15 @@ def test_a_bad_gradient_on_one_stage_skips_the_step_on_all_ranks(gang: Gang, nam
             torch.testing.assert_close(tensor, model[tensor_name], rtol=0.02, atol=0.002)
 
 
-def evaluated(rank: int, case: Case) -> tuple[int, EvalPoint]:
-    """How many samples this rank evaluates at once, and the sums over its samples."""
-    strategy, val_set = make(case, rank), case.job.dataset("val")
-    assert val_set is not None
-    return strategy.eval_batch_size, validated(strategy, rank, val_set)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
 def test_an_evaluation_has_one_value_in_slices_of_any_size(gang: Gang, precision: str) -> None:
     train_config = having(global_batch_size=32, precision=precision)
     case = Case(job=digits(depth=3, val_size=45), train=train_config)
     sliced = replace(case, train=having(train_config, grad_accumulation=4))
-    ((rows, expected),) = gang.run(evaluated, case, world_size=1)
+    ((rows, expected),) = gang.run(evaluated_in_slices, case, world_size=1)
     assert rows == 32
     for name, slice_rows in {"single": 8, "ddp-2": 4, "1F1B-2": 8, "GPipe-2x2": 4}.items():
-        ranks = gang.run(evaluated, LAYOUTS[name].of(sliced), world_size=LAYOUTS[name].world_size)
+        ranks = gang.run(evaluated_in_slices, LAYOUTS[name].of(sliced), world_size=LAYOUTS[name].world_size)
         assert {rows for rows, _ in ranks} == {slice_rows}
         assert sum(point.weight for _, point in ranks) == expected.weight == 45
         loss = sum(point.loss_sum for _, point in ranks)

@@ -43,7 +43,7 @@ def test_a_synchronous_strategy_has_the_losses_and_the_metrics_of_single(gang: G
         alone=options,
     )
     # "auto" is what a machine without GPUs gets.
-    workers = registry.load(name).default_num_workers(options, num_gpus=0)
+    workers = registry.load(name).default_num_workers(options, gpus=(), spares=0)
     plan = plan_of(config_for(case, workers + getattr(options, "num_shards", 0)))
     in_slices = replace(case, train=having(case.train, grad_accumulation=2))
     ranks = gang.run(train, in_slices, world_size=plan.world_size)

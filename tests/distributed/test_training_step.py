@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from helpers.cases import DDP, Case, having
+from helpers.equal_loss import assert_equal_steps
 from helpers.gang import SOON_S, Gang
 from helpers.loops import losses_by_step, run_loop
-from helpers.step_toys import GAN, Contrastive, Distillation, Models, NormedGAN, Optimizers, ScheduledGAN, SomeParts
+from helpers.step_toys import GAN, STEP_JOBS, Distillation, Models, NormedGAN, Optimizers, ScheduledGAN, SomeParts
 from helpers.training import (
     Steps,
     assert_same,
     assert_same_state,
     losses,
     make,
-    metrics_of,
     model_of,
     piece,
     snapshot,
@@ -42,41 +42,16 @@ TRAIN = having(steps=8, global_batch_size=24)
 UNEVEN = having(TRAIN, global_batch_size=25)
 
 
-def assert_equal(gang: Gang, case: Case, *world_sizes: int, want_grad_norm: bool = True) -> list[Steps]:
-    """Compare ``ddp`` with ``single`` at every step; what the last ranks saw."""
-    (alone,) = gang.run(train, case, want_grad_norm, world_size=1)
-    assert len(set(alone.loss_sums)) == case.train.steps, "nothing changes, so nothing is compared"
-    for world_size in world_sizes:
-        ranks = gang.run(train, case, want_grad_norm, world_size=world_size)
-        torch.testing.assert_close(losses(ranks), losses([alone]), rtol=1e-5, atol=0)
-        torch.testing.assert_close(metrics_of(ranks), metrics_of([alone]), rtol=1e-5, atol=0)
-        torch.testing.assert_close(ranks[0].model, alone.model, rtol=1e-4, atol=1e-5)
-        for rank in ranks:
-            assert_same(rank.model, ranks[0].model)
-            torch.testing.assert_close(rank.norms, alone.norms, rtol=1e-3, atol=0)
-    return ranks
-
-
-JOBS = {
-    "gan": GAN(),
-    "gan-scheduled": ScheduledGAN(),
-    "distillation": Distillation(),
-    "contrastive": Contrastive(),
-    "some-parts": SomeParts(),
-    "some-parts-sparse": SomeParts(sparse=True),
-}
-
-
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", STEP_JOBS)
 def test_equal_loss_in_even_and_uneven_shares(gang: Gang, name: str) -> None:
-    assert_equal(gang, Case(job=JOBS[name], train=TRAIN), 2)
-    ranks = assert_equal(gang, Case(job=JOBS[name], train=UNEVEN), 3)
+    assert_equal_steps(gang, Case(job=STEP_JOBS[name], train=TRAIN), 2)
+    ranks = assert_equal_steps(gang, Case(job=STEP_JOBS[name], train=UNEVEN), 3)
     assert len({r.weights[0] for r in ranks}) == 2
 
 
 def test_gradients_are_clipped_for_each_optimizer_alone(gang: Gang) -> None:
     clipped = Case(job=ScheduledGAN(), train=having(UNEVEN, clip_norm=0.05))
-    ranks = assert_equal(gang, clipped, 2)
+    ranks = assert_equal_steps(gang, clipped, 2)
     (free,) = gang.run(train, replace(clipped, train=UNEVEN), world_size=1)
     assert (free.model["generator.0.weight"] - ranks[0].model["generator.0.weight"]).abs().max() > 1e-3
 
@@ -98,7 +73,7 @@ def test_every_rank_has_the_buffers_of_rank_0(gang: Gang) -> None:
 
 
 def test_synchronized_batchnorm_has_the_losses_of_one_worker(gang: Gang) -> None:
-    assert_equal(gang, Case(job=NormedGAN(), train=TRAIN, options=replace(DDP, sync_batchnorm=True)), 2)
+    assert_equal_steps(gang, Case(job=NormedGAN(), train=TRAIN, options=replace(DDP, sync_batchnorm=True)), 2)
 
 
 def test_bf16_stays_close_and_uses_the_updated_weights(gang: Gang) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from helpers.gang import own_device
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.datasets import is_stream
@@ -77,4 +76,4 @@ def validated(strategy: Strategy, rank: int, dataset: Any, *, step: int = 0) -> 
             timeout_s=10,
             read=strategy.reads_data,
         )
-        return evaluation.evaluate(strategy, batches, step=step, device=torch.device("cpu"))
+        return evaluation.evaluate(strategy, batches, step=step, device=own_device())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from helpers.quick_jobs import digits
 from orchestrator.config import schema
@@ -128,8 +128,9 @@ def assignment(
     checkpoint: str | None = None,
     checkpoint_every: int = 0,
     rendezvous_timeout_s: float = 20,
+    backend: Literal["gloo", "nccl"] = "gloo",
 ) -> Assignment:
-    """Orders as the driver would give them, on this machine and with gloo."""
+    """Orders as the driver would give them, on this machine."""
     case = case or Case(job=digits(), seed=0)
     config = config_of(
         case,
@@ -143,7 +144,7 @@ def assignment(
         global_rank=rank,
         store_host="127.0.0.1",
         store_port=store_port,
-        backend="gloo",
+        backend=backend,
         run_dir=run_dir,
         run_uid="test",
         environment=WorkerEnvironment(working_dir=run_dir, import_paths=(), config=config),

@@ -6,7 +6,7 @@ import torch
 
 from helpers.cases import Case
 from helpers.gang import Gang
-from helpers.training import Steps, assert_same, losses, train
+from helpers.training import Steps, assert_same, losses, metrics_of, train
 
 
 def assert_equal_losses(gang: Gang, case: Case, world_sizes: tuple[int, ...], *, rtol: float) -> list[Steps]:
@@ -22,4 +22,21 @@ def assert_equal_losses(gang: Gang, case: Case, world_sizes: tuple[int, ...], *,
         for rank in ranks:
             assert_same(rank.model, ranks[0].model)
         torch.testing.assert_close(ranks[0].model, alone.model, rtol=100 * rtol, atol=10 * rtol)
+    return ranks
+
+
+def assert_equal_steps(
+    gang: Gang, case: Case, *world_sizes: int, want_grad_norm: bool = True, rtol: float = 1e-5
+) -> list[Steps]:
+    """Compare ``ddp`` with ``single`` for a job that makes its own updates; what the last ranks saw."""
+    (alone,) = gang.run(train, case, want_grad_norm, world_size=1)
+    assert len(set(alone.loss_sums)) == case.train.steps, "nothing changes, so nothing is compared"
+    for world_size in world_sizes:
+        ranks = gang.run(train, case, want_grad_norm, world_size=world_size)
+        torch.testing.assert_close(losses(ranks), losses([alone]), rtol=rtol, atol=0)
+        torch.testing.assert_close(metrics_of(ranks), metrics_of([alone]), rtol=rtol, atol=0)
+        torch.testing.assert_close(ranks[0].model, alone.model, rtol=10 * rtol, atol=rtol)
+        for rank in ranks:
+            assert_same(rank.model, ranks[0].model)
+            torch.testing.assert_close(rank.norms, alone.norms, rtol=100 * rtol, atol=0)
     return ranks

@@ -1,6 +1,7 @@
-"""A pool of processes that stay alive for many tests and form a gloo group for each call.
+"""A pool of processes that stay alive for many tests and form a process group for each call, with gloo or NCCL.
 
-One leader process imports torch and forks the others, so that the pool costs one import.
+One leader process imports torch and forks the others, so that the pool costs one import. Processes that use a GPU are
+forked first, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -19,13 +20,58 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from helpers.shared_gpu import share_gpu
+
+if TYPE_CHECKING:
+    import torch
 
 HOST = "127.0.0.1"
 SIZE = 4
 START_TIMEOUT_S = 60.0
 SOON_S = 15.0
 """Limit of calls in which no rank may wait for another until the collective timeout of 20 s (`cases.assignment`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Where the ranks compute, and how they communicate.
+
+    ``patience``: the factor of all time limits. The first use of a GPU takes seconds.
+    """
+
+    device: Literal["cpu", "cuda"]
+    name: Literal["gloo", "nccl"]
+    patience: float = 1.0
+
+
+GLOO = Backend(device="cpu", name="gloo")
+NCCL = Backend(device="cuda", name="nccl", patience=3.0)
+BACKENDS = {"gloo": GLOO, "nccl": NCCL}
+
+_backend = GLOO
+"""The backend of this process."""
+_gangs: dict[Backend, Gang] = {}
+
+
+def own_device() -> torch.device:
+    """The device on which this process computes: the only GPU, or the CPU, also in the process of the tests."""
+    import torch
+
+    return torch.device("cuda", 0) if _backend.device == "cuda" else torch.device("cpu")
+
+
+def gang_on(backend: Backend) -> Gang:
+    """The gang with this backend, the same one for all tests until :func:`close_gangs`."""
+    if backend not in _gangs:
+        _gangs[backend] = Gang(backend)
+    return _gangs[backend]
+
+
+def close_gangs() -> None:
+    while _gangs:
+        _gangs.popitem()[1].close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +93,15 @@ class Answer:
 
 
 class Gang:
-    """``SIZE`` processes with one thread each. A call that takes too long ends them all; the next starts anew."""
+    """``SIZE`` processes with one thread each. A call that takes too long ends them all; the next starts anew.
 
-    def __init__(self) -> None:
+    With NCCL they share one GPU.
+    """
+
+    def __init__(self, backend: Backend = GLOO) -> None:
         from orchestrator.worker.rendezvous import open_store
 
+        self.backend = backend
         self._store = open_store(HOST, timeout_s=30)
         self._generation = 0
         self._connections: list[Connection] = []
@@ -75,6 +125,7 @@ class Gang:
     ) -> list[Answer]:
         """As :meth:`run`, but errors are answers too. Not ``grouped``: the ranks form no group by themselves."""
         self._start()
+        timeout_s *= self.backend.patience
         self._generation += 1
         call = Call(
             function=function,
@@ -114,7 +165,7 @@ class Gang:
         pairs = [Pipe() for _ in range(SIZE)]
         theirs = [there.fileno() for _, there in pairs]
         self._leader = subprocess.Popen(
-            [sys.executable, "-m", "helpers.gang", *map(str, theirs)],
+            [sys.executable, "-m", "helpers.gang", self.backend.name, *map(str, theirs)],
             pass_fds=theirs,
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -123,28 +174,25 @@ class Gang:
             there.close()
         self._connections = [here for here, _ in pairs]
         for here in self._connections:
-            if not here.poll(START_TIMEOUT_S):
+            if not here.poll(START_TIMEOUT_S * self.backend.patience):
                 self.close()
-                raise TimeoutError(f"the processes did not start within {START_TIMEOUT_S:g} s")
+                raise TimeoutError("the processes did not start in time")
             here.recv_bytes()
 
 
-def _lead(fds: list[int]) -> None:
+def _lead(backend: Backend, fds: list[int]) -> None:
+    global _backend
+    _backend = backend
     _die_with_parent()
-    import pytest  # noqa: F401 - the modules that calls come from import it
-    import torch
-    import torch._dynamo  # making an optimizer imports it
-
-    import jobs.digits
-    import jobs.gpt  # noqa: F401
-
+    if backend.device == "cpu":
+        _import()
     for rank, fd in enumerate(fds):
         if os.fork() == 0:
             _die_with_parent()
             for other in fds:
                 if other != fd:
                     os.close(other)
-            torch.set_num_threads(1)
+            _import()
             _serve(rank, Connection(fd))
             os._exit(0)
     for fd in fds:
@@ -153,7 +201,24 @@ def _lead(fds: list[int]) -> None:
         os.wait()
 
 
+def _import() -> None:
+    """Import what most calls need."""
+    import pytest  # noqa: F401 - the modules that calls come from import it
+    import torch._dynamo  # noqa: F401 - making an optimizer imports it
+
+    import jobs.digits
+    import jobs.gpt  # noqa: F401
+
+
 def _serve(rank: int, connection: Connection) -> None:
+    import torch
+
+    from orchestrator.model.batch import map_tensors
+
+    torch.set_num_threads(1)
+    if _backend.device == "cuda":
+        share_gpu(str(rank))
+        torch.cuda.set_device(own_device())
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -162,8 +227,12 @@ def _serve(rank: int, connection: Connection) -> None:
             return
         try:
             call: Call = pickle.loads(request)
+            torch.set_float32_matmul_precision("highest")  # an earlier call may have used TF32
+            torch.backends.cudnn.allow_tf32 = False
             with group_of(rank, call):
                 value = call.function(rank, *call.args)
+                if _backend.device == "cuda":
+                    value = map_tensors(torch.Tensor.cpu, value)
             answer = Answer(value=value)
         except BaseException as e:
             answer = Answer(error=f"{type(e).__name__}: {e}", trace=traceback.format_exc())
@@ -173,8 +242,6 @@ def _serve(rank: int, connection: Connection) -> None:
 @contextlib.contextmanager
 def group_of(rank: int, call: Call) -> Iterator[None]:
     """The process group that ``call`` asks for."""
-    import torch
-
     from helpers.cases import assignment
     from helpers.training import close_strategies
     from orchestrator.worker import rendezvous
@@ -188,9 +255,11 @@ def group_of(rank: int, call: Call) -> Iterator[None]:
         generation=call.generation,
         store_port=call.store_port,
         run_dir=tempfile.gettempdir(),
+        backend=_backend.name,
+        rendezvous_timeout_s=20 * _backend.patience,
     )
     store = rendezvous.join(orders, store=None)
-    rendezvous.connect(orders, store, node_ip=HOST, device=torch.device("cpu"))
+    rendezvous.connect(orders, store, node_ip=HOST, device=own_device())
     try:
         yield
     finally:
@@ -209,4 +278,4 @@ if __name__ == "__main__":
     # Not as __main__, so that the classes it unpickles are those that it defines.
     from helpers import gang
 
-    gang._lead([int(fd) for fd in sys.argv[1:]])
+    gang._lead(gang.BACKENDS[sys.argv[1]], [int(fd) for fd in sys.argv[2:]])

@@ -7,7 +7,8 @@ from math import fsum
 from pathlib import Path
 
 from helpers.cases import Case, assignment
-from helpers.training import CPU, made, make, model_of
+from helpers.gang import own_device
+from helpers.training import made, make, model_of
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
@@ -42,7 +43,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         assignment=orders,
         job=case.job,
         strategy=strategy,
-        device=CPU,
+        device=own_device(),
         gate=StepGate(timeout_s=5),
         outbox=outbox,
         redactor=Redactor(),

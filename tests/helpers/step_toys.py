@@ -165,7 +165,7 @@ class Contrastive(Job):
         encoder = models["model"]
         one, other = (gather_batch(encoder(part)) for part in batch)
         logits = one @ other.T * encoder.temperature.exp()
-        loss = F.cross_entropy(logits, torch.arange(len(logits)))
+        loss = F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
         loss.backward()
         optimizers["model"].step()
         return loss
@@ -210,3 +210,13 @@ class SomeParts(Job):
         loss.backward()
         optimizers["model"].step()
         return loss
+
+
+STEP_JOBS = {
+    "gan": GAN(),
+    "gan-scheduled": ScheduledGAN(),
+    "distillation": Distillation(),
+    "contrastive": Contrastive(),
+    "some-parts": SomeParts(),
+    "some-parts-sparse": SomeParts(sparse=True),
+}

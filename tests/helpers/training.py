@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from helpers.batches import opened
 from helpers.cases import Case, config_of, plan_of
+from helpers.gang import own_device
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
@@ -63,7 +64,7 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0) -> Strategy:
     context = Context(
         mesh=plan.mesh,
         global_rank=rank,
-        device=CPU,
+        device=own_device(),
         seed=case.seed,
         train=case.train,
         options=config.strategy,

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Ray Train is imported by two peers only and takes seconds; their other imports are checked without running them.
@@ -49,3 +52,11 @@ def test_every_benchmark_imports() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_a_gpu_needs_one() -> None:
+    script = ROOT / "benchmarks" / "gpu.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "gpu.py: torch sees no GPU; run it on a machine with one, or with --smoke\n"

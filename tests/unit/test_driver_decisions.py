@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator, percentile
+from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus
 from orchestrator.policy.failure import death, first_failure, standstill, unreachable_addresses
-from orchestrator.policy.rank_order import rank_order, shards_last, shared_device
+from orchestrator.policy.rank_order import rank_order, shards_last
 from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, Phase, TrainPoint, WorkerInfo
 from orchestrator.protocol.metrics import Metric, MetricSpec, Reduce
 from orchestrator.timeline.spans import Kind, Span
+from orchestrator.worker.process.gpu import gpu_error
 
 
 def point(**changes: Any) -> TrainPoint:
@@ -295,10 +298,56 @@ def test_ranks_follow_nodes_and_gpu_numbers() -> None:
 
 
 def test_two_workers_on_one_gpu_are_refused() -> None:
-    assert shared_device([place("10.0.0.1", 0, "a"), place("10.0.0.1", 1, "b"), place("10.0.0.1")]) is None
-    error = shared_device([place("10.0.0.1", 0, "a"), place("10.0.0.1", 1, "a")])
+    assert shared_gpu([place("10.0.0.1", 0, "a"), place("10.0.0.1", 1, "b"), place("10.0.0.1")]) is None
+    error = shared_gpu([place("10.0.0.1", 0, "a"), place("10.0.0.1", 1, "a")])
     assert error is not None
     assert "workers 0 and 1 share one GPU" in error
+
+
+def broken(ip: str) -> WorkerInfo:
+    return WorkerInfo(node_id=ip, node_ip=ip, hostname="box", pid=1, gpu_error="GPU 3: no kernel image")
+
+
+def test_a_run_that_asks_for_gpus_is_refused_if_one_cannot_be_used() -> None:
+    usable = place("10.0.0.1", 0, "a")
+    assert unusable_gpus([usable, place("10.0.0.1", 1, "b")], "cuda") is None
+    for requested in ("auto", "cuda"):
+        error = unusable_gpus([usable, broken("10.0.0.2")], requested)
+        assert error is not None
+        assert error.startswith(
+            f"cluster.device={requested}: 1 of 2 workers cannot use their GPU: box (10.0.0.2), GPU 3: no kernel image. "
+        )
+        assert "cluster.device=cpu" in error
+
+
+def test_a_run_on_any_device_trains_on_cpus_if_no_gpu_can_be_used() -> None:
+    assert unusable_gpus([broken("10.0.0.1"), broken("10.0.0.2")], "auto") is None
+    assert unusable_gpus([place("10.0.0.1"), place("10.0.0.2")], "cpu") is None
+    assert unusable_gpus([broken("10.0.0.1"), broken("10.0.0.2")], "cuda") is not None
+
+
+def test_a_spare_joins_if_it_can_use_what_the_members_use() -> None:
+    on_gpu, on_cpu = place("10.0.0.1", 0, "a"), place("10.0.0.1")
+    assert can_join(place("10.0.0.2", 0, "b"), [on_gpu])
+    assert not can_join(broken("10.0.0.2"), [on_gpu])
+    assert can_join(broken("10.0.0.2"), [on_cpu])
+
+
+def test_a_long_list_of_unusable_gpus_is_cut() -> None:
+    error = unusable_gpus([broken(f"10.0.0.{n}") for n in range(9)], "cuda")
+    assert error is not None
+    assert "10.0.0.3" in error
+    assert "10.0.0.4" not in error
+    assert "; and 5 more. " in error
+
+
+def test_a_gpu_that_torch_cannot_compute_on_is_named_with_the_reason() -> None:
+    number = torch.cuda.device_count()  # one more than there are
+    error = gpu_error([f"id{n}" for n in range(number + 1)])
+    assert error is not None
+    assert error.startswith(f"GPU id{number}: ")
+    assert "\n" not in error
+    assert gpu_error([]) is None
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,45 @@ def test_auto_takes_every_gpu_or_two_workers_on_cpus(
     assert plan.gpus_per_worker == (1 if device == "cuda" else 0)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "words", "workers"),
+    [
+        (GPU_BOX, ["recovery.spares=1"], 3),
+        (UNEVEN, ["recovery.spares=2"], 3),
+        (UNEVEN, ["strategy=pipeline", "recovery.spares=1"], 4),
+        (UNEVEN, ["strategy=ddp_pipeline"], 4),
+        (UNEVEN, ["strategy=ddp_pipeline", "recovery.spares=2"], 2),
+        (GPU_BOX, ["strategy=single", "recovery.spares=3"], 1),
+    ],
+)
+def test_auto_leaves_gpus_for_the_spares_and_completes_every_replica(
+    nodes: tuple[Node, ...], words: list[str], workers: int
+) -> None:
+    assert plan_of(nodes, *words).world_size == workers
+
+
+@pytest.mark.parametrize(("words", "devices"), [([], 4), (["recovery.spares=1"], 2), (["recovery.spares=2"], 1)])
+def test_auto_gives_the_one_process_of_dp_the_gpus_of_the_largest_node(words: list[str], devices: int) -> None:
+    plan = plan_of(UNEVEN, "strategy=dp", "cluster.cpus_per_worker=0.5", *words)
+    assert (plan.world_size, plan.devices_per_worker, plan.gpus_per_worker) == (1, devices, devices)
+
+
+def test_more_spares_than_gpus_are_refused() -> None:
+    (error,) = errors_of(GPU_BOX, "recovery.spares=4")
+    assert error.startswith("strategy.num_workers=1 and recovery.spares=4: needs 5 GPUs, the cluster has 4 ")
+
+
+@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
+def test_a_strategy_for_cpus_leaves_the_gpus_unused_unless_they_are_demanded(strategy: str) -> None:
+    plan = plan_of(GPU_BOX, f"strategy={strategy}")
+    assert (plan.device, plan.mesh.num_workers, plan.gpus_per_worker) == ("cpu", 2, 0)
+    assert any(note.startswith(f"strategy={strategy} leaves the GPUs unused: its workers ") for note in plan.notes)
+    for nodes, word in ((LAPTOP, "cluster.device=auto"), (GPU_BOX, "cluster.device=cpu")):
+        assert not any("unused" in note for note in plan_of(nodes, f"strategy={strategy}", word, embedded=True).notes)
+    (error,) = errors_of(GPU_BOX, f"strategy={strategy}", "cluster.device=cuda")
+    assert error.endswith("; set cluster.device=cpu, or use strategy=ddp")
+
+
 def test_ranks_count_up_in_data_parallel_order() -> None:
     plan = plan_of(UNEVEN)
     assert [w.global_rank for w in plan.workers] == [w.dp_rank for w in plan.workers] == [0, 1, 2, 3, 4]

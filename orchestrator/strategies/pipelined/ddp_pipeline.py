@@ -7,6 +7,7 @@ gradients of each stage are summed over its replicas.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -38,9 +39,11 @@ class DDPPipeline(Pipeline):
     size_key = "strategy.pipeline_parallel_size"
 
     @classmethod
-    def default_num_workers(cls, options: StrategyConfig, *, num_gpus: int) -> int:
+    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
+        """Return the number of workers of all complete replicas that fit on the GPUs, or of two on CPUs."""
         assert isinstance(options, DDPPipelineConfig)
-        return num_gpus or 2 * options.pipeline_parallel_size
+        replicas = (sum(gpus) - spares) // options.pipeline_parallel_size if gpus else 2
+        return max(1, replicas) * options.pipeline_parallel_size
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:

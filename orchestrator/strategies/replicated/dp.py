@@ -48,6 +48,14 @@ class DP(WholeModel):
     counts_flops = False  # the replicas run in threads of their own
 
     @classmethod
+    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
+        """Return the most GPUs that one process can have, with as many on the nodes for each spare process."""
+        if not gpus:
+            return 2
+        processes = 1 + spares
+        return next((n for n in range(max(gpus), 1, -1) if sum(g // n for g in gpus) >= processes), 1)
+
+    @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
         """One process drives all devices: ``strategy.num_workers`` counts these."""
         return Layout(
@@ -106,7 +114,7 @@ class DP(WholeModel):
             for _, metrics in results:
                 add_metrics(self._metrics, metrics)
         losses = self._gather([loss for loss, _ in results])
-        total: Tensor = losses.sum() / sum(weights)
+        total: Tensor = losses.sum() / sum(self._replicas.collect(weights))
         return total
 
     def _loss(self, output: Any, target: Any) -> Tensor:
@@ -115,7 +123,7 @@ class DP(WholeModel):
         if loss.numel() == 1:
             return loss
         assert self._replicas is not None
-        weights = [self._weight_of(piece) for piece in self._replicas.scatter(target)]
+        weights = self._replicas.collect([self._weight_of(piece) for piece in self._replicas.scatter(target)])
         if loss.shape != (len(weights),):
             raise ValueError(f"Job.loss returned a tensor of shape {tuple(loss.shape)}; return the mean, a scalar")
         total: Tensor = torch.stack([weighted(mean, w) for mean, w in zip(loss, weights, strict=True)]).sum()

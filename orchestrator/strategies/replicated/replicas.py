@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from torch.nn.parallel import replicate
 
 from orchestrator.compat.torch import data_parallel_replica, own_buffers, own_children, own_parameters
 from orchestrator.model.batch import join, num_rows, rows_between, to_device
+
+T = TypeVar("T")
 
 
 class Replicas:
@@ -64,6 +66,10 @@ class Replicas:
     def gather(self, outputs: Sequence[Any]) -> Any:
         """Join outputs of the same structure on the first device, as ``model.batch.join`` does."""
         return join(outputs, self._devices[0])
+
+    def collect(self, values: Sequence[T]) -> list[T]:
+        """Return ``values``, one of each replica, with their tensors on the first device."""
+        return [to_device(value, self._devices[0]) for value in values]
 
     def close(self) -> None:
         """Stop the threads without waiting for them."""

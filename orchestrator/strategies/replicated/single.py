@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -39,5 +40,5 @@ class Single(WholeModel):
         return JobStep(context, job) if has_training_step(job) else cls(context, job)
 
     @classmethod
-    def default_num_workers(cls, options: StrategyConfig, *, num_gpus: int) -> int:
+    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
         return 1

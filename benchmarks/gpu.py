@@ -1,0 +1,239 @@
+"""One GPU: ``single`` relative to a plain loop, model FLOPs utilization, checkpoints, and recovery of two ranks.
+
+python benchmarks/gpu.py
+python benchmarks/gpu.py --smoke
+
+Takes at most eight minutes: rounds that would begin later are left out. With ``--smoke``, a tiny model is trained on
+whatever device there is, to try the script. Two ranks that share one GPU show that losses are equal, that a killed rank
+is replaced, and that recoveries leave no memory behind; their speed means nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from arms import Arm, Timing, Workload, basic_overrides, launch, ours, plain_loop
+from rounds import Claim, Rounds, argument_parser, median, rates_table, ratios, report, run_round, table
+
+from orchestrator import run
+from orchestrator.config.schema import TrainConfig
+from orchestrator.records.journal import read_lines
+from orchestrator.worker.peak_flops import peak_flops_per_s
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET_S = 400.0
+"""No round of the throughput begins later than this after the start."""
+COMPILES = "compile" in {field.name for field in fields(TrainConfig)}
+STEPS, FAULTS = 60, ("kill@20:1", "raise@30:1", "raise@40:1")
+"""Of the run of two ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """``single`` and the plain loop on one workload. ``memory_gb``: what the GPU must have."""
+
+    name: str
+    workload: Workload
+    rounds: int
+    compile: bool = False
+    memory_gb: float = 0.0
+
+    @property
+    def arms(self) -> Mapping[str, Arm]:
+        """The arms by name."""
+        overrides = ["train.precision=bf16", *(["train.compile=true"] if self.compile else [])]
+        return {
+            "ours": ours(self.workload, strategy="single", overrides=overrides),
+            "plain loop": plain_loop(self.workload, compile=self.compile),
+        }
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of a training step per sample (Chowdhery et al., 2022, arXiv:2204.02311, B)."""
+        gpt = self.workload.fields
+        weights = 12 * gpt["layers"] * gpt["width"] ** 2
+        return float(gpt["context"] * (6 * weights + 12 * gpt["layers"] * gpt["width"] * gpt["context"]))
+
+
+def gpt(*, layers: int, width: int, heads: int, context: int, batch: int, steps: int) -> Workload:
+    """Return a workload that trains a byte-level transformer."""
+    sizes = {"layers": layers, "width": width, "heads": heads, "context": context}
+    return Workload(
+        job="jobs.gpt.GPT",
+        fields={**sizes, "lr": 1e-4, "sample_bytes": 0},
+        steps=steps,
+        global_batch_size=batch,
+        log_every=max(1, steps // 4),
+    )
+
+
+SMALL = gpt(layers=11, width=960, heads=15, context=1024, batch=16, steps=200)
+LARGE = gpt(layers=20, width=2048, heads=16, context=1024, batch=8, steps=60)
+TINY = gpt(layers=2, width=32, heads=2, context=32, batch=4, steps=12)
+COMPARISONS = (
+    Comparison(name="123M parameters", workload=SMALL, rounds=3),
+    Comparison(name="123M parameters, compiled", workload=SMALL, rounds=2, compile=True),
+    Comparison(name="1.0B parameters", workload=LARGE, rounds=2, memory_gb=60),
+    Comparison(name="1.0B parameters, compiled", workload=LARGE, rounds=1, compile=True, memory_gb=60),
+)
+SMOKE = (Comparison(name="a tiny model", workload=TINY, rounds=1),)
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--smoke", action="store_true", help="train a tiny model on any device, and save nothing")
+    arguments = parser.parse_args()
+    if not arguments.smoke and not torch.cuda.is_available():
+        print("gpu.py: torch sees no GPU; run it on a machine with one, or with --smoke", file=sys.stderr)
+        return 2
+    deadline = time.monotonic() + BUDGET_S
+    comparisons = SMOKE if arguments.smoke else tuple(filter(fits, COMPARISONS))
+    recovery = two_ranks()
+    saved = checkpoints(comparisons[0].workload)
+    results = throughput(comparisons, deadline, rounds=1 if arguments.quick else None)
+    report(
+        f"gpu-{slug(device_name())}",
+        [
+            *(
+                Claim(
+                    name=f"samples/s, ours / plain loop, {name}",
+                    ratios=ratios(rounds, "ours", "plain loop", "samples_per_s"),
+                    at_least=0.99,
+                )
+                for name, rounds in results.items()
+            ),
+            Claim(
+                name="training stalled by a checkpoint / total time to save it",
+                ratios=[e["stall_ms"] / (e["stall_ms"] + 1e3 * e["seconds"]) for e in saved],
+                at_most=0.20,
+            ),
+            Claim(name="last loss, two ranks with three failures / one rank", ratios=[recovery.loss], at_least=0.99),
+            Claim(name="memory of tensors, after three recoveries / before", ratios=[recovery.memory], at_most=1.01),
+        ],
+        ceiling=None,
+        rounds=results,
+        notes="\n\n".join(
+            [
+                f"{device_name()}, CUDA {torch.version.cuda}, bf16.",
+                *(f"{name}:\n\n{rates_table(rounds)}" for name, rounds in results.items()),
+                utilization_table(comparisons, results),
+                checkpoints_table(saved),
+                f"Two ranks on one GPU, with {', '.join(FAULTS)}: the next step came after "
+                f"{', '.join(f'{s:.1f}' for s in recovery.seconds)} s.",
+            ]
+        ),
+        keep=not (arguments.smoke or arguments.quick),
+    )
+    return 0
+
+
+def fits(comparison: Comparison) -> bool:
+    """Return whether this GPU and this version can run a comparison."""
+    memory_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
+    return memory_gb >= comparison.memory_gb and (COMPILES or not comparison.compile)
+
+
+def throughput(comparisons: Sequence[Comparison], deadline: float, *, rounds: int | None) -> dict[str, Rounds]:
+    """Run the first round of each comparison, then the second, until the deadline; ``rounds`` limits them further."""
+    results: dict[str, list[Mapping[str, Timing]]] = {}
+    for number in range(rounds or max(c.rounds for c in comparisons)):
+        for comparison in comparisons:
+            if number < comparison.rounds and time.monotonic() < deadline:
+                print(comparison.name)
+                results.setdefault(comparison.name, []).append(run_round(comparison.arms, number))
+    return dict(results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What failures did to a run of two ranks on one GPU.
+
+    ``loss``: its last loss, relative to one rank without failures. ``memory``: the memory of tensors at its end,
+    relative to that before the first failure. ``seconds``: from each failure to the next step.
+    """
+
+    loss: float
+    memory: float
+    seconds: Sequence[float]
+
+
+def two_ranks() -> Recovery:
+    """Train with one rank, then with two that fail three times.
+
+    Raises:
+        RuntimeError: a run failed.
+    """
+    sys.path.append(str(ROOT / "tests"))
+    from helpers.shared_gpu import shared_gpu_ray
+
+    words = ["tracking=none", "job._target_=helpers.gpu_jobs.Observing", f"train.steps={STEPS}", "train.log_every=1"]
+    with shared_gpu_ray(2), tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        one, two = (
+            run([*words, *more, f"output_dir={folder}"])
+            for more in (["strategy=single"], ["strategy=ddp", f"recovery.chaos=[{','.join(FAULTS)}]"])
+        )
+        for result in (one, two):
+            if result.status != "FINISHED":
+                raise RuntimeError(f"a run on a shared GPU failed: {result.reason}")
+        alone, points = ([point for point, _ in read_lines(r.run_dir / "metrics.jsonl")] for r in (one, two))
+    allocated = {p["step"]: p["train/allocated_mb"] for p in points if "train/allocated_mb" in p}
+    before, after = allocated[10], allocated[STEPS]
+    return Recovery(
+        loss=points[-1]["train/loss"] / alone[-1]["train/loss"],
+        memory=after / before if before else 1.0,
+        seconds=two.summary["recovery_s"],
+    )
+
+
+def checkpoints(workload: Workload) -> list[dict[str, Any]]:
+    """Return the ``checkpoint_saved`` events of one run."""
+    overrides = [*basic_overrides("local", strategy="single", workers=1), "tracking=none", "train.precision=bf16"]
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        run_dir = launch(workload, overrides, Path(folder), checkpoint_every=max(1, workload.steps // 4))
+        return [event for event, _ in read_lines(run_dir.events_file) if event["event"] == "checkpoint_saved"]
+
+
+def utilization_table(comparisons: Sequence[Comparison], results: Mapping[str, Rounds]) -> str:
+    """Return a table of model FLOPs utilization, in percent of the GPU's peak rate in bfloat16."""
+    peak = peak_flops_per_s(device_name(), "bf16")
+    if peak is None:
+        return f"The peak rate of {device_name()} is unknown, so there is no model FLOPs utilization."
+    rows = [
+        [c.name, *(f"{100 * c.flops_per_sample * median(results[c.name], arm, 'samples_per_s') / peak:.1f} %"
+                   for arm in c.arms)]
+        for c in comparisons if c.name in results
+    ]  # fmt: skip
+    return table(["MFU", "ours", "plain loop"], rows)
+
+
+def checkpoints_table(saved: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the size of a checkpoint and the time that it takes."""
+    row = [
+        f"{saved[0]['size_bytes'] / 1e6:,.0f} MB",
+        f"{statistics.median(e['stall_ms'] for e in saved):.1f}",
+        f"{statistics.median(1e3 * e['seconds'] for e in saved):.1f}",
+    ]
+    return table(["checkpoint", "training stalled, ms", "then written in the background, ms"], [row])
+
+
+def device_name() -> str:
+    """Return the name of the GPU, or ``CPU``."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+
+
+def slug(name: str) -> str:
+    """Return a name for a file: ``NVIDIA H100 80GB HBM3`` is ``nvidia-h100-80gb-hbm3``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

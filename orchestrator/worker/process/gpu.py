@@ -1,0 +1,24 @@
+"""Whether torch can compute on the GPUs that Ray has given to this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def gpu_error(ids: Sequence[str]) -> str | None:
+    """Return which GPU torch cannot compute on, and why; None if it can compute on all.
+
+    A GPU that is visible may still be unusable: too old or too new for this build of torch, faulty, full, or occupied
+    by another process. That shows when a kernel runs.
+
+    Args:
+        ids: the GPUs of this process as Ray numbers them, in the order of torch's devices.
+    """
+    for index, gpu in enumerate(ids):
+        try:
+            torch.ones(1, device=f"cuda:{index}").add_(1).item()
+        except (AssertionError, RuntimeError) as e:  # AssertionError: this build of torch has no CUDA
+            return f"GPU {gpu}: {str(e).strip().partition(chr(10))[0]}"
+    return None

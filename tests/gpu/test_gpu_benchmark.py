@@ -1,0 +1,27 @@
+"""The benchmark of one GPU, with a tiny model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from helpers.commands import environment
+from helpers.runs import ROOT
+
+
+@pytest.mark.timeout(300)
+def test_the_benchmark_compares_trains_two_ranks_and_recovers() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", "--smoke"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for claim in ("samples/s, ours / plain loop, a tiny model", "memory of tensors", "last loss, two ranks"):
+        assert claim in done.stdout
+    assert "raise@40:1: the next step came after " in done.stdout

@@ -1,0 +1,102 @@
+"""The rule of equal loss on a GPU: every layout has the losses of one worker, at every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import helpers.stage_toys as of
+from helpers.cases import DDP, Case, having
+from helpers.equal_loss import assert_equal_losses, assert_equal_steps
+from helpers.gang import Gang
+from helpers.layouts import ADAMW, SGD, STAGED, assert_as_alone
+from helpers.quick_jobs import TinyGPT, digits
+from helpers.stage_toys import Chain, TokenChain
+from helpers.step_toys import STEP_JOBS, NormedGAN
+from helpers.toys import Tokens, Toy
+from helpers.training import losses, train
+from jobs.sparse import MatrixCompletion, SparseLogistic
+from orchestrator.job import Job
+from orchestrator.strategies.replicated.dp import DPConfig
+
+ROUNDING = 10
+"""Kernels for other shapes add in another order, which the tolerances for CPUs do not allow for."""
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "ddp-4", *STAGED])
+def test_every_layout_with_accumulation(gang: Gang, name: str) -> None:
+    case = Case(job=digits(depth=3, lr=0.3), train=having(global_batch_size=32, grad_accumulation=2))
+    assert_as_alone(gang, case, name, rtol=ROUNDING * SGD)
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "1F1B-2", "Interleaved1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2"])
+def test_a_language_model_with_adamw_and_clipping(gang: Gang, name: str) -> None:
+    case = Case(job=TinyGPT(layers=3), train=having(global_batch_size=32, clip_norm=0.5))
+    assert_as_alone(gang, case, name, rtol=ROUNDING * ADAMW, want_grad_norm=True)
+
+
+@pytest.mark.parametrize("job", [Tokens(), Tokens(empty=6, lr=0.5)], ids=["weights", "ranks-without-weight"])
+def test_uneven_shares_of_weighted_samples(gang: Gang, job: Job) -> None:
+    assert_equal_losses(gang, Case(job=job, train=having(global_batch_size=9)), (2, 4), rtol=ROUNDING * SGD)
+
+
+@pytest.mark.parametrize("grad_accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "job",
+    [SparseLogistic(features=500, words=20, samples=400), MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)],
+    ids=["logistic", "matrix"],
+)
+def test_sparse_gradients_of_replicas(gang: Gang, job: Job, grad_accumulation: int) -> None:
+    case = Case(job=job, train=having(global_batch_size=101, grad_accumulation=grad_accumulation))
+    assert_equal_losses(gang, case, (2,), rtol=ROUNDING * SGD)
+
+
+@pytest.mark.parametrize("name", ["1F1B-4", "GPipe-2x2"])
+def test_sparse_gradients_of_stages(gang: Gang, name: str) -> None:
+    case = Case(job=TokenChain(build=of.sparse_and_tied, momentum=0), train=having(steps=10, global_batch_size=16))
+    assert_as_alone(gang, case, name, rtol=ROUNDING * SGD)
+
+
+@pytest.mark.parametrize("name", ["1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"])
+@pytest.mark.parametrize(
+    "job",
+    [Chain(build=of.skips), Chain(build=of.nested), TokenChain(build=of.tied_ends)],
+    ids=["skips", "nested", "tied"],
+)
+def test_what_flows_between_stages(gang: Gang, job: Toy, name: str) -> None:
+    case = Case(job=job, train=having(steps=10, global_batch_size=16))
+    assert_as_alone(gang, case, name, rtol=ROUNDING * SGD)
+
+
+@pytest.mark.parametrize("name", STEP_JOBS)
+def test_a_job_that_makes_its_own_updates(gang: Gang, name: str) -> None:
+    case = Case(job=STEP_JOBS[name], train=having(steps=8, global_batch_size=25))
+    assert_equal_steps(gang, case, 2, rtol=ROUNDING * SGD)
+
+
+def test_synchronized_batchnorm(gang: Gang) -> None:
+    case = Case(job=NormedGAN(), train=having(steps=8, global_batch_size=24), options=replace(DDP, sync_batchnorm=True))
+    assert_equal_steps(gang, case, 2, rtol=ROUNDING * SGD)
+
+
+@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_stay_close(gang: Gang, hook: str) -> None:
+    case = Case(job=digits(), options=replace(DDP, comm_hook=hook))
+    (alone,), ranks = (gang.run(train, case, world_size=world_size) for world_size in (1, 2))
+    torch.testing.assert_close(losses(ranks), losses([alone]), rtol=0.1, atol=0)
+    assert not torch.equal(losses(ranks), losses([alone])), "nothing was compressed"
+
+
+@pytest.mark.parametrize("loss_on", ["device0", "replicas"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_dp(gang: Gang, devices: int, loss_on: str) -> None:
+    if gang.backend.device == "cuda" and torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    options = DPConfig(name="dp", num_workers=devices, loss_on=loss_on, verbose=False)  # type: ignore[arg-type]
+    for job in (digits(), Tokens()):
+        case = Case(job=job, train=having(global_batch_size=25, grad_accumulation=2))
+        (alone,) = gang.run(train, case, world_size=1)
+        (parts,) = gang.run(train, Case(job=job, train=case.train, alone=options), world_size=1)
+        torch.testing.assert_close(losses([parts]), losses([alone]), rtol=ROUNDING * SGD, atol=0)

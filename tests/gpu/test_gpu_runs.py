@@ -1,0 +1,89 @@
+"""Whole runs on a GPU that each worker has for itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from helpers.gang import Backend
+from helpers.runs import events, losses, series
+from orchestrator.state.checkpoint import load
+
+STEPS = 12
+WORDS = (f"train.steps={STEPS}", "train.log_every=1", "checkpoint.every=6", "job._target_=helpers.gpu_jobs.Observing")
+
+
+def test_one_worker_trains_from_the_command_to_the_checkpoint(run: Callable[..., Any], backend: Backend) -> None:
+    result = run("cluster=local", "strategy=single", *WORDS)
+    assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
+    (started,) = events(result.run_dir, "generation_started")
+    assert (started["backend"], started["device"]) == (backend.name, backend.device)
+    assert len(losses(result.run_dir)) == STEPS
+    on_gpu = backend.device == "cuda"
+    assert set(series(result.run_dir, "train/on_gpu").values()) == {float(on_gpu)}
+    if on_gpu:
+        assert set(series(result.run_dir, "train/visible_devices").values()) == {1.0}
+        assert " gpu " in started["workers"][0]
+    assert load(result.run_dir / "checkpoints" / f"step-{STEPS:08d}").meta["step"] == STEPS
+
+
+@pytest.mark.usefixtures("gpu")
+def test_workers_have_a_gpu_each(run: Callable[..., Any]) -> None:
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs 2 GPUs")
+    result = run("cluster=local", "strategy=ddp", *WORDS)
+    assert result.exit_code == 0, result.reason
+    (started,) = events(result.run_dir, "generation_started")
+    numbers = [int(worker.partition(" gpu ")[2].partition(" ")[0]) for worker in started["workers"]]
+    assert numbers == list(range(count))
+    assert set(series(result.run_dir, "train/visible_devices").values()) == {1.0}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_gpus_of_the_node_are_measured(run: Callable[..., Any]) -> None:
+    pytest.importorskip("pynvml", reason="needs pip install 'orchestrator[gpu]'")
+    words = ("tracking.system_metrics_every_s=0.5", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=100")
+    result = run("cluster=local", "strategy=single", "train.steps=40", *words)
+    assert result.exit_code == 0, result.reason
+    text = (result.run_dir / "metrics.jsonl").read_text()
+    for name in ("utilization_percentage", "memory_usage_megabytes", "power_usage_watts"):
+        assert f"/gpu_0_{name}" in text
+
+
+@pytest.fixture
+def ray_with_one_gpu_too_many() -> Iterator[int]:
+    """The number of GPUs of a Ray that counts one more than there are."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        pytest.skip("Ray counts no more GPUs than CUDA_VISIBLE_DEVICES lists; unset it")
+    count = torch.cuda.device_count() + 1
+    ray.init(
+        address="local",
+        num_cpus=count,
+        num_gpus=count,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    yield count
+    ray.shutdown()
+
+
+def test_a_gpu_that_cannot_be_used_is_named(
+    run: Callable[..., Any], backend: Backend, ray_with_one_gpu_too_many: int
+) -> None:
+    """With ``cluster.device=auto`` too, unless no worker can use a GPU."""
+    count = ray_with_one_gpu_too_many
+    for device in ("cuda", "auto") if backend.device == "cuda" else ("cuda",):
+        result = run("strategy=ddp", f"strategy.num_workers={count}", f"cluster.device={device}", "train.steps=2")
+        assert result.status == "FAILED"
+        expected = f"cluster.device={device}: 1 of {count} workers cannot use their GPU: "
+        assert result.reason.startswith(expected), result.reason
+        assert f", GPU {count - 1}: " in result.reason
+        assert events(result.run_dir, "generation_started") == []

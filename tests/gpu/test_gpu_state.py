@@ -1,0 +1,73 @@
+"""Training state on a GPU: checkpoints of any layout and device, transfers, the average of the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.cases import Case, having
+from helpers.gang import GLOO, Gang, gang_on
+from helpers.layouts import ADAMW, LAYOUTS
+from helpers.passed_state import assert_arrives_as_sent, broadcast_from_1
+from helpers.quick_jobs import AdamDigits
+from helpers.stage_toys import ScheduledChain, plain
+from helpers.training import losses, piece
+from orchestrator.strategies.weight_average import KEY
+
+STOP, STEPS = 3, 6
+CASE = Case(job=ScheduledChain(build=plain), train=having(steps=STEPS, global_batch_size=32))
+RTOL = 10 * ADAMW
+SUCCESSORS = {
+    "single": "GPipe-2x2",
+    "GPipe-2x2": "ddp-2",
+    "ddp-2": "1F1B-4",
+    "1F1B-4": "InterleavedZeroBubble-2",
+    "InterleavedZeroBubble-2": "ddp-4",
+    "ddp-4": "single",
+}
+"""By layout, the one that continues its checkpoint."""
+
+
+def assert_continued(saved_on: Gang, saved_by: str, continued_on: Gang, continued_by: str) -> None:
+    ((alone, end),) = continued_on.run(piece, CASE, None, STEPS, world_size=1)
+    first, second = LAYOUTS[saved_by], LAYOUTS[continued_by]
+    begun = saved_on.run(piece, first.of(CASE), None, STOP, world_size=first.world_size)
+    continued = continued_on.run(piece, second.of(CASE), begun[0][1], STEPS, world_size=second.world_size)
+    curve = torch.cat([losses([seen for seen, _ in ranks]) for ranks in (begun, continued)])
+    torch.testing.assert_close(curve, losses([alone]), rtol=RTOL, atol=0)
+    state = continued[0][1]
+    torch.testing.assert_close(state.model, end.model, rtol=100 * RTOL, atol=10 * RTOL)
+    assert state.meta == end.meta
+
+
+@pytest.mark.parametrize("saved_by", SUCCESSORS)
+def test_a_checkpoint_is_continued_by_another_layout(gang: Gang, saved_by: str) -> None:
+    assert_continued(gang, saved_by, gang, SUCCESSORS[saved_by])
+
+
+def test_a_checkpoint_moves_between_cpus_and_gpus(gang: Gang) -> None:
+    assert_continued(gang_on(GLOO), "ddp-2", gang, "1F1B-2")
+    assert_continued(gang, "1F1B-2", gang_on(GLOO), "ddp-2")
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
+    assert_arrives_as_sent(gang, reuse=reuse)
+
+
+def test_tensors_of_any_type_take_the_values_of_one_rank(gang: Gang) -> None:
+    received, sent = gang.run(broadcast_from_1, world_size=2)
+    assert all(torch.equal(got, value) for got, value in zip(received, sent, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "1F1B-2", "GPipe-2x2"])
+def test_the_average_of_the_weights_is_that_of_one_worker(gang: Gang, name: str) -> None:
+    case = Case(job=AdamDigits(hidden=24, depth=3), train=having(steps=STEPS, global_batch_size=32, ema_decay=0.8))
+    ((_, alone),) = gang.run(piece, case, None, STEPS, world_size=1)
+    layout = LAYOUTS[name]
+    state = gang.run(piece, layout.of(case), None, STEPS, world_size=layout.world_size)[0][1]
+    expected, found = (
+        {path: t for path, t in of.optimizer.items() if path.endswith(f"/{KEY}")} for of in (alone, state)
+    )
+    assert len(expected) == len(dict(case.job.model().named_parameters()))
+    torch.testing.assert_close(found, expected, rtol=100 * RTOL, atol=10 * RTOL)
