@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import recompute_note
+from orchestrator.strategies.memory import TensorSize
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.timeline.spans import Span
 
@@ -225,6 +226,10 @@ class Strategy(LayoutRules, abc.ABC):
     def metrics(self) -> Mapping[str, Metric]:
         """Return the strategy's own metrics since the last call, under the names by which they are logged."""
         return {}
+
+    def tensor_sizes(self) -> Iterable[TensorSize]:
+        """Return the sizes of the tensors of the training state on this rank; empty if unknown."""
+        return ()
 
     @property
     def nonfinite_advice(self) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.job_metrics import add_metrics, has_train_metrics, train_metrics
 from orchestrator.strategies.loss_scale import LossScale
+from orchestrator.strategies.memory import TensorSize, sizes_of
 from orchestrator.strategies.weight_average import averaged, keep_average
 
 LOSS_SCALE = MetricSpec(name="train/loss_scale")
@@ -116,6 +117,9 @@ class OptimizerStep(Strategy):
     def state_module(self) -> nn.Module:
         """Return a module with the tensors of this rank, under the model's own names."""
         return self.model
+
+    def tensor_sizes(self) -> Iterable[TensorSize]:
+        return sizes_of(self.state_module(), self.optimizer)
 
     def metrics(self) -> Mapping[str, Metric]:
         return measured({LOSS_SCALE: None if self.loss_scale is None else self.loss_scale.factor})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from orchestrator.compat.torch import abort_process_groups
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control import PeersMissingError, StepGate
 
@@ -90,9 +92,14 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
 
 
 def leave() -> None:
-    """Destroy the process group if there is one. It may be broken."""
+    """Destroy the process groups if there are any. Under NCCL this waits for the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort() -> Sequence[dist.ProcessGroup]:
+    """Abort the process groups, as :func:`abort_process_groups` does; there may be none, and they may be broken."""
+    return abort_process_groups() if dist.is_initialized() else ()
 
 
 def interface_of(ip: str) -> str:
