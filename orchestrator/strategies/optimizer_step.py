@@ -81,6 +81,7 @@ class OptimizerStep(Strategy):
             norm = self._gradient_norm()
         weight = torch.as_tensor(sum(weights), dtype=torch.float32)
         metrics = self._metrics or {}
+        self.confirm()
         # Here the host waits for the device, because the update depends on it. The norm is that of the whole gradient,
         # summed over replicas and stages, so that all ranks skip the same steps.
         finite = not may_skip or norm is None or bool(torch.isfinite(norm))
@@ -110,6 +111,7 @@ class OptimizerStep(Strategy):
 
     def load(self, state: TrainState, *, partial: bool = False) -> None:
         """Load this rank's part of ``state``, which has more parts if ``partial``."""
+        self.confirm()
         train_state.restore(state, self.state_module(), self.optimizer, self.scheduler, partial=partial)
         if self.loss_scale is not None:
             self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))

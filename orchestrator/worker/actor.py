@@ -318,7 +318,7 @@ def _close(loop: Loop | None) -> None:
 def _recoverable_steps(loop: Loop | None) -> RecoverableSteps:
     """Return what this process can provide after an error; nothing if the strategy cannot say."""
     try:
-        return {} if loop is None else loop.recoverable_steps(update_complete=False)
+        return {} if loop is None else loop.recoverable_steps()
     except Exception:
         traceback.print_exc()
         return {}

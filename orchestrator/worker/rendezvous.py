@@ -78,6 +78,9 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
 
     ``node_ip``: the address by which Ray knows this node.
     """
+    if assignment.backend == "nccl":
+        # By default, torch ends the process of a rank that waits for a lost one. Here the driver watches.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if assignment.backend == "gloo":
         on_one_node = assignment.store_host == LOOPBACK
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK if on_one_node else node_ip)
