@@ -29,6 +29,7 @@ from orchestrator.protocol.messages import (
     PendingCheckpoint,
     RecoverableSteps,
     Stacks,
+    Variables,
     WorkerEnvironment,
     WorkerInfo,
 )
@@ -62,9 +63,11 @@ class Worker:
     Args:
         label: how Ray names the actor.
         heartbeat_timeout_s: how long a step waits for a decision of the driver that holds it.
+        variables: the environment variables to set, before CUDA, NCCL and the job read them.
     """
 
-    def __init__(self, label: str, *, heartbeat_timeout_s: float):
+    def __init__(self, label: str, *, heartbeat_timeout_s: float, variables: Variables):
+        os.environ.update({**variables.defaults, **os.environ, **variables.values})
         deferred_dynamo.install()  # before any strategy is imported
         self.label = label
         self.redactor = Redactor.of_process()

@@ -162,13 +162,3 @@ def test_a_store_listens_on_its_own_address_only(host):
 def test_stores_of_two_runs_do_not_meet(store):
     other = rendezvous.open_store(HOST, timeout_s=10)
     assert other.port != store.port
-
-
-def test_the_interface_is_the_one_with_the_address():
-    assert rendezvous.interface_of("127.0.0.1") == "lo"
-    for name, addresses in psutil.net_if_addrs().items():
-        for address in addresses:
-            if address.family.name == "AF_INET":
-                assert rendezvous.interface_of(address.address) == name
-    with pytest.raises(LookupError, match=r"192\.0\.2\.1"):
-        rendezvous.interface_of("192.0.2.1")

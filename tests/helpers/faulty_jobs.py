@@ -72,6 +72,17 @@ class Slow(Digits):
         return super().loss(output, target)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Environed(Digits):
+    """Prints environment variables where the model is built."""
+
+    variables: tuple[str, ...] = ()
+
+    def model(self) -> nn.Module:
+        print(" ".join(f"{name}={os.environ.get(name)}" for name in self.variables))
+        return super().model()
+
+
 class _Unreadable(Dataset[Any]):
     def __init__(self, inner: Dataset[Any], bad: int):
         self.inner, self.bad = inner, bad
