@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
@@ -42,6 +44,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "abort_process_groups",
     "adopt_user_state",
     "broadcast_ddp_buffers",
     "calls_through",
@@ -232,6 +235,22 @@ def loads_through(load: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         torch.load = original
+
+
+# Process groups
+
+
+def abort_process_groups() -> Sequence[dist.ProcessGroup]:
+    """Abort all process groups of this process, which waits for no other rank.
+
+    NCCL communicators have to be aborted together: a device may be busy with a collective operation of any of them.
+
+    Returns:
+        The groups. Keep them until nothing else refers to them: the last owner's destructor waits for gloo's threads.
+    """
+    groups = list(distributed_c10d._world.pg_names)
+    distributed_c10d._abort_process_group()
+    return groups
 
 
 # DistributedDataParallel

@@ -7,6 +7,7 @@ neither torch nor Ray nor Hydra.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -124,6 +125,10 @@ class ClusterConfig:
     cpus_per_worker: float = option("CPUs reserved in Ray for each worker; fractions are allowed", above=0)
     autoscaling: bool = option("the cluster adds nodes on demand: wait for resources that it does not have yet")
     dashboard: bool = option("start the Ray dashboard along with an embedded Ray")
+    env: Mapping[str, str | None] = option(
+        "environment variables to set on the workers, as in cluster.env.NCCL_DEBUG=INFO; null: the value here. NCCL_*, "
+        "TORCH_*, PYTORCH_* and HF_* are forwarded without being named, unless Ray was started with another value"
+    )
     pending_timeout_s: float = option("maximum wait for resources, in seconds", above=0)
     rendezvous_timeout_s: float = option("maximum wait for all ranks to join the process group, in seconds", above=0)
     collective_timeout_s: float = option("timeout of a collective operation, in seconds", above=0)
@@ -134,6 +139,13 @@ class ClusterConfig:
     )
     node_timeout_s: float = option("seconds without an answer from a whole node after which it counts as lost", above=0)
     stop_grace_s: float = option("seconds allowed for the last checkpoint after Ctrl-C or SIGTERM", above=0)
+
+    def __post_init__(self) -> None:
+        for name in self.env:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise ValueError(f"cluster.env.{name}: expected the name of an environment variable")
+            if name == "CUDA_VISIBLE_DEVICES" or name.startswith("RAY_"):
+                raise ValueError(f"cluster.env.{name}: Ray sets this variable on each worker; remove it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from orchestrator.driver.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus
 from orchestrator.policy.rank_order import rank_order, shards_last
-from orchestrator.protocol.messages import Heartbeat, WorkerEnvironment, WorkerInfo, merged
+from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
 
 HEARTBEATS_PER_ROUND = 64
 """Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
@@ -49,7 +49,14 @@ class Gang:
     """
 
     def __init__(
-        self, plan: Plan, environment: WorkerEnvironment, nodes: NodeWatch, monitor: WaitMonitor, *, label: str
+        self,
+        plan: Plan,
+        environment: WorkerEnvironment,
+        nodes: NodeWatch,
+        monitor: WaitMonitor,
+        *,
+        variables: Variables,
+        label: str,
     ):
         self.members: tuple[Member, ...] = ()
         self.failed_heartbeats: dict[int, ray.exceptions.RayError] = {}
@@ -59,7 +66,9 @@ class Gang:
         self._environment = environment
         self._config = environment.config.cluster
         self._label = label
-        self._slots = Slots(plan, heartbeat_timeout_s=self._config.heartbeat_timeout_s, label=label)
+        self._slots = Slots(
+            plan, heartbeat_timeout_s=self._config.heartbeat_timeout_s, variables=variables, label=label
+        )
         self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
         self._spares: dict[int, WorkerInfo] = {}  # by slot
         self._unprepared: set[int] = set()  # slots of spares

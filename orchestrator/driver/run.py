@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -27,6 +28,7 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import Interrupted, WaitMonitor
+from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.planning.faults import without_next
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned
@@ -119,6 +121,7 @@ class Run:
             self._environment,
             self._nodes,
             self._monitor,
+            variables=worker_variables(self.config.cluster.env, os.environ),
             label=f"{self._plan.run_name}-{spec.run_uid[:6]}",
         )
         self._startup: dict[str, float] = {}

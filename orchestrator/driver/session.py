@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import time
 import uuid
@@ -33,6 +34,7 @@ from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.uploads import RecordUpload
+from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
@@ -117,6 +119,8 @@ def _check(
     if config is None:
         return None
     config = absolute_paths(config)
+    with collect_errors(errors):
+        worker_variables(config.cluster.env, os.environ)
     warnings: list[str] = []
     resume, sizes = None, None
     with collect_errors(errors):

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from orchestrator.driver.calls import GangError, check_ray, completed
 from orchestrator.driver.waiting import ResourceWait
 from orchestrator.planning.plan import Plan
-from orchestrator.protocol.messages import WorkerInfo
+from orchestrator.protocol.messages import Variables, WorkerInfo
 from orchestrator.worker.actor import remote_worker
 
 RELEASE_TIMEOUT_S = 5.0
@@ -31,11 +31,12 @@ START_ATTEMPTS = 3
 class Slots:
     """The slots of a run, by number. Those reserved together become available together; more can be added later."""
 
-    def __init__(self, plan: Plan, *, heartbeat_timeout_s: float, label: str):
+    def __init__(self, plan: Plan, *, heartbeat_timeout_s: float, variables: Variables, label: str):
         self._resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
         if plan.gpus_per_worker:
             self._resources["GPU"] = plan.gpus_per_worker
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._variables = variables
         self._label = label
         self._bundles: list[tuple[PlacementGroup, int]] = []
         self._actors: dict[int, Any] = {}
@@ -77,7 +78,7 @@ class Slots:
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             )
-            .remote(name, heartbeat_timeout_s=self._heartbeat_timeout_s)
+            .remote(name, heartbeat_timeout_s=self._heartbeat_timeout_s, variables=self._variables)
         )
         self._actors[slot] = actor
         return actor.worker_info.remote()

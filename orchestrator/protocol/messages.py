@@ -44,6 +44,14 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variables:
+    """Environment variables: a process sets ``values``, and ``defaults`` where it has no value of its own."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerEnvironment:
     """What is the same for every worker of a run.
 

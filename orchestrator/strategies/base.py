@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.confirmation import no_confirmation
 from orchestrator.strategies.constructor import recompute_note
+from orchestrator.strategies.memory import TensorSize
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.timeline.spans import Span
 
@@ -105,6 +107,10 @@ class Strategy(LayoutRules, abc.ABC):
 
     reads_data = True
     """Whether this rank reads batches; other ranks are given None instead."""
+
+    confirm: Callable[[], None] = staticmethod(no_confirmation)
+    """Call this before an update, before received state is loaded, and before numbers of the device are used: see
+    :mod:`orchestrator.strategies.confirmation`."""
 
     counts_flops = True
     """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
@@ -226,6 +232,10 @@ class Strategy(LayoutRules, abc.ABC):
         """Return the strategy's own metrics since the last call, under the names by which they are logged."""
         return {}
 
+    def tensor_sizes(self) -> Iterable[TensorSize]:
+        """Return the sizes of the tensors of the training state on this rank; empty if unknown."""
+        return ()
+
     @property
     def nonfinite_advice(self) -> str | None:
         """What to change after a NaN or infinite loss, if the strategy itself may cause it; None otherwise."""
@@ -290,13 +300,11 @@ class Strategy(LayoutRules, abc.ABC):
             The ``meta`` of the state, on every rank.
         """
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Return which states this rank can provide after a failure.
 
         Args:
             step: the last completed step of this rank.
-            update_complete: whether the device is known to be idle after that step; otherwise a later update may
-                have begun.
 
         Returns:
             For each global rank whose state can be provided, or for ``ANY_RANK``, the steps at which it can.

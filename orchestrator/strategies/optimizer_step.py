@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.job_metrics import add_metrics, has_train_metrics, train_metrics
 from orchestrator.strategies.loss_scale import LossScale
+from orchestrator.strategies.memory import TensorSize, sizes_of
 from orchestrator.strategies.weight_average import averaged, keep_average
 
 LOSS_SCALE = MetricSpec(name="train/loss_scale")
@@ -80,6 +81,7 @@ class OptimizerStep(Strategy):
             norm = self._gradient_norm()
         weight = torch.as_tensor(sum(weights), dtype=torch.float32)
         metrics = self._metrics or {}
+        self.confirm()
         # Here the host waits for the device, because the update depends on it. The norm is that of the whole gradient,
         # summed over replicas and stages, so that all ranks skip the same steps.
         finite = not may_skip or norm is None or bool(torch.isfinite(norm))
@@ -109,6 +111,7 @@ class OptimizerStep(Strategy):
 
     def load(self, state: TrainState, *, partial: bool = False) -> None:
         """Load this rank's part of ``state``, which has more parts if ``partial``."""
+        self.confirm()
         train_state.restore(state, self.state_module(), self.optimizer, self.scheduler, partial=partial)
         if self.loss_scale is not None:
             self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))
@@ -116,6 +119,9 @@ class OptimizerStep(Strategy):
     def state_module(self) -> nn.Module:
         """Return a module with the tensors of this rank, under the model's own names."""
         return self.model
+
+    def tensor_sizes(self) -> Iterable[TensorSize]:
+        return sizes_of(self.state_module(), self.optimizer)
 
     def metrics(self) -> Mapping[str, Metric]:
         return measured({LOSS_SCALE: None if self.loss_scale is None else self.loss_scale.factor})

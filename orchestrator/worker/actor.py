@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -23,38 +24,34 @@ from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.messages import (
     Assignment,
-    Failure,
     Heartbeat,
     Outcome,
     PendingCheckpoint,
     RecoverableSteps,
     Stacks,
+    Variables,
     WorkerEnvironment,
     WorkerInfo,
 )
-from orchestrator.records.rank_log import log_header, log_tail
+from orchestrator.records.rank_log import log_header
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.staging import make_private
 from orchestrator.strategies import registry
-from orchestrator.strategies.datasets import DatasetError
-from orchestrator.strategies.device_precision import PrecisionError
-from orchestrator.worker import rendezvous
+from orchestrator.worker import failures, rendezvous
 from orchestrator.worker.context import context_of
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.fault_injection import inject_fault
 from orchestrator.worker.gpu_meter import GpuMeter
-from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
+from orchestrator.worker.metrics import CpuMeter, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports
 from orchestrator.worker.process.gpu import gpu_error
 from orchestrator.worker.process.preemption import TerminationNotice
-from orchestrator.worker.process.shared_directory import NotSharedError, check_shared
+from orchestrator.worker.process.shared_directory import check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
 from orchestrator.worker.spool import Spool
+from orchestrator.worker.teardown import Teardown
 
-EXPLAINED = (DatasetError, NotSharedError, PrecisionError)
-"""Errors whose text says what the user has to change; the place in the code would not help."""
 SHARED_TIMEOUT_S = 10.0
 """How long the run directory may take to appear on a node."""
 
@@ -67,9 +64,11 @@ class Worker:
     Args:
         label: how Ray names the actor.
         heartbeat_timeout_s: how long a step waits for a decision of the driver that holds it.
+        variables: the environment variables to set, before CUDA, NCCL and the job read them.
     """
 
-    def __init__(self, label: str, *, heartbeat_timeout_s: float):
+    def __init__(self, label: str, *, heartbeat_timeout_s: float, variables: Variables):
+        os.environ.update({**variables.defaults, **os.environ, **variables.values})
         deferred_dynamo.install()  # before any strategy is imported
         self.label = label
         self.redactor = Redactor.of_process()
@@ -77,6 +76,7 @@ class Worker:
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
         self.outbox = Outbox(self.redactor)
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
+        self.teardown = Teardown()
         self.device = torch.device("cpu")
         self.cpu = CpuMeter()
         self.gpus = GpuMeter()
@@ -129,9 +129,10 @@ class Worker:
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int, unreachable: tuple[str, ...]) -> None:
         """End ``generation``, and shut down connections to the ``unreachable`` IP addresses of lost nodes."""
-        self.gate.abandon(generation)
+        self.gate.abandon(generation)  # before the abort, after which numbers on the device are garbage
         if unreachable:
             connections.shut_down(unreachable)
+        self.teardown.abort(generation)
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:
@@ -156,7 +157,7 @@ class Worker:
         return _worker_info()
 
     def train(self, packed: bytes, global_rank: int) -> Outcome:
-        """Train one rank's part of a generation. The outcome reports a failure.
+        """Train one rank's part of a generation. The outcome reports a failure, before the process groups are released.
 
         The process keeps its model and its position in the data, with which the next generation continues.
 
@@ -176,7 +177,9 @@ class Worker:
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
         startup: dict[str, float] = {}
+        clean = False
         try:
+            self.teardown.begin(assignment.generation, backend=assignment.backend)
             if run_dir.remote is None:
                 check_shared(
                     run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
@@ -203,18 +206,21 @@ class Worker:
             self._join(assignment, startup)
             if self.loop is None:
                 self.loop = self._make_loop(assignment, self.job)
-            return self.loop.run(startup)
+            outcome = self.loop.run(startup)
+            clean = True
+            return outcome
         except BaseException as e:
-            if not isinstance(e, EXPLAINED):
+            if not isinstance(e, failures.EXPLAINED):
                 traceback.print_exc()
+            failure = failures.describe(e, assignment, self.loop, log, after_abort=self.teardown.has_aborted)
             return Outcome(
                 status="failed",
-                step=_step(self.loop, e),
-                failure=self.redactor.data(_failure(e, log), by_key=False),
+                step=failures.last_step(e, failure, self.loop),
+                failure=self.redactor.data(failure, by_key=False),
                 recoverable_steps=_recoverable_steps(self.loop),
             )
         finally:
-            _leave(self.loop)
+            self.teardown.start(functools.partial(_close, self.loop), clean=clean)
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job."""
@@ -254,6 +260,7 @@ class Worker:
         self.store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
         self.outbox.enter(step, "connect")
         rendezvous.connect(assignment, self.store, node_ip=ray.util.get_node_ip_address(), device=self.device)
+        self.gate.check(assignment.generation)  # an abort before this has found no groups
         startup["rendezvous_s"] = time.perf_counter() - began
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
@@ -308,48 +315,16 @@ def _redirect_output(path: Path, redactor: Redactor) -> None:
         setattr(sys, name, cast(TextIO, RedactingStream(stream, redactor)))
 
 
-def _leave(loop: Loop | None) -> None:
-    """Release what belongs to the generation. Errors are only printed, because the outcome is known."""
-    closing = [rendezvous.leave] if loop is None else [loop.strategy.close, rendezvous.leave]
-    for close in closing:
-        try:
-            close()
-        except Exception:  # a connection may be broken
-            traceback.print_exc()
+def _close(loop: Loop | None) -> None:
+    """Release what refers to the process groups of the generation."""
+    if loop is not None:
+        loop.strategy.close()
 
 
 def _recoverable_steps(loop: Loop | None) -> RecoverableSteps:
     """Return what this process can provide after an error; nothing if the strategy cannot say."""
     try:
-        return {} if loop is None else loop.recoverable_steps(update_complete=False)
+        return {} if loop is None else loop.recoverable_steps()
     except Exception:
         traceback.print_exc()
         return {}
-
-
-def _step(loop: Loop | None, error: BaseException) -> int:
-    """Return the last step before the error."""
-    if isinstance(error, NonFiniteError):
-        return error.step - 1
-    return loop.position.step if loop is not None else 0
-
-
-def _failure(error: BaseException, log: Path) -> Failure:
-    is_explained = isinstance(error, EXPLAINED)
-    return Failure(
-        message=str(error) if is_explained else f"{type(error).__name__}: {error}",
-        traceback="" if is_explained else "".join(traceback.format_exception(error)),
-        time=time.time(),
-        collateral=_is_connection_error(error),
-        log_tail=log_tail(log),
-        final=isinstance(error, (*EXPLAINED, ModelChangedError, NonFiniteError)),
-    )
-
-
-def _is_connection_error(error: BaseException) -> bool:
-    """Return whether the error looks like the loss of another rank, rather than a failure of this one."""
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
-        return True
-    text = str(error)
-    signs = ("Connection closed by peer", "Connection reset by peer", "Read error", "Timed out")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

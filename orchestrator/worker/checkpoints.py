@@ -68,6 +68,7 @@ class Checkpoints:
         began = time.perf_counter()
         with self._strategy.quiesced():
             state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=self._writer.buffers())
+        self._strategy.confirm()
         if state is not None:
             state.meta.update(metadata)
             # A gradient can be NaN although the loss is finite, and the gradient norm is not always computed.

@@ -92,6 +92,7 @@ class JobReports:
         self._outbox.enter(step, "sample")
         if self._assignment.plan.pipeline is not None:
             state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=None)
+            self._strategy.confirm()
         if model is None and state is None:
             return
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.confirmation import confirmation
 from orchestrator.strategies.datasets import is_stream, known_length
 from orchestrator.strategies.weight_average import forget_average
 from orchestrator.worker.checkpoints import Checkpoints
@@ -102,6 +104,12 @@ class Loop:
         self.assignment = assignment
         self.rank = assignment.global_rank
         self.strategy.reassign(context_of(assignment, self.device))
+        self.strategy.confirm = confirmation(
+            self.device,
+            functools.partial(self.gate.check, assignment.generation),
+            has_peers=assignment.plan.world_size > 1,
+            recovers=self.config.recovery.max_failures > 0,
+        )
         self._checkpoints.reassign(assignment)
         self._reports.reassign(assignment)
         self._warner.rank = self.rank
@@ -141,33 +149,32 @@ class Loop:
         for text in self.strategy.setup_warnings():
             self._warner.warn(text, topic=text)
         self._restore_state()
+        self.strategy.confirm()
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         with self._nonfinite_advice():
             stopped = self._train(self._data, startup)
             if not stopped:
                 self._evaluate()
-            recoverable = stopped and not self.gate.saves and self.recoverable_steps(update_complete=True)
+            recoverable = stopped and not self.gate.saves and self.recoverable_steps()
             if self.position.step > 0 and not recoverable:
                 self._checkpoint(last=True)
         self._enter("end")
         self._checkpoints.drain()
+        self.strategy.confirm()
         return Outcome(
             status="stopped" if stopped else "done",
             step=self.position.step,
             texts={} if stopped else self._reports.texts,
-            recoverable_steps=self.recoverable_steps(update_complete=True),
+            recoverable_steps=self.recoverable_steps(),
         )
 
-    def recoverable_steps(self, *, update_complete: bool) -> RecoverableSteps:
+    def recoverable_steps(self) -> RecoverableSteps:
         """Return the steps whose state this rank can provide, as :meth:`Strategy.recoverable_steps` does.
 
         It is empty until the model has the state that the generation begins with.
         """
-        if not self._has_state:
-            return {}
-        on_cpu = self.device.type == "cpu"  # where an update is complete when the call returns
-        return self.strategy.recoverable_steps(self.position.step, update_complete=update_complete or on_cpu)
+        return self.strategy.recoverable_steps(self.position.step) if self._has_state else {}
 
     def finish(self, timeout_s: float) -> PendingCheckpoint | None:
         """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
@@ -292,19 +299,19 @@ class Loop:
 
     def _log(self, window: Window, result: StepResult, dataset_size: int | None) -> None:
         consumed = self.position.samples_consumed
-        self.outbox.put_point(
-            window.close(
-                samples_seen=consumed,
-                epoch=epoch_of(consumed, dataset_size),
-                lr=self.strategy.lr,
-                grad_norm=result.grad_norm,
-                sums=result.metrics,
-                comm_ms=self.strategy.comm_ms(),
-                spans=self.strategy.spans(),
-                metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},
-                flops=self._flop_meter.step,
-            )
+        point = window.close(
+            samples_seen=consumed,
+            epoch=epoch_of(consumed, dataset_size),
+            lr=self.strategy.lr,
+            grad_norm=result.grad_norm,
+            sums=result.metrics,
+            comm_ms=self.strategy.comm_ms(),
+            spans=self.strategy.spans(),
+            metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},
+            flops=self._flop_meter.step,
         )
+        self.strategy.confirm()
+        self.outbox.put_point(point)
         self._checkpoints.report()
 
     def _evaluate(self) -> None:
@@ -327,7 +334,9 @@ class Loop:
         self._enter("train")
 
     def _evaluated(self, data: JobData) -> EvalPoint:
-        return evaluate(self.strategy, data.eval_batches(), step=self.position.step, device=self.device)
+        point = evaluate(self.strategy, data.eval_batches(), step=self.position.step, device=self.device)
+        self.strategy.confirm()
+        return point
 
     def _checkpoint(self, *, last: bool = False) -> None:
         """Save a checkpoint; ``last`` if no step follows."""

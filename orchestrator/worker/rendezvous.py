@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from orchestrator.compat.torch import abort_process_groups
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control import PeersMissingError, StepGate
+from orchestrator.worker.process import interfaces
 
 LOOPBACK = "127.0.0.1"
 """The address of a store whose ranks are all on one node."""
@@ -76,9 +78,10 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
 
     ``node_ip``: the address by which Ray knows this node.
     """
-    if assignment.backend == "gloo":
-        on_one_node = assignment.store_host == LOOPBACK
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK if on_one_node else node_ip)
+    if assignment.backend == "nccl":
+        # By default, torch ends the process of a rank that waits for a lost one. Here the driver watches.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    interfaces.choose(LOOPBACK if assignment.store_host == LOOPBACK else node_ip)
     dist.init_process_group(
         assignment.backend,
         store=_store_of_generation(store, assignment),
@@ -90,24 +93,14 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
 
 
 def leave() -> None:
-    """Destroy the process group if there is one. It may be broken."""
+    """Destroy the process groups if there are any. Under NCCL this waits for the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def interface_of(ip: str) -> str:
-    """Return the network interface that has the address ``ip``.
-
-    Without it, gloo takes the interface that the hostname resolves to. On many machines this is the loopback interface,
-    which other nodes cannot reach.
-
-    Raises:
-        LookupError: no interface has the address.
-    """
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address == ip for a in addresses):
-            return name
-    raise LookupError(f"no network interface of this node has the address {ip}, by which Ray knows the node")
+def abort() -> Sequence[dist.ProcessGroup]:
+    """Abort the process groups, as :func:`abort_process_groups` does; there may be none, and they may be broken."""
+    return abort_process_groups() if dist.is_initialized() else ()
 
 
 def _store_of_generation(store: dist.TCPStore, assignment: Assignment) -> dist.PrefixStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -112,16 +113,28 @@ def test_over_two_uneven_nodes(head: Head, tmp_path: Path) -> None:
     words = ("python", "-m", "orchestrator.launch", "strategy=ddp", f"cluster.address={head.gcs}",
              "train.steps=10", "tracking=none")  # fmt: skip
     agent = f"--dashboard-agent-listen-port={free_port()}"
-    with ray_start(head.gcs, "--num-cpus=1", agent, env=head.env):
+    with ray_start(head.gcs, "--num-cpus=1", agent, env={**head.env, "NCCL_ALGO": "Ring"}):
         command(head, sys.executable, "-c", WAIT_FOR_TWO_NODES, head.gcs, cwd=tmp_path)
         asked = command(head, *words, "strategy.num_workers=4", cwd=tmp_path)
         assert asked.returncode == 2, asked.stdout
         assert "2 CPUs and 0 GPUs" in asked.stderr
         assert "1 CPUs and 0 GPUs" in asked.stderr
-        done = command(head, *words, "strategy.num_workers=3", cwd=tmp_path)
+        done = command(
+            head, *words, "strategy.num_workers=3", "job._target_=helpers.faulty_jobs.Environed",
+            "job.variables=[NCCL_DEBUG,NCCL_ALGO,LANG,OWN_NAME,GLOO_SOCKET_IFNAME]", "cluster.env.LANG=C.utf8",
+            "cluster.env.OWN_NAME=null", cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            NCCL_DEBUG="WARN", NCCL_ALGO="Tree", OWN_NAME="driver",
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (started,) = events_below(tmp_path, "generation_started")
     assert len(started["workers"]) == 3
+    logs = [path.read_text() for path in tmp_path.glob("outputs/*/*/logs/rank-*.log")]
+    assert len(logs) == 3
+    for log in logs:
+        assert re.search(
+            r"NCCL_DEBUG=WARN NCCL_ALGO=(Tree|Ring) LANG=C.utf8 OWN_NAME=driver GLOO_SOCKET_IFNAME=\w", log
+        )
+    assert sum("NCCL_ALGO=Ring" in log for log in logs) == 1, "what Ray was started with on a node stays"
 
 
 def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:

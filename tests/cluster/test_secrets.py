@@ -35,6 +35,7 @@ SECRETS = {
     "nested dataclass": "login-Jj00",
     "user of a URL": "ghp-Kk11Ll22",
     "environment": "forwarded-Mm33Nn44",
+    "environment of the workers": "workers-Rr88Ss99",
     "tracking password": "tracking-Oo55",
     "tracking query": "query-Pp66",
     "tracking token": "mlflow-Qq77",
@@ -47,7 +48,7 @@ OVERRIDES = (
     "job.passphrase='it\\'s \"quoted\" \\ and $long;'", "job.pwd=zq7k", "job.door_secret=7", "job.auth='auth-Dd44/+='",
     "job.api_key=api-Ee55", "job.credentials=/vault/team-seven/Ff66", "job.hf_tokens=[hf-Gg77,hf-Hh88]",
     "job.options={password:nested-Ii99,depth:3}", "job.login.password=login-Jj00",
-    "job.data_url='https://ghp-Kk11Ll22@host/data'",
+    "job.data_url='https://ghp-Kk11Ll22@host/data'", "cluster.env.PLANTED_WORKER_TOKEN=workers-Rr88Ss99",
 )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def test_a_run_writes_none_of_its_secrets(tmp_path: Path) -> None:
         SECRETS["quoted override"], SECRETS["auth"], SECRETS["number"], SECRETS["four characters"], SECRETS["api_key"],
         SECRETS["path"], SECRETS["item of a list"], SECRETS["last item of a list"],
         "{'password': 'nested-Ii99', 'depth': 3}", SECRETS["nested dataclass"], "https://ghp-Kk11Ll22@host/data",
-        SECRETS["environment"],
+        SECRETS["environment"], SECRETS["environment of the workers"],
     ]  # fmt: skip
     fingerprint = hashlib.sha256("".join(values).encode()).hexdigest()
     for rank in (0, 1):

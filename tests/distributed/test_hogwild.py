@@ -185,7 +185,7 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> dict[str, An
         strategy, step = registry.load("hogwild").create(strategy.context, case.job), 0
         made.append(strategy)
         strategy.setup(case.job.dataset("train"))
-        assert strategy.recoverable_steps(0, update_complete=True) == {}
+        assert strategy.recoverable_steps(0) == {}
     strategy.attach()
     handed_over = strategy.recover_state((1 - lost,) * 2, source_step=at, step=step, samples_consumed=step * 32)
     before = snapshot(strategy.model)
@@ -196,7 +196,7 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> dict[str, An
             "handed over": handed_over,
             "before": before,
             "model": snapshot(strategy.model),
-            "held": strategy.recoverable_steps(20, update_complete=True),
+            "held": strategy.recoverable_steps(20),
             "lost_pct": strategy.metrics()["hogwild/lost_updates_pct"].value,
         }
     made.remove(strategy)

@@ -435,12 +435,12 @@ def held_before_and_after(rank: int, case: Case) -> tuple[Any, Any]:
     strategy = registry.load("parameter_server").create(context, case.job)
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
-    before = strategy.recoverable_steps(0, update_complete=True)
+    before = strategy.recoverable_steps(0)
     strategy.attach()
     strategy.sync_initial_state()
     list(steps(strategy, last=4))
     model_of(strategy)
-    return before, strategy.recoverable_steps(4, update_complete=True)
+    return before, strategy.recoverable_steps(4)
 
 
 # What is refused ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import psutil
@@ -13,6 +14,7 @@ from helpers.cases import assignment
 from helpers.gang import HOST, SOON_S
 from helpers.training import CPU
 from orchestrator.worker import rendezvous
+from orchestrator.worker.teardown import Teardown
 
 
 def join(rank: int, world_size: int, generation: int, port: int, timeout_s: float = 20) -> dist.TCPStore:
@@ -92,6 +94,32 @@ def test_survivors_of_a_broken_group_form_the_next(gang, store):
     assert [a.value for a in answers] == [1.0, 1.0, 0.0]
 
 
+def after_an_abort(rank: int, port: int) -> float:
+    """No group is left when another thread has aborted them. A late abort does not concern the next generation."""
+    teardown = Teardown()
+    teardown.begin(1, backend="nccl")
+    kept = join(rank, 3, 1, port)
+    side = dist.new_group([0, 1, 2])
+    with ThreadPoolExecutor(1) as control:
+        control.submit(teardown.abort, 1).result()
+    with pytest.raises(ValueError, match="not been initialized"):
+        sum_of_ranks()
+    del side
+    teardown.start(lambda: None, clean=False)
+    teardown.begin(2, backend="nccl")
+    kept = join(rank, 3, 2, port)
+    teardown.abort(1)
+    total = sum_of_ranks()
+    rendezvous.leave()
+    del kept
+    return total
+
+
+def test_a_group_can_be_formed_after_an_abort(gang, store):
+    answers = gang.ask(after_an_abort, store.port, world_size=3, grouped=False, timeout_s=SOON_S)
+    assert [a.value for a in answers] == [3.0] * 3, answers[0].trace
+
+
 def with_own_store(rank: int, port: int) -> float:
     own = rendezvous.open_store(HOST, timeout_s=10)
     orders = replace(
@@ -134,13 +162,3 @@ def test_a_store_listens_on_its_own_address_only(host):
 def test_stores_of_two_runs_do_not_meet(store):
     other = rendezvous.open_store(HOST, timeout_s=10)
     assert other.port != store.port
-
-
-def test_the_interface_is_the_one_with_the_address():
-    assert rendezvous.interface_of("127.0.0.1") == "lo"
-    for name, addresses in psutil.net_if_addrs().items():
-        for address in addresses:
-            if address.family.name == "AF_INET":
-                assert rendezvous.interface_of(address.address) == name
-    with pytest.raises(LookupError, match=r"192\.0\.2\.1"):
-        rendezvous.interface_of("192.0.2.1")

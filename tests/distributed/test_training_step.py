@@ -168,7 +168,7 @@ def recover_in_place(rank: int, case: Case) -> tuple[Mapping[int, tuple[int, ...
     seen = [next(results), next(results)]
     with pytest.raises(PlantedError):
         next(results)
-    offered = strategy.recoverable_steps(2, update_complete=True)
+    offered = strategy.recoverable_steps(2)
     strategy.close()
     strategy.attach()
     meta = strategy.recover_state((0, 0), source_step=2, step=2, samples_consumed=2 * case.train.global_batch_size)
@@ -195,7 +195,7 @@ def offered_after_failure(rank: int, case: Case) -> Mapping[int, tuple[int, ...]
     except PlantedError:
         raise  # this rank leaves its group, which fails the others
     except RuntimeError:
-        return strategy.recoverable_steps(2, update_complete=True)
+        return strategy.recoverable_steps(2)
     raise AssertionError("the step did not fail")
 
 
@@ -229,11 +229,11 @@ def offered_by_moving_teacher(rank: int, case: Case) -> Mapping[int, tuple[int, 
     strategy = make(case, rank)
     results = steps(strategy)
     next(results), next(results)
-    before = strategy.recoverable_steps(2, update_complete=True)
+    before = strategy.recoverable_steps(2)
     assert before == {ANY_RANK: (2,)}
     with pytest.raises(PlantedError):
         next(results)
-    return strategy.recoverable_steps(2, update_complete=True)
+    return strategy.recoverable_steps(2)
 
 
 def test_a_step_that_has_changed_a_teacher_is_partly_updated(gang: Gang) -> None:

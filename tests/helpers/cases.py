@@ -43,6 +43,7 @@ CLUSTER = schema.ClusterConfig(
     cpus_per_worker=1,
     autoscaling=False,
     dashboard=False,
+    env={},
     pending_timeout_s=5,
     rendezvous_timeout_s=20,
     collective_timeout_s=20,

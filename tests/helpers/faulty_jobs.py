@@ -72,6 +72,17 @@ class Slow(Digits):
         return super().loss(output, target)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Environed(Digits):
+    """Prints environment variables where the model is built."""
+
+    variables: tuple[str, ...] = ()
+
+    def model(self) -> nn.Module:
+        print(" ".join(f"{name}={os.environ.get(name)}" for name in self.variables))
+        return super().model()
+
+
 class _Unreadable(Dataset[Any]):
     def __init__(self, inner: Dataset[Any], bad: int):
         self.inner, self.bad = inner, bad
@@ -114,6 +125,31 @@ class NoStore(Digits):
         if self.how == "raise":
             raise OSError("no port is free")
         time.sleep(1e6)
+
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 8.61 GiB is "
+    "free. Process 1234 has 70.50 GiB memory in use. Of the allocated memory 60.00 GiB is allocated by PyTorch, and "
+    "9.50 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+"""An error of torch, as it is raised on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory(Faulty):
+    """A rank runs out of memory, and as with NCCL, no process group can be destroyed before all ranks do it."""
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        dist.destroy_process_group = _wait_for_ever
+        self.seen[0] += torch.is_grad_enabled()
+        if self.seen[0] == self.at_step and dist.get_rank() == self.rank:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return Digits.loss(self, output, target)
+
+
+def _wait_for_ever(*_: Any) -> None:
+    time.sleep(1e6)
 
 
 def _stay(_: Outcome) -> Any:

@@ -49,7 +49,8 @@ class Secretive(Digits):
         """The secrets, each in a text of its own."""
         known = [self.token, self.aws_secret_access_key, self.private_key, self.password, self.passphrase, self.auth]
         known += [str(self.client_secret), self.pwd, self.api_key, self.credentials, *self.hf_tokens]
-        return [*known, str(self.options), self.login.password, self.data_url, os.environ["PLANTED_ENVIRONMENT_TOKEN"]]
+        known += [str(self.options), self.login.password, self.data_url, os.environ["PLANTED_ENVIRONMENT_TOKEN"]]
+        return [*known, os.environ.get("PLANTED_WORKER_TOKEN", "")]
 
     def check(self) -> None:
         print("checking", *self.everything(), flush=True)

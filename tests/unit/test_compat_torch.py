@@ -119,7 +119,17 @@ def process_group() -> Any:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_all_groups_are_aborted_together() -> None:
+    side = dist.new_group([0])
+    groups = compat.abort_process_groups()
+    assert len(groups) == 2
+    assert side in groups
+    assert not dist.is_initialized()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -127,7 +127,7 @@ class Hogwild(WholeModel):
         self._has_state = True
         return state.meta
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Offer the state of every rank after the last step that all workers have completed."""
         if not self._has_state:
             return {}

@@ -215,11 +215,11 @@ class Pipeline(OptimizerStep):
         if copies is not None and step % every == 0:
             copies.submit(lambda into: self.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Offer this rank's stages to all their replicas, and the peer copies of these and of the preceding rank's."""
         mesh, pp_rank = self.context.mesh, self.context.pp_rank
         of_stage: dict[int, tuple[int, ...]] = {}
-        if self._cut is not None and update_complete:
+        if self._cut is not None:
             of_stage[pp_rank] = (step,)
         if self._copies is not None:
             of_stage[pp_rank] = (*of_stage.get(pp_rank, ()), *self._copies.own_steps)

@@ -153,11 +153,9 @@ class DDP(WholeModel):
         self._step = meta["step"]
         return meta
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Return the last step for any rank, as all are equal; nothing with PowerSGD, whose errors differ by rank."""
-        if not update_complete or self._powersgd is not None:
-            return {}
-        return {ANY_RANK: (step,)}
+        return {} if self._powersgd is not None else {ANY_RANK: (step,)}
 
     def close(self) -> None:
         """Release everything that references the process group.

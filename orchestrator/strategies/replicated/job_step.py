@@ -113,9 +113,9 @@ class JobStep(WholeModel):
         self._in_step = self._updating = False
         return meta
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Return the last step for every rank, as all are equal; nothing if a step was interrupted."""
-        if not update_complete or self._partly_updated or not self._has_peers:
+        if self._partly_updated or not self._has_peers:
             return {}
         return {ANY_RANK: (step,)}
 
@@ -165,12 +165,14 @@ class JobStep(WholeModel):
             self._norms[name] = norm.to(self.context.device)
             if train.clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(parameters, train.clip_norm, norm)
+        self.confirm()
         self._updating = True
 
     def _share_buffers(self) -> None:
         """Replace the buffers by those of rank 0."""
         began = time.perf_counter()
         broadcast_tensors(self._buffers(), source=0, device=self.context.device)
+        self.confirm()
         self._waited_s += time.perf_counter() - began
 
 

@@ -140,7 +140,7 @@ class Shard(Strategy):
         self._continue_from(state.step)
         return state.meta
 
-    def recoverable_steps(self, step: int, *, update_complete: bool) -> RecoverableSteps:
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Offer this shard's state, to itself and to every worker, and the peer copy of the preceding shard."""
         if self._step is None:
             return {}

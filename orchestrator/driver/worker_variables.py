@@ -1,0 +1,33 @@
+"""The environment variables that the workers get from the driver, wherever Ray starts them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from orchestrator.config.build import ConfigError
+from orchestrator.protocol.messages import Variables
+
+FORWARDED_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "HF_")
+"""Variables of the driver with these prefixes need not be named in ``cluster.env``."""
+
+
+def worker_variables(named: Mapping[str, str | None], own: Mapping[str, str]) -> Variables:
+    """Return the variables for the workers.
+
+    Args:
+        named: ``cluster.env``: the value of each variable; None for that of the driver.
+        own: the environment of the driver.
+
+    Raises:
+        ConfigError: ``named`` has None for variables that are not in ``own``.
+    """
+    missing = [name for name, value in named.items() if value is None and name not in own]
+    if missing:
+        raise ConfigError(
+            f"cluster.env.{name}=null: the variable {name} is not set in this process; export it, or give a value"
+            for name in missing
+        )
+    return Variables(
+        values={name: own[name] if value is None else value for name, value in named.items()},
+        defaults={name: value for name, value in own.items() if name.startswith(FORWARDED_PREFIXES)},
+    )

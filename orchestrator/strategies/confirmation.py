@@ -1,0 +1,85 @@
+"""How a rank with a GPU keeps a valid state when another rank is lost.
+
+On a CPU, a collective operation that fails raises, so no update is made from its result. On a GPU, the calls of a step
+only enqueue work. When a rank is lost, the survivors abort the operation in which they wait for it. That operation then
+completes with garbage, and the device goes on with whatever the host has enqueued behind it. An update among that would
+be made from garbage, and an event recorded after it would say that it is complete.
+
+Therefore the host enqueues an update only after :class:`Confirmation`, and so an update is never made from garbage:
+
+1. A generation is marked as ended before anything is aborted (``Worker.abandon``), and only an abort makes garbage.
+2. The host has seen the event completed and, after that, found the generation not marked. So everything before the
+   event had completed before any abort: the gradients, their all-reduce, and the norm.
+3. Between the event and the next one, a step enqueues only work of this rank, namely the update itself and the next
+   forward and backward pass. The update therefore completes, whatever happens to collective operations behind it.
+
+A rank that fails or is freed has thus made exactly the updates of the steps that it counts as completed: the exception
+comes before the update of the next step, or after that step is counted. What else an interrupted step has changed is
+undone when the next generation begins (``OptimizerStep.attach``). The same wait stands before received state is loaded
+and before numbers from the device are reported or saved.
+
+The host queries the event, so that the driver's word frees it even if the abort takes time. A step pays for this with
+the time to launch its update, because the host is not ahead of the device there. With ``recovery.max_failures=0`` no
+state has to survive, and the host does not wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+POLL_S = 5e-5
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached this point."""
+        ...
+
+
+def no_confirmation() -> None:
+    """Return at once: what was called has completed, or raised."""
+
+
+class Confirmation:
+    """Waits until what has been enqueued is complete, and raises if it may be garbage.
+
+    Args:
+        check: raises if the generation is marked as ended.
+        waits: whether to wait; otherwise the caller has read a number from the device, and only has to know its worth.
+        record: records an event behind the work that has been enqueued.
+    """
+
+    def __init__(self, check: Callable[[], None], *, waits: bool, record: Callable[[], Event]):
+        self._check = check
+        self._waits = waits
+        self._record = record
+
+    def __call__(self) -> None:
+        if self._waits:
+            event = self._record()
+            while not event.query():
+                self._check()
+                time.sleep(POLL_S)
+        self._check()
+
+
+def confirmation(
+    device: torch.device, check: Callable[[], None], *, has_peers: bool, recovers: bool
+) -> Callable[[], None]:
+    """Return what a rank calls before it makes an update, or uses numbers that other ranks contribute to.
+
+    Args:
+        device: where the rank computes.
+        check: raises if the generation is marked as ended.
+        has_peers: whether there are other ranks.
+        recovers: whether the state of this rank may have to survive a failure of another.
+    """
+    if device.type != "cuda" or not has_peers:
+        return no_confirmation
+    return Confirmation(check, waits=recovers, record=lambda: torch.cuda.current_stream().record_event())

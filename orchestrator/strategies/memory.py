@@ -1,0 +1,35 @@
+"""The memory of the training state on a rank, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from orchestrator.state.joint import AnyOptimizer
+
+Kind = Literal["parameter", "buffer", "gradient", "optimizer state"]
+
+
+@dataclass(frozen=True)
+class TensorSize:
+    """The size of a tensor, or of all optimizer state of a parameter; ``name`` is that of the parameter or buffer."""
+
+    name: str
+    kind: Kind
+    size_bytes: int
+
+
+def sizes_of(module: nn.Module, optimizer: AnyOptimizer) -> Iterator[TensorSize]:
+    """Yield the size of each tensor of ``module``, of its gradient, and of what ``optimizer`` keeps for it."""
+    state = optimizer.state
+    for name, buffer in module.named_buffers():
+        yield TensorSize(name, "buffer", buffer.nbytes)
+    for name, parameter in module.named_parameters():
+        yield TensorSize(name, "parameter", parameter.nbytes)
+        if parameter.grad is not None:
+            yield TensorSize(name, "gradient", parameter.grad.nbytes)
+        if kept := sum(v.nbytes for v in state.get(parameter, {}).values() if isinstance(v, Tensor)):
+            yield TensorSize(name, "optimizer state", kept)

@@ -1,0 +1,97 @@
+"""An error of a worker, as the driver and the user are told of it."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.job import has_training_step
+from orchestrator.protocol.messages import Assignment, Failure
+from orchestrator.records.rank_log import log_tail
+from orchestrator.strategies.datasets import DatasetError
+from orchestrator.strategies.device_precision import PrecisionError
+from orchestrator.strategies.memory import TensorSize
+from orchestrator.worker import out_of_memory
+from orchestrator.worker.job_calls import ModelChangedError
+from orchestrator.worker.loop import Loop
+from orchestrator.worker.metrics import NonFiniteError
+from orchestrator.worker.process.shared_directory import NotSharedError
+
+EXPLAINED = (DatasetError, NotSharedError, PrecisionError)
+"""Errors whose text says what the user has to change; the place in the code would not help."""
+
+
+def describe(
+    error: BaseException, assignment: Assignment, loop: Loop | None, log: Path, *, after_abort: bool
+) -> Failure:
+    """Describe an error of this rank.
+
+    Args:
+        error: the error, while it is handled.
+        assignment: the generation in which it was raised.
+        loop: the training; None if the error came before there was any.
+        log: the log of this rank.
+        after_abort: whether the process groups had been aborted, which may be what caused the error.
+    """
+    is_explained = isinstance(error, EXPLAINED)
+    collateral = _is_connection_error(error) or (after_abort and _may_follow_from_abort(error))
+    return Failure(
+        message=_message(error, assignment, loop),
+        traceback="" if is_explained else "".join(traceback.format_exception(error)),
+        time=time.time(),
+        collateral=collateral,
+        log_tail=log_tail(log),
+        final=not collateral and isinstance(error, (*EXPLAINED, ModelChangedError, NonFiniteError)),
+    )
+
+
+def last_step(error: BaseException, failure: Failure, loop: Loop | None) -> int:
+    """Return the last step before the error, which ``failure`` describes."""
+    if isinstance(error, NonFiniteError) and not failure.collateral:
+        return error.step - 1
+    return loop.position.step if loop is not None else 0
+
+
+def _message(error: BaseException, assignment: Assignment, loop: Loop | None) -> str:
+    """Return what the user is told of an error, in one paragraph."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return out_of_memory.describe(
+            str(error),
+            tensors=_tensor_sizes(loop),
+            train=assignment.config.train,
+            is_pipelined=assignment.plan.pipeline is not None,
+            has_training_step=loop is not None and has_training_step(loop.job),
+        )
+    return str(error) if isinstance(error, EXPLAINED) else f"{type(error).__name__}: {error}"
+
+
+def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:
+    """Return the sizes of the training state; nothing if the error came before all of it was built."""
+    try:
+        return () if loop is None else list(loop.strategy.tensor_sizes())
+    except Exception:
+        traceback.print_exc()
+        return ()
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    """Return whether the error looks like the loss of another rank, rather than a failure of this one."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+        return True
+    text = str(error)
+    signs = ("Connection closed by peer", "Connection reset by peer", "Read error", "Timed out")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def _may_follow_from_abort(error: BaseException) -> bool:
+    """Return whether garbage from an aborted collective operation, or a missing group, may have caused the error.
+
+    An error of the device outlives the process groups, and a model that the job has changed has lost its state.
+    """
+    unrelated = (*EXPLAINED, ModelChangedError, torch.AcceleratorError)
+    return isinstance(error, Exception) and not isinstance(error, unrelated)

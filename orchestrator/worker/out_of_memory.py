@@ -1,0 +1,92 @@
+"""What a user is told when a GPU runs out of memory: how much was asked for, what takes the memory, what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from orchestrator.config.schema import TrainConfig
+from orchestrator.strategies.memory import Kind, TensorSize
+
+LARGEST = 5
+"""The number of tensors that the message names."""
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = r"([\d.]+ (?:bytes|KiB|MiB|GiB))"
+_ASKED = re.compile(rf"Tried to allocate {_SIZE}")
+_CAPACITY = re.compile(rf"total capacity of {_SIZE}")
+_ALLOCATED = re.compile(rf"allocated memory {_SIZE} is allocated by PyTorch")
+_UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_KINDS: tuple[tuple[Kind, str], ...] = (
+    ("parameter", "parameters"),
+    ("gradient", "gradients"),
+    ("optimizer state", "optimizer state"),
+    ("buffer", "buffers"),
+)
+
+
+def describe(
+    error: str, *, tensors: Iterable[TensorSize], train: TrainConfig, is_pipelined: bool, has_training_step: bool
+) -> str:
+    """Return the message of an out-of-memory error.
+
+    Args:
+        error: the text of ``torch.OutOfMemoryError``, whose figures are those at the moment of the failure.
+        tensors: the training state on this rank; what else is allocated are mostly activations.
+        train: the ``train`` section of the configuration.
+        is_pipelined: whether the model is cut into stages already.
+        has_training_step: whether the job makes its own updates, which leaves fewer keys to change.
+    """
+    parts = [_figures(error), *_state(list(tensors))]
+    advice = _advice(error, train, is_pipelined=is_pipelined, has_training_step=has_training_step)
+    return f"{'; '.join(parts)}. To need less memory: {', or '.join(advice)}"
+
+
+def _figures(error: str) -> str:
+    asked, capacity, allocated, unused = (
+        None if (found := pattern.search(error)) is None else found[1]
+        for pattern in (_ASKED, _CAPACITY, _ALLOCATED, _UNUSED)
+    )
+    if asked is None or allocated is None or unused is None:
+        return error.strip().rstrip(".")
+    reserved = _text(_bytes(allocated) + _bytes(unused))
+    total = "" if capacity is None else f" of {capacity}"
+    return f"CUDA out of memory: tried to allocate {asked}, with {allocated} allocated and {reserved} reserved{total}"
+
+
+def _state(tensors: Sequence[TensorSize]) -> list[str]:
+    """Return the size of the training state by kind, and its largest tensors; empty if it is unknown."""
+    totals = {plural: sum(t.size_bytes for t in tensors if t.kind == kind) for kind, plural in _KINDS}
+    if not any(totals.values()):
+        return []
+    largest = sorted(tensors, key=lambda t: (-t.size_bytes, t.name))[:LARGEST]
+    return [
+        "training state: " + ", ".join(f"{plural} {_text(size)}" for plural, size in totals.items() if size),
+        "largest tensors: " + ", ".join(f"{t.name} ({t.kind}, {_text(t.size_bytes)})" for t in largest),
+    ]
+
+
+def _advice(error: str, train: TrainConfig, *, is_pipelined: bool, has_training_step: bool) -> list[str]:
+    advice = []
+    asked, unused = _ASKED.search(error), _UNUSED.search(error)
+    if asked is not None and unused is not None and _bytes(unused[1]) > _bytes(asked[1]):
+        advice.append("set PYTORCH_ALLOC_CONF=expandable_segments:True, because the free memory is in pieces")
+    if not has_training_step:
+        advice.append(f"raise train.grad_accumulation={train.grad_accumulation}")
+    advice.append(f"lower train.global_batch_size={train.global_batch_size}")
+    if train.activation_checkpointing == "none":
+        advice.append("set train.activation_checkpointing=blocks")
+    if train.precision in ("fp32", "tf32"):
+        advice.append("set train.precision=bf16")
+    if not is_pipelined and not has_training_step:
+        advice.append("cut the model with strategy=pipeline")
+    return advice
+
+
+def _bytes(size: str) -> float:
+    number, unit = size.split()
+    return float(number) * _UNITS[unit]
+
+
+def _text(size_bytes: float) -> str:
+    unit = next((unit for unit, size in reversed(_UNITS.items()) if size_bytes >= size), "bytes")
+    return f"{size_bytes:g} bytes" if unit == "bytes" else f"{size_bytes / _UNITS[unit]:.2f} {unit}"

@@ -1,0 +1,152 @@
+"""What is not confirmed, as on a GPU when a rank is lost: a step leaves no trace, and a number is not reported."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.cases import Case, assignment, having
+from helpers.gang import SOON_S, Gang
+from helpers.layouts import LAYOUTS
+from helpers.quick_jobs import digits
+from helpers.step_toys import NormedGAN
+from helpers.toys import Normed, Toy
+from helpers.training import CPU, Steps, make, steps, train, watched
+from orchestrator.config.redact import Redactor
+from orchestrator.protocol.events import CheckpointSaved
+from orchestrator.protocol.messages import ANY_RANK
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.confirmation import no_confirmation
+from orchestrator.strategies.optimizer_step import OptimizerStep
+from orchestrator.strategies.replicated.single import Single
+from orchestrator.worker.context import context_of
+from orchestrator.worker.control import AbandonedError, Outbox, StepGate
+from orchestrator.worker.loop import Loop
+
+SHORT = having(steps=6, global_batch_size=16)
+
+
+def model_of(strategy: Strategy) -> nn.Module:
+    assert isinstance(strategy, OptimizerStep)
+    return strategy.state_module()
+
+
+def with_garbage(strategy: Strategy, *, call: int) -> Callable[[], None]:
+    """The confirmation that fails at a call, from 1: the gradients and the buffers are garbage by then."""
+    calls = iter(range(1, 100))
+
+    def confirm() -> None:
+        if next(calls) < call:
+            return
+        for parameter in model_of(strategy).parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(float("nan"))
+        for buffer in model_of(strategy).buffers():
+            buffer.fill_(1)
+        raise AbandonedError("another rank was lost")
+
+    return confirm
+
+
+def interrupted(rank: int, case: Case, call: int) -> tuple[Mapping[int, tuple[int, ...]], Steps | None]:
+    """Leave the third step at that confirmation, continue from the memory of the ranks, and train to the end."""
+    strategy = make(case, rank)
+    results = steps(strategy)
+    seen = [next(results), next(results)]
+    strategy.confirm = with_garbage(strategy, call=call)
+    with pytest.raises(AbandonedError):
+        next(results)
+    offered = strategy.recoverable_steps(2)
+    strategy.close()
+    if not offered:
+        return offered, None
+    strategy.confirm = no_confirmation
+    strategy.attach()
+    sources = range(strategy.context.mesh.world_size)
+    consumed = 2 * case.train.global_batch_size
+    meta = strategy.recover_state(list(sources), source_step=2, step=2, samples_consumed=consumed)
+    assert meta["step"] == 2
+    return offered, watched(strategy, [*seen, *steps(strategy, first=3)])
+
+
+CASES = {
+    "ddp": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=replace(SHORT, clip_norm=1.0))),
+    "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
+    "replicas of stages": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT)),
+    "own updates": Case(job=NormedGAN(), train=SHORT),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_that_is_not_confirmed_is_repeated_bit_for_bit(gang: Gang, name: str) -> None:
+    world_size = 4 if name == "replicas of stages" else 2
+    expected = gang.run(train, CASES[name], world_size=world_size)
+    found = gang.run(interrupted, CASES[name], 1, world_size=world_size)
+    for (offered, seen), undisturbed in zip(found, expected, strict=True):
+        assert offered
+        assert all(2 in of_rank for of_rank in offered.values())
+        assert seen.loss_sums == undisturbed.loss_sums
+        assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
+
+
+@pytest.mark.parametrize(("call", "offered"), [(1, {ANY_RANK: (2,)}), (2, {}), (3, {})])
+def test_a_step_with_several_updates_offers_nothing_once_it_has_made_one(
+    gang: Gang, call: int, offered: Mapping[int, tuple[int, ...]]
+) -> None:
+    found = gang.run(interrupted, CASES["own updates"], call, world_size=2)
+    assert [o for o, _ in found] == [offered] * 2
+
+
+class Ended:
+    """A confirmation that finds the generation ended at its ``at``-th call."""
+
+    def __init__(self, at: int):
+        self.at = at
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls >= self.at:
+            raise AbandonedError("another rank was lost")
+
+
+def run_until_ended(tmp_path: Path, at: int) -> tuple[int, int]:
+    """Run one rank, whose generation ends at a confirmation. How often it confirmed, and how much it has reported."""
+    (tmp_path / "checkpoints").mkdir(parents=True)
+    case = Case(job=digits(val_size=8), train=having(steps=4, global_batch_size=8, eval_every=2))
+    orders = assignment(
+        rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=case, checkpoint_every=2
+    )
+    outbox, confirm = Outbox(Redactor()), Ended(at)
+    strategy = Single(context_of(orders, CPU), case.job)
+    loop = Loop(
+        assignment=orders,
+        job=case.job,
+        strategy=strategy,
+        device=CPU,
+        gate=StepGate(timeout_s=5),
+        outbox=outbox,
+        redactor=Redactor(),
+    )
+    strategy.confirm = confirm
+    with contextlib.suppress(AbandonedError):
+        loop.run({})
+    loop.finish(timeout_s=SOON_S)
+    heartbeat = outbox.collect({})
+    saved = [event for event in heartbeat.events if isinstance(event, CheckpointSaved)]
+    return confirm.calls, len(heartbeat.points) + len(saved)
+
+
+def test_each_report_and_checkpoint_has_its_own_confirmation(tmp_path: Path) -> None:
+    calls, everything = run_until_ended(tmp_path / "whole", at=1000)
+    reported = [run_until_ended(tmp_path / str(at), at=at)[1] for at in range(1, calls + 1)]
+    assert everything == 4 + 2 + 2, "points, evaluations and checkpoints"
+    assert calls == 4 + everything + 2, "the updates, the reports, the initial state and the end"
+    assert {after - before for before, after in itertools.pairwise([0, *reported, everything])} == {0, 1}
