@@ -46,7 +46,7 @@ from orchestrator.worker.gpu_meter import GpuMeter
 from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, NonFiniteError, system_metrics
-from orchestrator.worker.process import allocator, connections, crash_reports
+from orchestrator.worker.process import allocator, connections, crash_reports, memory
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import NotSharedError, check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
@@ -54,6 +54,8 @@ from orchestrator.worker.spool import Spool
 
 EXPLAINED = (DatasetError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
+DISCARD_TIMEOUT_S = 1.0
+"""How long a rebuild waits for the checkpoint that the discarded loop is writing, which may end later."""
 SHARED_TIMEOUT_S = 10.0
 """How long the run directory may take to appear on a node."""
 
@@ -196,7 +198,7 @@ class Worker:
             assert self.job is not None
             self._set_up_thread(assignment)
             if assignment.sources is None:
-                self.loop = None  # free its obsolete model now, because two models may not fit into memory
+                self._discard_loop()
             elif self.loop is not None:
                 self.loop.reassign(assignment)  # before anything can fail, so that a failure reports the new ranks
             self._join(assignment, startup)
@@ -254,6 +256,13 @@ class Worker:
         self.outbox.enter(step, "connect")
         rendezvous.connect(assignment, self.store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         startup["rendezvous_s"] = time.perf_counter() - began
+
+    def _discard_loop(self) -> None:
+        """Free the obsolete model and end its threads now, because two models may not fit into memory."""
+        if self.loop is not None:
+            self.loop.finish(DISCARD_TIMEOUT_S)
+            self.loop = None
+            memory.free_unreachable(self.device)
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
         name = assignment.config.strategy.name
