@@ -93,12 +93,12 @@ class PowerSGD:
         self.forget()
         self._steps = steps
         device = next(iter(self._names)).device
-        for path, tensor in tensors.items():
+        for path in tensors:
             kind, _, name = path.partition("/")
             if kind == "powersgd.error":
-                self._errors[name] = tensor.to(device)
+                self._errors[name] = tensors[path].to(device)
             elif kind == "powersgd.factor":
-                self._factors[name] = tensor.to(device)
+                self._factors[name] = tensors[path].to(device)
 
     def forget(self) -> None:
         """Drop errors and factors. A NaN in them would stay forever."""
