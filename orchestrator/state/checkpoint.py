@@ -108,7 +108,7 @@ def save(
 
 
 def load(path: Path) -> TrainState:
-    """Read and verify the checkpoint in directory ``path``.
+    """Verify the checkpoint in directory ``path`` and return its state, whose tensors are read one by one when used.
 
     Raises:
         CheckpointError: the directory is damaged or not a checkpoint.

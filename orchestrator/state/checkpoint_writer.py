@@ -124,7 +124,7 @@ class CheckpointWriter:
         return None
 
     def close(self, timeout_s: float) -> Pending | None:
-        """End the thread after the pending write. Return that if it takes longer than ``timeout_s``."""
+        """End the threads after the pending write and upload. Return what takes longer than ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
@@ -148,6 +148,8 @@ class CheckpointWriter:
                     self._free = [state]
                     self._pending = None
                     self._changed.notify_all()
+        if self._uploader is not None:
+            self._uploader.close(0.0)
 
     def _add_result(self, result: Written | WriteFailed) -> None:
         with self._changed:

@@ -6,10 +6,13 @@ library's own writer, this one releases the GIL while it writes large tensors, a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +88,74 @@ def write(
     return hasher.hexdigest(), size
 
 
-def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
-    """Read and verify the tensors of a file; they are views of one buffer.
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of a file is: its shape and dtype, and the position of its first byte."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+
+class TensorFile(MutableMapping[str, Tensor]):
+    """The tensors of a safetensors file. One is read whenever it is asked for; a change is not written to the file."""
+
+    def __init__(self, path: Path):
+        """Read the header.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not a safetensors file; the text is a predicate whose subject is the file's name.
+        """
+        self._file = path.open("rb", buffering=0)
+        self._entries: dict[str, _Place | Tensor] = {}
+        try:
+            data_start = 8 + int.from_bytes(self._file.read(8), "little")
+            header = json.loads(self._file.read(data_start - 8))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                start, stop = entry["data_offsets"]
+                place = _Place(tuple(entry["shape"]), _DTYPES[entry["dtype"]], data_start + start)
+                if math.prod(place.shape) * place.dtype.itemsize != stop - start:
+                    raise ValueError(f"{name} has {stop - start} bytes")
+                self._entries[name] = place
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"is not a safetensors file: {e}") from e
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        if isinstance(entry, Tensor):
+            return entry
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        data, position = _bytes_of(tensor), 0
+        while position < len(data):
+            count = os.preadv(self._file.fileno(), [data[position : position + _CHUNK_BYTES]], entry.start + position)
+            if not count:
+                raise OSError(errno.EIO, "shorter than when it was verified", self._file.name)
+            position += count
+        return tensor
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self._entries[name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def outline(self) -> dict[str, Tensor]:
+        """Return tensors of the same shapes and dtypes on the meta device, without reading any."""
+        return {
+            name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in self._entries.items()
+        }
+
+
+def read(path: Path, digest: str, size: int) -> TensorFile:
+    """Verify a file and return its tensors.
 
     Args:
         path: the file.
@@ -97,44 +166,25 @@ def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
         OSError: the file cannot be read.
         ValueError: the file is damaged; the text is a predicate whose subject is the file's name.
     """
-    buffer = torch.empty(size, dtype=torch.uint8)
-    view = _bytes_of(buffer)
-    _read_verified(path, digest, size, lambda start, stop: view[start:stop])
-    try:
-        data_start = 8 + int.from_bytes(view[:8], "little")
-        header = json.loads(bytes(view[8:data_start]))
-        header.pop("__metadata__", None)
-        data = buffer[data_start:]
-        tensors = {}
-        for name, entry in header.items():
-            start, stop = entry["data_offsets"]
-            tensors[name] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        raise ValueError(f"is not a safetensors file: {e}") from e
-    return tensors
+    verify(path, digest, size)
+    return TensorFile(path)
 
 
 def verify(path: Path, digest: str, size: int) -> None:
-    """Read a file and check its size and hash without keeping its data.
+    """Read a file once and check its size and hash.
 
     Takes the arguments of :func:`read` and raises the same errors.
     """
     scratch = memoryview(bytearray(min(size, _CHUNK_BYTES)))
-    _read_verified(path, digest, size, lambda start, stop: scratch[: stop - start])
-
-
-def _read_verified(path: Path, digest: str, size: int, buffer_for: Callable[[int, int], memoryview]) -> None:
-    """Read the file once, bytes ``start`` to ``stop`` into ``buffer_for(start, stop)``."""
     hasher, position = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as f:
         found = os.fstat(f.fileno()).st_size
         while found == size and position < size:
-            chunk = buffer_for(position, min(position + _CHUNK_BYTES, size))
-            count = f.readinto(chunk)
+            count = f.readinto(scratch)
             if not count:
                 found = position
                 break
-            hasher.update(chunk[:count])
+            hasher.update(scratch[:count])
             position += count
     if found != size:
         what = "is truncated" if found < size else "has grown"

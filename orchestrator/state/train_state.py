@@ -7,7 +7,7 @@ A :class:`TrainState` keeps tensors apart from all other values, which are plain
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from orchestrator.state.joint import AnyOptimizer, AnyScheduler, label_of
 from orchestrator.state.json_values import from_json, to_json
 from orchestrator.state.mismatch import capped_lines, mismatches
+from orchestrator.state.tensor_file import TensorFile
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that select how an update is computed, not its result. The loading process chooses its own."""
@@ -25,7 +26,7 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """A snapshot of the training state in host memory.
+    """A snapshot of the training state, in host memory or in the files of a checkpoint.
 
     Attributes:
         model: parameters and buffers by the model's own names; tied parameters appear under each name.
@@ -34,8 +35,8 @@ class TrainState:
             ``scheduler``, ``tied``, and the entries that the caller of :func:`capture` added.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    model: MutableMapping[str, Tensor]
+    optimizer: MutableMapping[str, Tensor]
     meta: dict[str, Any]
 
     @property
@@ -51,7 +52,12 @@ class TrainState:
     @property
     def size_bytes(self) -> int:
         """The size of all tensors, in bytes."""
-        return sum(t.nbytes for t in (*self.model.values(), *self.optimizer.values()))
+        return sum(t.nbytes for part in (self.model, self.optimizer) for t in outline(part).values())
+
+
+def outline(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors that have the shapes and dtypes of ``tensors``; those of a file are not read."""
+    return tensors.outline() if isinstance(tensors, TensorFile) else tensors
 
 
 @torch.no_grad()
@@ -82,7 +88,7 @@ def capture(
     model = _unwrapped(model)
     host = _HostCopies()
     tied = _tied_names(model)
-    old = into.model if into else {}
+    old: Mapping[str, Tensor] = into.model if into else {}
     parameters: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
@@ -133,6 +139,7 @@ def restore(
     scheduler: AnyScheduler | None,
     *,
     partial: bool = False,
+    consume: bool = False,
 ) -> None:
     """Load ``state`` in place, keeping the devices and dtypes of ``model``.
 
@@ -145,6 +152,7 @@ def restore(
         scheduler: the learning-rate scheduler, or None.
         partial: whether ``model`` is a part of the saved model, such as a pipeline stage. Names that it does not have
             are ignored.
+        consume: remove each tensor from ``state`` as it is loaded, so that its memory is free for the next one.
 
     Raises:
         ValueError: the state is of another model, optimizer or scheduler. Nothing was loaded.
@@ -152,7 +160,7 @@ def restore(
     model = _unwrapped(model)
     own = model.state_dict()
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
-    errors = mismatches(shapes, state.model, partial=partial)
+    errors = mismatches(shapes, outline(state.model), partial=partial)
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
         there = state.meta[kind]
         saved = there["class"] if isinstance(there, Mapping) else there
@@ -165,8 +173,9 @@ def restore(
     if errors:
         raise ValueError("\n".join(errors))
 
-    model.load_state_dict({name: state.model[name] for name in own})
-    optimizer.load_state_dict(_optimizer_state_dict(state, optimizer, names))
+    take = state.model.pop if consume else state.model.__getitem__
+    model.load_state_dict({name: take(name) for name in own})
+    optimizer.load_state_dict(_optimizer_state_dict(state, optimizer, names, consume=consume))
     if scheduler is not None:
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
 
@@ -272,35 +281,34 @@ def _match_groups(
     return names, errors
 
 
-def _optimizer_state_dict(state: TrainState, optimizer: AnyOptimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _optimizer_state_dict(
+    state: TrainState, optimizer: AnyOptimizer, names: Sequence[Sequence[str]], *, consume: bool
+) -> dict[str, Any]:
     """Return what ``optimizer.load_state_dict`` takes, which casts to the dtypes and devices of the parameters.
 
-    ``names`` holds the saved name of each parameter, by parameter group.
+    Args:
+        names: the saved name of each parameter, by parameter group.
+        consume: take the tensors out of ``state``; copy them otherwise, because training would change them.
     """
-    by_name: dict[str, dict[str, Any]] = defaultdict(dict)
-    for path, tensor in state.optimizer.items():
+
+    def moved(path: str, key: str, parameter: Tensor) -> Tensor:
+        device = "cpu" if key == "step" else parameter.device  # step counters stay on the host
+        return state.optimizer.pop(path).to(device) if consume else state.optimizer[path].to(device, copy=True)
+
+    keys: dict[str, list[str]] = defaultdict(list)
+    for path in state.optimizer:
         name, _, key = path.rpartition("/")
-        by_name[name][key] = tensor
-    for name, scalars in state.meta["optimizer_scalars"].items():
-        by_name[name].update(scalars)
+        keys[name].append(key)
+    scalars = state.meta["optimizer_scalars"]
 
     values, groups, index = {}, [], 0
     for group, own_names, saved in zip(optimizer.param_groups, names, state.meta["param_groups"], strict=False):
         for i, (parameter, name) in enumerate(zip(group["params"], own_names, strict=True), index):
-            if name in by_name:
-                values[i] = {k: _copied(k, v, parameter) for k, v in by_name[name].items()}
+            if name in keys or name in scalars:
+                tensors = {key: moved(f"{name}/{key}", key, parameter) for key in keys.get(name, ())}
+                values[i] = {**tensors, **scalars.get(name, {})}
         packed = {k: v for k, v in group.items() if k != "params"}
         packed |= {k: from_json(v, group.get(k)) for k, v in saved.items() if k != "params"}
         groups.append({**packed, "params": list(range(index, index + len(own_names)))})
         index += len(own_names)
     return {"state": values, "param_groups": groups}
-
-
-def _copied(key: str, value: Any, parameter: Tensor) -> Any:
-    """Copy a value to the device of ``parameter``, because training would change the snapshot's memory.
-
-    Step counters stay on the host.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    return value.to("cpu" if key == "step" else parameter.device, copy=True)

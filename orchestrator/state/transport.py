@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.state.train_state import TrainState
+from orchestrator.state.train_state import TrainState, outline
 
 CPU = torch.device("cpu")
 """Host memory, where snapshots are kept and from which gloo sends."""
@@ -27,15 +27,15 @@ def broadcast_state(
     device: torch.device,
     keep: Callable[[str], bool] = lambda name: True,
 ) -> TrainState:
-    """Broadcast a state through the default group, from host memory to host memory. A collective operation.
+    """Broadcast a state through the default group to host memory. A collective operation.
 
     Args:
-        state: the state to send on ``source``; None on the other ranks.
+        state: the state to send on ``source``, which is returned there; None on the other ranks.
         source: the sending rank.
         rank: this rank.
         device: the device that the backend sends from and receives on, one tensor at a time.
         keep: whether this rank keeps the tensors of a parameter or buffer, by its name. The others are dropped one by
-            one as they arrive.
+            one as they are sent or arrive.
     """
     header: dict[str, Any] = {}
     if rank == source:
@@ -46,12 +46,14 @@ def broadcast_state(
     for part, tensors in parts.items():
         own = getattr(state, part) if rank == source else {}
         for path, shape, dtype in header[part]:
-            tensor = own[path] if rank == source else _empty(shape, dtype)
-            moved = tensor.to(device)
+            moved = (own[path] if rank == source else _empty(shape, dtype)).to(device)
             dist.broadcast(_as_bytes(moved), src=source)
-            if keep(path if part == "model" else path.rpartition("/")[0]):
-                tensors[path] = tensor if rank == source else moved.cpu()
-    return TrainState(meta=header["meta"], **parts)
+            kept = keep(path if part == "model" else path.rpartition("/")[0])
+            if rank == source and not kept:
+                del own[path]
+            elif rank != source and kept:
+                tensors[path] = moved.cpu()
+    return TrainState(meta=header["meta"], **parts) if state is None else state
 
 
 @torch.no_grad()
@@ -172,8 +174,8 @@ def messages_of(sizes: Sequence[int]) -> Iterator[slice]:
 def _header(state: TrainState) -> dict[str, Any]:
     return {
         "meta": state.meta,
-        "model": [_spec(n, t) for n, t in state.model.items()],
-        "optimizer": [_spec(n, t) for n, t in state.optimizer.items()],
+        "model": [_spec(n, t) for n, t in outline(state.model).items()],
+        "optimizer": [_spec(n, t) for n, t in outline(state.optimizer).items()],
     }
 
 

@@ -293,7 +293,7 @@ class Strategy(LayoutRules, abc.ABC):
         """Continue on all ranks from a state that rank ``source`` has.
 
         Args:
-            state: the state on rank ``source``; None on the others.
+            state: the state on rank ``source``, whose tensors are removed as they are loaded; None on the others.
             source: the global rank that has the state.
 
         Returns:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from orchestrator.strategies.sparse_sum import sparse_sum
+
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -19,7 +21,7 @@ def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
     pending = []
     for tensor in tensors:
         if tensor.is_sparse:
-            dist.all_reduce(tensor, group=group)
+            tensor.copy_(sparse_sum(tensor, group))
     for bucket in _buckets([t for t in tensors if not t.is_sparse]):
         flat = torch.cat([t.reshape(-1) for t in bucket])
         pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))

@@ -109,10 +109,11 @@ class OptimizerStep(Strategy):
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
         )
 
-    def load(self, state: TrainState, *, partial: bool = False) -> None:
-        """Load this rank's part of ``state``, which has more parts if ``partial``."""
+    def load(self, state: TrainState, *, partial: bool = False, consume: bool = False) -> None:
+        """Load this rank's part of ``state``, which has more parts if ``partial``, as ``train_state.restore`` does."""
         self.confirm()
-        train_state.restore(state, self.state_module(), self.optimizer, self.scheduler, partial=partial)
+        module = self.state_module()
+        train_state.restore(state, module, self.optimizer, self.scheduler, partial=partial, consume=consume)
         if self.loss_scale is not None:
             self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))
 

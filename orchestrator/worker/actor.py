@@ -44,7 +44,7 @@ from orchestrator.worker.fault_injection import inject_fault
 from orchestrator.worker.gpu_meter import GpuMeter
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, system_metrics
-from orchestrator.worker.process import allocator, connections, crash_reports
+from orchestrator.worker.process import allocator, connections, crash_reports, memory
 from orchestrator.worker.process.gpu import gpu_error
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import check_shared
@@ -52,6 +52,8 @@ from orchestrator.worker.process.stacks import all_stacks, is_waiting
 from orchestrator.worker.spool import Spool
 from orchestrator.worker.teardown import Teardown
 
+DISCARD_TIMEOUT_S = 1.0
+"""How long a rebuild waits for the checkpoint that the discarded loop is writing, which may end later."""
 SHARED_TIMEOUT_S = 10.0
 """How long the run directory may take to appear on a node."""
 
@@ -200,7 +202,7 @@ class Worker:
             assert self.job is not None
             self._set_up_thread(assignment)
             if assignment.sources is None:
-                self.loop = None  # free its obsolete model now, because two models may not fit into memory
+                self._discard_loop()
             elif self.loop is not None:
                 self.loop.reassign(assignment)  # before anything can fail, so that a failure reports the new ranks
             self._join(assignment, startup)
@@ -262,6 +264,13 @@ class Worker:
         rendezvous.connect(assignment, self.store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         self.gate.check(assignment.generation)  # an abort before this has found no groups
         startup["rendezvous_s"] = time.perf_counter() - began
+
+    def _discard_loop(self) -> None:
+        """Free the obsolete model and end its threads now, because two models may not fit into memory."""
+        if self.loop is not None:
+            self.loop.finish(DISCARD_TIMEOUT_S)
+            self.loop = None
+            memory.free_unreachable(self.device)
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
         name = assignment.config.strategy.name

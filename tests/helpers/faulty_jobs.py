@@ -6,10 +6,11 @@ import ctypes
 import os
 import signal
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,19 @@ class Reporting(Digits):
     def on_step_end(self, info: StepEnd) -> None:
         if info.step > 5:
             raise RuntimeError("the service does not answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneModel(Digits):
+    """Builds no model in a process in which an earlier one is alive."""
+
+    built: ClassVar[list[weakref.ref[nn.Module]]] = []
+
+    def model(self) -> nn.Module:
+        assert [reference() for reference in self.built if reference() is not None] == []
+        model = super().model()
+        self.built.append(weakref.ref(model))
+        return model
 
 
 @dataclass(frozen=True, kw_only=True)

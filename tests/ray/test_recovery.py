@@ -226,6 +226,14 @@ def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, st
     assert_same_weights(result.run_dir, reference(f"strategy={strategy}")[0])
 
 
+def test_a_survivor_that_starts_from_a_checkpoint_frees_its_model_before_it_builds_another(run: Any) -> None:
+    words = ("job._target_=helpers.faulty_jobs.OneModel", "strategy.comm_hook=powersgd")
+    result = run(*WORDS, *words, "recovery.chaos=[kill@13:1]")
+    assert result.exit_code == 0, result.reason
+    (recovered,) = events(result.run_dir, "recovered")
+    assert (recovered["in_place"], recovered["replaced"]) == (False, [1])
+
+
 @pytest.mark.campaign
 def test_a_stage_gets_its_state_from_its_replica(run: Any, reference: Any) -> None:
     words = ("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2", "job.depth=3")

@@ -161,7 +161,7 @@ class Hogwild(WholeModel):
     def _load(self, state: TrainState) -> None:
         """Copy ``state`` into the shared memory."""
         shared = optimizer_tensors(self.optimizer)
-        self.load(state)
+        self.load(state, consume=True)
         # Loading replaces the optimizer's tensors by new ones outside the shared memory.
         for path, loaded in optimizer_tensors(self.optimizer).items():
             shared[path].copy_(loaded)

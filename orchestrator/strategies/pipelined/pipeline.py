@@ -207,7 +207,7 @@ class Pipeline(OptimizerStep):
         state = broadcast_state(
             state, source=source, rank=context.global_rank, device=context.device, keep=wanted.__contains__
         )
-        self.load(state, partial=True)
+        self.load(state, partial=True, consume=True)
         return state.meta
 
     def after_step(self, *, step: int, samples_consumed: int) -> None:

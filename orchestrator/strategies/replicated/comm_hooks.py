@@ -1,4 +1,4 @@
-"""Communication hooks for ``ddp``: average gradients in half precision or as low-rank factors.
+"""Communication hooks for ``ddp``: average gradients in half precision, as low-rank factors, or as sparse rows.
 
 PowerSGD (Vogels et al., NeurIPS 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization") approximates a gradient matrix M by P Q^T with few columns. The ranks average M Q and orthonormalize it
@@ -18,15 +18,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from orchestrator.strategies.sparse_sum import sparse_sum
 
 POWERSGD_WARM_UP_STEPS = 10
 """Steps at the start of a run that average full gradients, because these change too fast for the factors to follow."""
+
+
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Return whether ``DistributedDataParallel`` expects sparse gradients of the model."""
+    return any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse for module in model.modules())
+
+
+def average(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket over the ranks, as ``DistributedDataParallel`` does without a hook, but also with NCCL."""
+    if bucket.buffer().is_sparse:
+        return average_in(bucket.buffer().dtype, bucket)
+    assert dist.group.WORLD is not None
+    return allreduce_hook(dist.group.WORLD, bucket)
 
 
 def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks in ``dtype``. Divides before the cast, so that fp16 does not overflow."""
     buffer = bucket.buffer()
     compressed = (buffer / dist.get_world_size()).to(dtype)
+    if buffer.is_sparse:
+        return _completed(sparse_sum(compressed).to(buffer.dtype))
     work = dist.all_reduce(compressed, async_op=True)
     assert work is not None
 
@@ -56,9 +74,7 @@ class PowerSGD:
         if not warm or buffer.is_sparse:
             return average_in(buffer.dtype, bucket)
         self._average_factors(bucket)
-        done = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
-        done.set_result(buffer)
-        return done
+        return _completed(buffer)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors to save: the factors and the mean of the errors over the ranks. Collective.
@@ -77,12 +93,12 @@ class PowerSGD:
         self.forget()
         self._steps = steps
         device = next(iter(self._names)).device
-        for path, tensor in tensors.items():
+        for path in tensors:
             kind, _, name = path.partition("/")
             if kind == "powersgd.error":
-                self._errors[name] = tensor.to(device)
+                self._errors[name] = tensors[path].to(device)
             elif kind == "powersgd.factor":
-                self._factors[name] = tensor.to(device)
+                self._factors[name] = tensors[path].to(device)
 
     def forget(self) -> None:
         """Drop errors and factors. A NaN in them would stay forever."""
@@ -128,6 +144,13 @@ class PowerSGD:
         rows, columns = len(gradient), gradient[0].numel()
         rank = min(self._approximation_rank, rows, columns)
         return rank if 2 * rank * (rows + columns) <= rows * columns else None
+
+
+def _completed(result: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future that has its result."""
+    done = torch.futures.Future[Tensor](devices=[result.device] if result.is_cuda else None)
+    done.set_result(result)
+    return done
 
 
 def _average(tensors: Sequence[Tensor]) -> None:

@@ -33,7 +33,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average_in
+from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in, has_sparse_gradients
 from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
 from orchestrator.strategies.replicated.whole_model import WholeModel, forward_module
@@ -120,6 +120,8 @@ class DDP(WholeModel):
             replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
         elif self._powersgd is not None:
             replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
+        elif has_sparse_gradients(self.model):
+            replica.register_comm_hook(None, lambda _, bucket: average(bucket))
 
     def sync_initial_state(self) -> None:
         tensors = (*self.model.parameters(), *self.model.buffers())

@@ -65,7 +65,7 @@ class WholeModel(OptimizerStep):
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         assert state is not None
         assert source == self.context.global_rank
-        self.load(state)
+        self.load(state, consume=True)
         return state.meta
 
     def recover_state(

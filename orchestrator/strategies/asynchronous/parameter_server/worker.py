@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from torch.utils.hooks import RemovableHandle
 
 from orchestrator.job import Job
 from orchestrator.model.sharding import extents_of, optimizer_error
@@ -53,6 +54,7 @@ class Worker(WholeModel):
         self._sync = options.consistency == "sync"
         self._changes_gradient = not self._sync and (train.clip_norm is not None or train.on_nonfinite == "skip")
         self._group_set: Groups | None = None
+        self._hooks: list[RemovableHandle] = []
         self._connections: list[ShardConnection] = []
         self._connections_of: dict[str, list[ShardConnection]] = {}  # by parameter
         self._last_backward = False
@@ -70,8 +72,6 @@ class Worker(WholeModel):
         self._memory = make_contiguous(self._trained, extents)
         self._parts = parts_of(extents, self._trained, self.context.mesh.num_shards)
         self._elements = sum(p.numel() for p in self._trained.values())
-        for name, parameter in self._trained.items():
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, name))
 
     def attach(self) -> None:
         # No super().attach(): recover_state() discards an interrupted step, because only the shards know its outcome.
@@ -89,6 +89,10 @@ class Worker(WholeModel):
             ]
             for name in self._trained
         }
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, name))
+            for name, parameter in self._trained.items()
+        ]
         self._reset_metrics()
 
     def sync_initial_state(self) -> None:
@@ -116,7 +120,13 @@ class Worker(WholeModel):
             self._pulled += sum(connection.complete() for connection in self._connections)
 
     def close(self) -> None:
-        """Release everything that refers to a process group."""
+        """Release everything that refers to a process group.
+
+        The hooks of the parameters go too: the garbage collector does not see them, and they refer to this object.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self._connections, self._connections_of = [], {}
         self._group_set = None
 

@@ -1,0 +1,58 @@
+"""A resume needs no more memory than training."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers.cases import Case, having
+from helpers.gang import Gang
+from helpers.layouts import LAYOUTS
+from helpers.quick_jobs import AdamDigits
+from helpers.training import assert_same_state, close_strategies, make, piece
+from orchestrator.state.checkpoint import load, save
+from orchestrator.state.train_state import TrainState
+from orchestrator.worker.metrics import peak_memory_mb
+
+SMALL = AdamDigits(hidden=8, depth=9)
+LARGE = AdamDigits(hidden=900, depth=9)
+TRAINING = 4
+"""Parameters, gradients and the two moments of AdamW, in units of the parameters."""
+MARGIN = 0.5
+"""For a tensor on its way and for what else a process allocates, in the same unit."""
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def resumed(rank: int, case: Case, checkpoint: str) -> tuple[float, TrainState | None]:
+    """The peak of the memory that a rank needed to continue, in MB, and the state that it then has."""
+    piece(rank, replace(case, job=SMALL), None, 1)  # maps the code that runs into this process
+    close_strategies()
+    gc.collect()
+    before_mb = resident_mb()
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    strategy = make(case, rank)
+    strategy.restore(load(Path(checkpoint)) if rank == 0 else None, source=0)
+    peak_mb = peak_memory_mb(strategy.context.device)
+    assert peak_mb is not None
+    return peak_mb - before_mb, strategy.capture(step=1, samples_consumed=32, into=None)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-2"])
+def test_the_peak_of_a_resume_is_that_of_training(gang: Gang, tmp_path: Path, name: str) -> None:
+    case = LAYOUTS[name].of(Case(job=LARGE, train=having(steps=2, global_batch_size=32)))
+    gang.close()  # processes whose allocator holds no freed memory yet
+    world_size = LAYOUTS[name].world_size
+    (_, state), *_ = gang.run(piece, case, None, 1, world_size=world_size)
+    parameters_mb = sum(t.nbytes for t in state.model.values()) / 1e6
+    path = str(save(tmp_path, state, run_uid="r"))
+    gang.close()
+    ranks = gang.run(resumed, case, path, world_size=world_size)
+    for peak_mb, _ in ranks:
+        assert peak_mb / parameters_mb < TRAINING + MARGIN
+    assert_same_state(ranks[0][1], state)
