@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 import sys
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from orchestrator.display.text import bar, first_few, format_value, plain_table, render, takes_unicode
 from orchestrator.protocol.core_metrics import CORE_METRICS, SAMPLES_PER_S
-from orchestrator.protocol.metrics import Column, MetricRegistry, MetricSpec, Summary, from_record
+from orchestrator.protocol.metrics import Column, MetricRegistry, MetricSpec, Summary, from_record, summary_value
 from orchestrator.records.run_dir import RunDir
 
 _RATE = SAMPLES_PER_S.summaries[0].key
@@ -50,8 +49,7 @@ class Run:
 
     def value(self, key: str) -> float | None:
         """Return the number under ``key`` of the summary; None if there is none or it is not finite."""
-        found = self.summary.get(key)
-        return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
+        return summary_value(self.summary, key)
 
 
 def read_run(path: Path) -> Run:
