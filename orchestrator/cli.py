@@ -28,7 +28,9 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`"),
-    "compare": Verb("orchestrator.compare", "show runs side by side, as a table and a picture"),
+    "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page"),
+    "runs": Verb("orchestrator.runs", "list the newest runs: state, speed, loss, age"),
+    "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow"),
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),
 }
 DEFAULT_VERB = "launch"

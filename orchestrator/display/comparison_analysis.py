@@ -23,7 +23,16 @@ _EQUAL_LOSS = 1e-3
 _CLOSE_SPEED = 0.05
 """Relative difference of speeds below which a single run of each may well be noise."""
 
-_NO_EFFECT = ("name", "plan", "tracking.", "storage.", "checkpoint.keep", "cluster.dashboard", "cluster.address")
+_NO_EFFECT = (
+    "name",
+    "plan",
+    "tracking.",
+    "storage.",
+    "sweep.",
+    "checkpoint.keep",
+    "cluster.dashboard",
+    "cluster.address",
+)
 """Keys that change neither speed nor loss; and all timeouts."""
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
-
-from rich.cells import cell_len
+from dataclasses import replace
+from typing import Any
 
 from orchestrator.display.comparison import Run
 from orchestrator.display.comparison_analysis import (
@@ -22,38 +19,13 @@ from orchestrator.display.comparison_analysis import (
     verdict,
 )
 from orchestrator.display.text import bar, duration, first_few, format_value, number, takes_unicode
+from orchestrator.display.text_table import TableColumn, cut, text_lines, total_width
 from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import Column, MetricRegistry, MetricSpec, Summary
 
 _BAR_WIDTH = 10
 _SHORTEST_NAME = 12
-_GAP = "  "
 _WIDTH_WITHOUT_TERMINAL = 160
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableColumn:
-    """A column with the cell of each run.
-
-    ``name`` identifies a column without a heading. For ``priority`` see
-    :class:`~orchestrator.protocol.metrics.Column`.
-    """
-
-    heading: str
-    cells: Sequence[str]
-    name: str = ""
-    justify: Literal["left", "right"] = "right"
-    priority: int | None = None
-
-    @cached_property
-    def width(self) -> int:
-        """The characters that the column needs on a terminal."""
-        return max(cell_len(text) for text in (self.heading, *self.cells))
-
-    def aligned(self, text: str) -> str:
-        """Return the cell or heading ``text``, padded to the width of the column."""
-        padding = " " * (self.width - cell_len(text))
-        return text + padding if self.justify == "left" else padding + text
 
 
 def table(comparison: Comparison) -> str:
@@ -68,14 +40,14 @@ def table(comparison: Comparison) -> str:
     omitted: list[str] = []
     names, *_ = shown
     longest = names.width
-    name_width = longest - max(0, _total_width(shown) - width)
+    name_width = longest - max(0, total_width(shown) - width)
     while dispensable and name_width < min(longest, _SHORTEST_NAME):
         column = dispensable.pop(0)
         shown.remove(column)
         omitted.append(column.heading or column.name)
-        name_width = longest - max(0, _total_width(shown) - width)
-    shown[0] = replace(names, cells=[_cut(n, max(name_width, _SHORTEST_NAME), unicode=unicode) for n in names.cells])
-    lines = [*_text_lines(shown, unicode=unicode), *remarks(comparison)]
+        name_width = longest - max(0, total_width(shown) - width)
+    shown[0] = replace(names, cells=[cut(n, max(name_width, _SHORTEST_NAME), unicode=unicode) for n in names.cells])
+    lines = [*text_lines(shown, unicode=unicode), *remarks(comparison)]
     text = "\n".join(lines + ([f"columns left out: {first_few(omitted)}"] if omitted else []))
     return text if unicode else text.replace("±", "+/-")
 
@@ -194,18 +166,3 @@ def _time_to_target(comparison: Comparison) -> TableColumn:
     times = [comparison.seconds_to_target(run) for run in comparison.runs]
     cells = ["-" if time is None else duration(time) for time in times]
     return TableColumn(heading=f"to loss {number(comparison.target_loss or 0.0)}", priority=9, cells=cells)
-
-
-def _total_width(shown: Sequence[TableColumn]) -> int:
-    return sum(column.width for column in shown) + len(_GAP) * (len(shown) - 1)
-
-
-def _text_lines(shown: Sequence[TableColumn], *, unicode: bool) -> list[str]:
-    """The heading, a rule and the rows, without trailing blanks. Rich takes seconds for hundreds of rows."""
-    aligned = [[column.aligned(text) for text in (column.heading, *column.cells)] for column in shown]
-    head, *rest = (_GAP.join(cells).rstrip() for cells in zip(*aligned, strict=True))
-    return [head, ("─" if unicode else "-") * _total_width(shown), *rest]
-
-
-def _cut(text: str, width: int, *, unicode: bool) -> str:
-    return text if cell_len(text) <= width else text[: max(1, width - 1)] + ("…" if unicode else "~")
