@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from orchestrator.protocol.metrics import summary_value
 _WORTH_NAMING_PCT = 10.0
 """Smaller shares of the time are not worth a change."""
 
-_FAR_FROM_THEORY_PCT = 15.0
-"""A bubble that exceeds its theory by so many points comes from micro-batches that are too small, or uneven stages."""
+_LARGE_OVERHEAD = 0.25
+_SMALL_OVERHEAD = 0.1
+"""Time for messages between stages, relative to computation: larger micro-batches are worth it above the first, and
+the size is chosen for the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,10 @@ class _Settings:
     def get(self, key: str) -> Any:
         return self._params.get(key)
 
-    def doubled(self, key: str) -> str:
-        """The override that doubles ``key``; in words if its value is unknown."""
+    def times(self, key: str, factor: int = 2) -> str:
+        """The override that multiplies ``key``; in words if its value is unknown."""
         value = self.get(key)
-        return f"{key}={2 * value}" if isinstance(value, int) else f"a larger {key}"
+        return f"{key}={factor * value}" if isinstance(value, int) else f"a larger {key}"
 
     def more_microbatches(self) -> str:
         """The override that doubles the micro-batches, or the batch if they are of one sample."""
@@ -76,7 +79,7 @@ class _Settings:
         pieces = 2 * microbatches * (self.get("train.grad_accumulation") or 1)
         replicas = (self._plan.get("mesh") or {}).get("data_parallel_size", 1)
         if batch % (pieces * replicas):
-            return self.doubled("train.global_batch_size")
+            return self.times("train.global_batch_size")
         return f"strategy.num_microbatches={2 * microbatches}"
 
 
@@ -89,7 +92,7 @@ def _losses(summary: Mapping[str, Any], settings: _Settings) -> Iterator[_Loss]:
             advice=f"data.num_workers={2 * max(loaders, 1)}",
         )
     if (pct := summary_value(summary, "bubble_pct")) is not None:
-        yield _bubble(pct, summary_value(summary, "bubble_theory_pct") or 0.0, settings)
+        yield _bubble(summary, pct, settings)
     if (pct := summary_value(summary, "comm_pct")) is not None:
         reason = f"waiting for other ranks, {pct:.0f}% of a step"
         yield _Loss(share_pct=pct, reason=reason, advice=_less_communication(settings))
@@ -104,23 +107,46 @@ def _losses(summary: Mapping[str, Any], settings: _Settings) -> Iterator[_Loss]:
         )
 
 
-def _bubble(pct: float, theory_pct: float, settings: _Settings) -> _Loss:
+def _bubble(summary: Mapping[str, Any], pct: float, settings: _Settings) -> _Loss:
     reason = f"idle stages, {pct:.0f}% of a step"
     if settings.strategy == "model_parallel":
         return _Loss(share_pct=pct, reason=reason, advice="strategy=pipeline")
+    theory_pct = summary_value(summary, "bubble_theory_pct") or 0.0
     reason += f" ({theory_pct:.0f}% in theory)"
-    too_small = pct - theory_pct > _FAR_FROM_THEORY_PCT
-    advice = settings.doubled("train.global_batch_size") if too_small else settings.more_microbatches()
-    return _Loss(share_pct=pct, reason=reason, advice=advice)
+    factor = larger_microbatches(
+        busiest_pct=summary_value(summary, "busiest_worker_pct") or 100 - pct, theory_pct=theory_pct
+    )
+    if factor == 1:
+        return _Loss(share_pct=pct, reason=reason, advice=settings.more_microbatches())
+    advice = f"{settings.times('train.global_batch_size', factor)}, or a larger model"
+    return _Loss(share_pct=pct, reason=f"{reason}, because its micro-batches are small", advice=advice)
+
+
+def larger_microbatches(*, busiest_pct: float, theory_pct: float) -> int:
+    """Return how many times larger micro-batches should be for messages between stages to be cheap; 1 if they are.
+
+    Messages take as long for a larger micro-batch, but computation grows with it.
+
+    Args:
+        busiest_pct: the share of a step that the busiest worker computes.
+        theory_pct: the bubble of the schedule with free messages.
+
+    Returns:
+        A power of two.
+    """
+    if busiest_pct <= 0 or theory_pct >= 100:
+        return 1
+    overhead = 100 / busiest_pct - 100 / (100 - theory_pct)
+    return 1 if overhead < _LARGE_OVERHEAD else 2 ** math.ceil(math.log2(overhead / _SMALL_OVERHEAD))
 
 
 def _less_communication(settings: _Settings) -> str:
     if settings.strategy == "parameter_server":
         synchronous = settings.get("strategy.consistency") == "sync"
-        return "strategy.consistency=stale" if synchronous else settings.doubled("strategy.num_shards")
+        return "strategy.consistency=stale" if synchronous else settings.times("strategy.num_shards")
     if settings.strategy == "ddp" and settings.on_gpus and settings.get("strategy.comm_hook") == "none":
         return "strategy.comm_hook=bf16"
-    return settings.doubled("train.global_batch_size")
+    return settings.times("train.global_batch_size")
 
 
 def _computation(summary: Mapping[str, Any], settings: _Settings) -> str:

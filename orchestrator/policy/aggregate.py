@@ -11,6 +11,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.core_metrics import (
     BUBBLE_PCT,
     BUBBLE_THEORY_PCT,
+    BUSIEST_PCT,
     COMM_PCT,
     CORE_METRICS,
     DATA_WAIT_PCT,
@@ -174,8 +175,10 @@ class Aggregator:
         timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)
         self.timeline = timeline
         self._record(BUBBLE_PCT, [100 * timeline.bubble])
+        self._record(BUSIEST_PCT, [100 * timeline.busiest])
         metrics = {
             BUBBLE_PCT.name: 100 * timeline.bubble,
+            BUSIEST_PCT.name: 100 * timeline.busiest,
             BUBBLE_THEORY_PCT.name: 100 * timeline.theoretical_bubble,
         }
         for stage, share in timeline.stage_busy().items():

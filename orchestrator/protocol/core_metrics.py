@@ -113,6 +113,13 @@ BUBBLE_PCT = MetricSpec(
     ),
 )
 
+BUSIEST_PCT = MetricSpec(
+    name="pipeline/busiest_worker_pct",
+    format="{:.0f}%",
+    summaries=(Summary(key="busiest_worker_pct", derive="median"),),
+)
+"""The share of a step that the busiest worker of a pipeline computes: what it lacks is not due to uneven stages."""
+
 SAMPLES_SEEN = MetricSpec(name="train/samples_seen")
 
 CORE_METRICS = (
@@ -130,5 +137,6 @@ CORE_METRICS = (
     FLOPS_PER_SAMPLE,
     BUBBLE_THEORY_PCT,
     BUBBLE_PCT,
+    BUSIEST_PCT,
     SAMPLES_SEEN,
 )

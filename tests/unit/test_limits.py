@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.display.limits import what_limited
+from orchestrator.display.limits import larger_microbatches, what_limited
 
 FAST = {"samples_per_s": 4000.0, "data_wait_pct": 1.0}
 
@@ -60,9 +60,10 @@ def record(strategy: str, *, device: str = "cpu", microbatches: int | None = Non
             "limited by idle stages, 24% of a step (20% in theory); try train.global_batch_size=128",
         ),
         (
-            {"bubble_pct": 68.0, "bubble_theory_pct": 20.0},
+            {"bubble_pct": 68.0, "bubble_theory_pct": 20.0, "busiest_worker_pct": 40.0},
             record("pipeline", microbatches=4),
-            "limited by idle stages, 68% of a step (20% in theory); try train.global_batch_size=128",
+            "limited by idle stages, 68% of a step (20% in theory), because its micro-batches are small; "
+            "try train.global_batch_size=1024, or a larger model",
         ),
         (
             {"comm_pct": 2.0, "effective_time_pct": 60.0, "restarts": 3},
@@ -87,6 +88,20 @@ def test_the_largest_loss_of_time_is_named_with_a_key(
     summary: dict[str, Any], settings: dict[str, Any] | None, sentence: str
 ) -> None:
     assert what_limited({**FAST, **summary}, settings) == sentence
+
+
+@pytest.mark.parametrize(
+    ("busiest_pct", "factor"),
+    [
+        (80.0, 1),  # as in theory
+        (72.0, 1),  # messages take 0.14 of the computation
+        (60.0, 8),  # 0.42, of which an eighth is 0.05
+        (20.0, 64),  # 3.75, of which a 64th is 0.06
+        (0.0, 1),
+    ],
+)
+def test_micro_batches_are_to_grow_until_messages_are_cheap(busiest_pct: float, factor: int) -> None:
+    assert larger_microbatches(busiest_pct=busiest_pct, theory_pct=20.0) == factor
 
 
 @pytest.mark.parametrize(
