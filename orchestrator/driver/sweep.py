@@ -92,7 +92,7 @@ class Sweep:
             return False
         self.errors += errors
         name = self._run_name(self._number(overrides))
-        self._print(f"left out: {name}: {errors[0].removeprefix(f'{name}: ')}")
+        self.say(f"left out: {name}: {errors[0].removeprefix(f'{name}: ')}")
         return True
 
     def begin(self, planned: Sequence[Sequence[str]]) -> None:
@@ -108,7 +108,7 @@ class Sweep:
     def run(self, overrides: Sequence[str], execute: Execute) -> RunResult | None:
         """Execute a run and report the progress; an error ends this run only. Returns None after an error."""
         number = self._number(overrides)
-        self._print(self._progress(number))
+        self.say(self._progress(number))
         began = time.monotonic()
         try:
             result = execute(sweep={"id": self.sweep_id, "name": self.name, "run": str(number)})
@@ -131,11 +131,11 @@ class Sweep:
         try:
             self._report()
         except (OSError, CompareError) as e:
-            self._print(f"warning: no report of the sweep was written: {e}")
+            self.say(f"warning: no report of the sweep was written: {e}")
         if self._unfinished:
             again = [masked(word, self.redactor) for word in self.words if not word.startswith("resume=")]
             command = shlex.join(["python", "-m", "orchestrator.launch", "-m", *again, "resume=auto"])
-            self._print(f"not finished: {count(len(self._unfinished), 'run')}; continue the sweep with: {command}")
+            self.say(f"not finished: {count(len(self._unfinished), 'run')}; continue the sweep with: {command}")
 
     def _report(self) -> None:
         runs = self._runs()
@@ -143,12 +143,12 @@ class Sweep:
             return
         comparison, directory = Comparison(runs), self.directory
         title = f"Sweep {self.name}"
-        self._print("\n".join(["", title, table(comparison), *verdict(comparison)]))
+        self.say("\n".join(["", title, table(comparison), *verdict(comparison)]))
         directory.report.write_text(markdown(comparison.grouped, title=title))
         draw(comparison, directory.picture)
         write_page(comparison, directory.page, title=title)
         directory.upload(directory.report, directory.picture, directory.page)
-        self._print(f"report: {directory.location_of(directory.page)}")
+        self.say(f"report: {directory.location_of(directory.page)}")
 
     def _runs(self) -> list[Run]:
         """The runs of the sweep that have a directory, in the order of the sweep."""
@@ -174,7 +174,8 @@ class Sweep:
         """The number of a run in the sweep, from 1."""
         return self.runs.index(_identity(overrides, self.redactor)) + 1
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print ``text``, with secrets masked."""
         print(writable(self.redactor.text(text), sys.stdout), flush=True)
 
 
@@ -221,9 +222,9 @@ def _resumed(sweep: Sweep, runs: Sequence[Sequence[str]]) -> tuple[Sweep, list[l
         if len(finished) == len(sweep.runs):
             break
         sweep.sweep_id, sweep.finished = record["id"], finished
-        sweep._print(f"sweep {sweep.sweep_id[:8]}: {len(finished)} of {count(len(sweep.runs), 'run')} finished before")
+        sweep.say(f"sweep {sweep.sweep_id[:8]}: {len(finished)} of {count(len(sweep.runs), 'run')} finished before")
         return sweep, [run + _resume(found.get(n)) for run in new if (n := sweep._number(run)) not in finished]
-    sweep._print("resume=auto: no sweep of these runs is unfinished; this is a new one")
+    sweep.say("resume=auto: no sweep of these runs is unfinished; this is a new one")
     return sweep, new
 
 
