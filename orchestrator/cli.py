@@ -31,7 +31,9 @@ VERBS: Mapping[str, Verb] = {
     "submit": Verb("orchestrator.submit", "send a launch to a Ray cluster as a job, and follow it"),
     "stop": Verb("orchestrator.stop", "stop a run, whose driver may be on another host"),
     "logs": Verb("orchestrator.logs", "show what the ranks of a run have written"),
-    "compare": Verb("orchestrator.compare", "show runs side by side, as a table and a picture"),
+    "runs": Verb("orchestrator.runs", "list the newest runs: state, speed, loss, age"),
+    "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow"),
+    "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page"),
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),
 }
 DEFAULT_VERB = "launch"

@@ -1,21 +1,34 @@
-"""Show runs side by side, as a table and as a picture: ``orchestrator compare --last 5``.
+"""Show runs side by side: ``orchestrator compare --last 5``. As a table, as a picture and as a page.
 
-Exit codes: 0 done; 1 the picture cannot be written; 2 wrong arguments, or no run that can be read.
+Exit codes: 0 done; 1 the picture or the page cannot be written, or the server cannot be reached; 2 wrong arguments, or
+no run that can be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import functools
 import itertools
+import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from orchestrator.display.comparison import CompareError, Run, read_run, table
+from orchestrator.display.comparison import CURVE_METRICS, CompareError, Curve, Run, curve_of, read_run, run_of
+from orchestrator.display.comparison_analysis import Comparison, verdict
+from orchestrator.display.comparison_page import write_page
 from orchestrator.display.comparison_plot import draw
+from orchestrator.display.comparison_table import rows, table
 from orchestrator.display.text import writable
 from orchestrator.records.output_dir import OutputDir, fetch, find_run
+from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.tracking.mlflow_runs import TrackedRun, newest_runs
+from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
+
+_TITLE = "Comparison of runs"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,40 +37,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = _chosen_runs(options)
     except (CompareError, StorageError) as e:
-        print(writable(f"compare: {e}", sys.stderr), file=sys.stderr)
-        return 2
-    print(writable(table(runs), sys.stdout))
-    if options.no_picture:
+        return _fail(str(e), code=2)
+    except _ServerError as e:
+        return _fail(str(e), code=1)
+    comparison = Comparison(runs, options.target_loss)
+    shown = comparison.grouped if options.group else comparison
+    if options.json:
+        print(json.dumps({"verdict": verdict(comparison), "runs": rows(shown)}, indent=2))
+    elif options.csv:
+        _print_csv(shown)
+    else:
+        _print_table(shown, comparison)
+    if options.no_picture or (options.picture is None and (options.json or options.csv)):
         return 0
-    path = options.picture or Path("" if is_url(options.output_dir) else options.output_dir) / "compare.png"
+    local = "" if is_url(options.output_dir) else options.output_dir
+    picture = options.picture or Path(local) / "compare.png"
+    page = picture.with_suffix(".html")
     try:
-        draw(runs, path)
+        draw(comparison, picture)
+        write_page(comparison, page, title=_TITLE)
     except OSError as e:
-        print(f"compare: cannot write the picture: {e}; choose --picture PATH", file=sys.stderr)
-        return 1
-    print(f"\npicture: {path}")
+        return _fail(f"cannot write the picture: {e}; choose --picture PATH", code=1)
+    print(f"\npicture: {picture}\npage: {page}", file=sys.stderr if options.json or options.csv else sys.stdout)
     return 0
+
+
+class _ServerError(Exception):
+    """The tracking server cannot be read."""
+
+
+def _fail(text: str, *, code: int) -> int:
+    print(writable(f"compare: {text}", sys.stderr), file=sys.stderr)
+    return code
+
+
+def _print_table(shown: Comparison, comparison: Comparison) -> None:
+    lines = [table(shown), *(verdict(comparison) if len(comparison.runs) > 1 else [])]
+    if shown is comparison and comparison.has_repeats:
+        lines.append("--group shows repeats as one row, with mean and spread")
+    print(writable("\n".join(lines), sys.stdout))
+
+
+def _print_csv(comparison: Comparison) -> None:
+    found = rows(comparison)
+    heads = dict.fromkeys(key for row in found for key in row)
+    writer = csv.DictWriter(sys.stdout, fieldnames=list(heads), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="orchestrator compare", description="Show runs side by side, as a table and as a picture."
+        prog="orchestrator compare", description="Show runs side by side: as a table, as a picture and as a page."
     )
     parser.add_argument("runs", nargs="*", help="run directories or their URLs (default: the newest runs)")
-    parser.add_argument(
-        "--last",
-        type=_positive,
-        default=5,
-        metavar="N",
-        help="number of newest runs (default: 5)",
-    )
+    parser.add_argument("--last", type=_positive, default=5, metavar="N", help="number of newest runs (default: 5)")
+    parser.add_argument("--sweep", metavar="ID", help="the runs of a sweep, by the beginning of its id; or `last`")
+    parser.add_argument("--mlflow", metavar="URI", help="read the runs from this MLflow server instead")
     parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
+    parser.add_argument("--group", action="store_true", help="one row for the repeats of a run: mean and spread")
+    parser.add_argument("--target-loss", type=_finite, metavar="X", help="show the time to this training loss")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    form.add_argument("--csv", action="store_true", help="print CSV instead of a table")
     parser.add_argument(
         "--picture",
         type=Path,
-        help="the file for the picture (default: <output-dir>/compare.png; for a URL, compare.png)",
+        help="the file for the picture (default: <output-dir>/compare.png; for a URL, compare.png); "
+        "the page is beside it, as .html",
     )
-    parser.add_argument("--no-picture", action="store_true", help="print only the table")
+    parser.add_argument("--no-picture", action="store_true", help="write neither picture nor page")
     return parser
 
 
@@ -67,21 +116,81 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text}: expected a number")
+    return value
+
+
 def _chosen_runs(options: argparse.Namespace) -> list[Run]:
     """The given runs in their order, or the newest ones, oldest first."""
+    if options.mlflow is not None:
+        return _tracked_runs(options)
     if options.runs:
         return [read_run(_local(text)) for text in options.runs]
     output = OutputDir.of(options.output_dir)
-    found = list(itertools.islice(output.runs(), options.last))
-    if not found:
-        where = output.path.resolve() if output.remote is None else output
-        raise CompareError(
-            f"no runs in {where}; start one with "
+    if options.sweep is not None:
+        found = _sweep_runs(output.runs(), options.sweep)
+        missing = f"no runs of the sweep {options.sweep} in {_place(output)}"
+    else:
+        found = list(itertools.islice(output.runs(), options.last))
+        missing = (
+            f"no runs in {_place(output)}; start one with "
             "`python -m orchestrator.launch`, or pass another directory with --output-dir"
         )
+    if not found:
+        raise CompareError(missing)
     for run in found:
         fetch(run, [run.metrics_file.name])
     return [read_run(run.path) for run in reversed(found)]
+
+
+def _place(output: OutputDir) -> str:
+    return str(output.path.resolve() if output.remote is None else output)
+
+
+def _sweep_runs(runs: Iterable[RunDir], sweep: str) -> list[RunDir]:
+    """The runs of the sweep whose id begins with ``sweep``, or of the newest one for ``last``."""
+    found = []
+    for run in runs:
+        try:
+            own = str((run.read_record().get("sweep") or {}).get("id", ""))
+        except ValueError:
+            continue
+        if own and sweep == "last":
+            sweep = own
+        if own and own.startswith(sweep):
+            found.append(run)
+    return found
+
+
+def _tracked_runs(options: argparse.Namespace) -> list[Run]:
+    if error := validate_uri(options.mlflow):
+        raise CompareError(f"--mlflow: {error}")
+    uri = absolute_uri(options.mlflow, Path.cwd())
+    try:
+        found = [_of_server(run, uri) for run in newest_runs(uri, most=options.last, sweep=options.sweep)]
+    except Exception as e:  # of any type: MLflow, database drivers, HTTP
+        raise _ServerError(f"{redact_uri(uri)}: {type(e).__name__}: {redact_uri(str(e))}") from None
+    if not found:
+        raise CompareError(
+            f"no runs on {redact_uri(uri)}" + (f" of the sweep {options.sweep}" if options.sweep else "")
+        )
+    return found[::-1]
+
+
+def _of_server(run: TrackedRun, uri: str) -> Run:
+    name = f"{run.record['name']} {run.run_id[:8]}"
+    location = f"{redact_uri(uri)}/{run.run_id}"
+    return run_of(run.record, name=name, location=location, curve=functools.partial(_tracked_curve, run))
+
+
+def _tracked_curve(run: TrackedRun) -> Curve:
+    return curve_of(run.points(*CURVE_METRICS))
 
 
 def _local(text: str) -> Path:

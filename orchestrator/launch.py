@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO, cast
 
 from orchestrator.config.build import ConfigError
@@ -74,13 +74,32 @@ def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
 
 
 def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int:
-    from orchestrator.config.overrides import expand_sweep
-
     # Imported here because --help must not wait seconds for torch and Ray.
+    from orchestrator.config.compose import preset_sweep
+
+    preset = preset_sweep(overrides)
+    if sweep:
+        return _sweep(overrides, preset, redactor)
+    if preset:
+        raise ConfigError(["experiment: this one is a sweep of several runs; add -m"])
     from orchestrator.driver.session import check_all, run_all
 
-    candidates = check_all(expand_sweep(overrides) if sweep else [list(overrides)], redactor)
-    return max((r.exit_code for r in run_all(candidates, owns_process=True)), default=0)
+    results = run_all(check_all([list(overrides)], redactor), owns_process=True)
+    return max((result.exit_code for result in results), default=0)
+
+
+def _sweep(overrides: Sequence[str], preset: Mapping[str, str], redactor: Redactor) -> int:
+    from orchestrator.config.overrides import expand_sweep
+    from orchestrator.driver.session import check_all, run_all
+    from orchestrator.driver.sweep import open_sweep
+
+    sweep, runs = open_sweep(overrides, expand_sweep(overrides, preset), redactor)
+    candidates = check_all(runs, redactor, sweep=sweep)
+    try:
+        run_all(candidates, owns_process=True, sweep=sweep)
+    finally:
+        sweep.end()
+    return sweep.exit_code
 
 
 def _number_of_restarts(option: str, options: Sequence[str]) -> int:

@@ -135,6 +135,20 @@ def group_keys(group: str, name: str) -> set[str]:
     return {str(key) for key in OmegaConf.load(conf_dir() / group / f"{name}.yaml")}
 
 
+def preset_sweep(words: Sequence[str]) -> dict[str, str]:
+    """Return the sweep that the chosen ``experiment`` defines, as overrides of its keys; empty if it defines none.
+
+    A file in ``conf/experiment/`` has it where Hydra looks for it, in ``hydra.sweeper.params``.
+    """
+    for override in parse(words, []):
+        if override.key_or_group == "experiment" and override.value() in choices("experiment"):
+            params = OmegaConf.select(
+                OmegaConf.load(conf_dir() / "experiment" / f"{override.value()}.yaml"), "hydra.sweeper.params"
+            )
+            return {str(key): str(value) for key, value in (params or {}).items()}
+    return {}
+
+
 def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:
     """Return an empty instance in place of an invalid strategy, so that the other sections are checked too."""
     return object.__new__(cls)

@@ -18,7 +18,7 @@ from orchestrator.config.text import format_override
 
 WIDTH = 98
 KEY_COLUMN = 42
-SECTIONS = ("train", "strategy", "job", "checkpoint", "recovery", "data", "tracking", "storage", "cluster")
+SECTIONS = ("train", "strategy", "job", "checkpoint", "recovery", "data", "tracking", "storage", "cluster", "sweep")
 """In the order of the help: the most used first, after the keys of no section."""
 
 INTRODUCTION = """\
@@ -29,7 +29,8 @@ Train a PyTorch job on Ray actors; strategy=<name> selects how it is parallelise
   python -m orchestrator.launch job=gpt train.steps=200      a small language model
   python -m orchestrator.launch job._target_=my_module.MyJob job.width=64     a job of your own
   python -m orchestrator.launch resume=auto                  continue the newest unfinished run
-  python -m orchestrator.launch -m strategy=single,ddp       several runs, one after another
+  python -m orchestrator.launch -m strategy=single,ddp       several runs, and their comparison
+  python -m orchestrator.launch -m experiment=compare        every strategy that fits here
   ray job submit --working-dir . -- python -m orchestrator.launch strategy=ddp
 
 The command `orchestrator` is short for `python -m orchestrator.launch`.
@@ -37,7 +38,7 @@ From Python: orchestrator.run(["strategy=ddp"])."""
 
 OPTIONS = """\
 Options
-  -m, --multirun                          run every combination of comma-separated values
+  -m, --multirun                          run every combination of values: a,b range(1,4) glob(*)
   -h, --help                              print this text, for the given strategy, job and values
   --shell-completion install=bash         tab completion for `orchestrator`, also for zsh and fish:
                                           eval "$(orchestrator --shell-completion install=bash)"

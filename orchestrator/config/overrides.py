@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from orchestrator.compat.hydra import own_hydra
@@ -82,22 +83,31 @@ def masked(word: str, redactor: Redactor) -> str:
     return redactor.text(word) if clean == given or isinstance(given, str) else f"{key}={to_cli(clean)}"
 
 
-def expand_sweep(words: Sequence[str]) -> list[list[str]]:
-    """Return every combination of the comma-separated values, in order: one list of overrides per run.
+def expand_sweep(words: Sequence[str], preset: Mapping[str, str] = MappingProxyType({})) -> list[list[str]]:
+    """Return every combination of the values of a sweep, in order: one list of overrides per run.
+
+    Args:
+        words: overrides, of which some list values: ``a,b``, ``range(1,5)``, ``choice(a,b)``, or, for a group,
+            ``glob(*)``.
+        preset: the values of further keys, unless ``words`` have them.
 
     Raises:
         ConfigError: an override cannot be parsed, or its values cannot be listed.
     """
     errors: list[str] = []
     alternatives: list[list[str]] = []
-    for override in parse(words, errors):
+    given = parse(words, errors)
+    keys = {override.key_or_group for override in given}
+    added = parse([f"{key}={value}" for key, value in preset.items() if key not in keys], errors)
+    for override in (*given, *added):
         key = override.get_key_element()
         if not override.is_sweep_override():
             alternatives.append([str(override.input_line)])
-            continue
-        try:
-            alternatives.append([f"{key}={v}" for v in override.sweep_string_iterator()])
-        except HydraException:
+        elif isinstance(pattern := override.value(), Glob) and key in GROUPS:
+            alternatives.append([f"{key}={name}" for name in pattern.filter(choices(key))])
+        elif override.is_discrete_sweep() and not isinstance(pattern, Glob):
+            alternatives.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
             errors.append(f"{_typed(override)}: cannot be swept; list the values as in {key}=a,b,c")
     if errors:
         raise ConfigError(errors)

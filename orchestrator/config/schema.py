@@ -189,6 +189,16 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Several runs in one command, with ``-m``."""
+
+    unfit: Literal["refuse", "skip"] = option(
+        "if the configuration or the plan of a run is wrong: refuse the sweep, or skip the run; skip also leaves out "
+        "runs that need more CPUs than there are"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """The keys that every strategy has. Each strategy adds its own in a subclass, in its own module.
 
@@ -245,6 +255,7 @@ class Config:
     tracking: TrackingConfig
     storage: StorageConfig
     cluster: ClusterConfig
+    sweep: SweepConfig
     strategy: StrategyConfig
     job: JobSpec
 

@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.display.comparison import Run, baseline, labels, relative_speed
+from orchestrator.display.comparison import Curve, Run
+from orchestrator.display.comparison_analysis import RATE, Comparison
 from orchestrator.display.text import rate
-from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S, SAMPLES_SEEN
-from orchestrator.records.journal import read_metrics
-from orchestrator.records.run_dir import RunDir
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours, which colour-blind people can distinguish; yellow is too pale for lines.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MOST_CURVES = 12
+"""More curves in one plot cannot be told apart; colours and dashes together distinguish so many."""
+
+_LEGEND_CHARACTERS = 105
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1.5)), (0, (8, 3)))
 _SMOOTH_FROM_POINTS = 80
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """``train/loss`` at each logged point, against samples and against seconds since the first."""
-
-    losses: list[float]
-    samples: list[float]
-    seconds: list[float]
-
-
-def read_curve(run_dir: RunDir) -> Curve:
-    """Return the loss curve of a run; empty if it has logged no loss."""
-    curve = Curve(losses=[], samples=[], seconds=[])
-    start: float | None = None
-    for _, time, metrics in read_metrics(run_dir):
-        if LOSS.name in metrics and SAMPLES_SEEN.name in metrics:
-            start = time if start is None else start
-            curve.losses.append(metrics[LOSS.name])
-            curve.samples.append(metrics[SAMPLES_SEEN.name])
-            curve.seconds.append(time - start)
-    return curve
-
-
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(comparison: Comparison, path: Path) -> None:
     """Draw loss against samples and against time, and throughput, as a PNG at ``path``.
+
+    Repeats are drawn as their mean. Of more than ``MOST_CURVES`` runs, the fastest are drawn.
 
     Raises:
         OSError: ``path`` cannot be written.
@@ -57,21 +38,34 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    names = labels(runs)
-    curves = [read_curve(RunDir(run.path)) for run in runs]
+    comparison = comparison.grouped
+    runs = drawn(comparison)
+    names = [comparison.name(run) for run in runs]
+    curves = [comparison.curves[run.location] for run in runs]
+    legend_columns = max(1, min(len(names), _LEGEND_CHARACTERS // (max(map(len, names)) + 10)))
+    losses_height = 4.1 + 0.26 * math.ceil(len(names) / legend_columns)
+    rates_height = 0.9 + 0.36 * len(runs)
     with plt.rc_context(_STYLE):
-        bars_height = 0.9 + 0.36 * len(runs)
-        figure_, axes = plt.subplot_mosaic(
-            [["samples", "seconds"], ["rates", "rates"]],
-            figsize=(10, 4.1 + bars_height),
-            height_ratios=(4.1, bars_height),
-            layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
+        figure_ = plt.figure(
+            figsize=(10, losses_height + rates_height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         )
-        axes["seconds"].sharey(axes["samples"])
-        _draw_losses(axes["samples"], axes["seconds"], curves, names)
-        _draw_rates(axes["rates"], runs, names)
+        above, below = figure_.subfigures(2, height_ratios=(losses_height, rates_height), squeeze=False).flat
+        by_samples, by_seconds = above.subplots(1, 2, sharey=True)
+        _draw_losses(by_samples, by_seconds, curves, names)
+        above.legend(*by_seconds.get_legend_handles_labels(), loc="outside lower center", ncols=legend_columns)
+        _draw_rates(below.subplots(), comparison, runs)
         figure_.savefig(path, dpi=150)
         plt.close(figure_)
+
+
+def drawn(comparison: Comparison) -> Sequence[Run]:
+    """Return the runs that a plot shows: all in their order, or only the fastest."""
+    runs = comparison.runs
+    if len(runs) <= MOST_CURVES:
+        return runs
+    fastest = sorted(runs, key=lambda run: run.value(RATE) or 0.0, reverse=True)[:MOST_CURVES]
+    kept = {run.location for run in fastest}
+    return [run for run in runs if run.location in kept]
 
 
 _STYLE: Any = {
@@ -88,6 +82,7 @@ _STYLE: Any = {
     "xtick.color": "#444444",
     "ytick.color": "#444444",
     "legend.edgecolor": "none",
+    "legend.handlelength": 3.2,
 }
 
 
@@ -97,13 +92,13 @@ def _draw_losses(by_samples: Axes, by_seconds: Axes, curves: Sequence[Curve], na
     for i, (curve, name) in enumerate(zip(curves, names, strict=True)):
         # Curves are often equal: earlier ones are wider, so that they show beneath later ones.
         style: dict[str, Any] = {
-            "color": _COLOURS[i % len(_COLOURS)],
-            "linestyle": _DASHES[i % len(_DASHES)],
+            "color": COLOURS[i % len(COLOURS)],
+            "linestyle": _DASHES[(i + i // len(COLOURS)) % len(_DASHES)],  # equal colours have other dashes
             "label": name,
         }
-        smoothed = _smoothed(curve.losses)
-        by_samples.plot(curve.samples, smoothed, linewidth=1.8 + 0.5 * (len(names) - 1 - i), **style)
-        by_seconds.plot(curve.seconds, smoothed, linewidth=2, **style)
+        line = smoothed(curve.losses)
+        by_samples.plot(curve.samples, line, linewidth=1.8 + 0.5 * (len(names) - 1 - i), **style)
+        by_seconds.plot(curve.seconds, line, linewidth=2, **style)
     finite = [v for c in curves for v in c.losses if math.isfinite(v)]
     if finite and min(finite) > 0 and max(finite) > 30 * min(finite):
         by_samples.set_yscale("log")
@@ -113,15 +108,12 @@ def _draw_losses(by_samples: Axes, by_seconds: Axes, curves: Sequence[Curve], na
     by_samples.set(title="Loss by samples", xlabel="samples seen", ylabel="training loss")
     by_seconds.set(title="Loss by time", xlabel="seconds since the first point")
     by_samples.xaxis.set_major_formatter(_thousands)
-    by_seconds.tick_params(labelleft=False)
-    if finite:
-        by_seconds.legend(loc="best", handlelength=3.2)
-    else:
+    if not finite:
         by_samples.text(0.5, 0.5, "no loss logged", ha="center", transform=by_samples.transAxes)
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """A running mean over a fortieth of the points; few points stay as they are."""
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return a running mean over a fortieth of the points; few points stay as they are."""
     if len(values) <= _SMOOTH_FROM_POINTS:
         return list(values)
     half = len(values) // 80
@@ -136,22 +128,27 @@ def _thousands(value: float, _: float) -> str:
     return f"{value:g}"
 
 
-def _draw_rates(axes: Axes, runs: Sequence[Run], names: Sequence[str]) -> None:
-    rates = [run.value(SAMPLES_PER_S.summaries[0].key) for run in runs]
-    colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(runs))]
-    axes.barh(range(len(runs)), [r or 0.0 for r in rates], height=0.62, color=colours)
+def _draw_rates(axes: Axes, comparison: Comparison, runs: Sequence[Run]) -> None:
+    rates = [run.value(RATE) for run in runs]
+    spreads = [run.spread.get(RATE, 0.0) for run in runs]
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
+    errors: dict[str, Any] = {"xerr": spreads, "capsize": 3, "ecolor": "#444444"} if any(spreads) else {}
+    axes.barh(range(len(runs)), [r or 0.0 for r in rates], height=0.62, color=colours, **errors)
     for i, (run, value) in enumerate(zip(runs, rates, strict=True)):
         text = "not measured"
         if value:
             text = rate(value)
-            if run is not baseline(runs, run.work):
-                text += f"  ({relative_speed(run, runs):.2f}x)"
-        axes.annotate(text, (value or 0.0, i), xytext=(5, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(runs)), names)
+            if run is not comparison.baselines[run.work]:
+                text += f"  ({comparison.relative_speed(run):.2f}x)"
+        axes.annotate(text, ((value or 0.0) + spreads[i], i), xytext=(5, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(runs)), [comparison.name(run) for run in runs])
     margin = 0.5 if len(runs) > 1 else 0.8
     axes.set_ylim(len(runs) - 1 + margin, -margin)
     axes.set_xlim(0, 1.2 * max([r for r in rates if r], default=1.0))
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_formatter(_thousands)
-    axes.set(title="Throughput", xlabel="samples per second")
+    title = "Throughput"
+    if len(runs) < len(comparison.runs):
+        title += f" of the {len(runs)} fastest of {len(comparison.runs)} runs"
+    axes.set(title=title, xlabel="samples per second")

@@ -166,6 +166,8 @@ def verdict(
         lines.append(f"run directory: {started.run_dir}")
     if "bubble_pct" in ended.summary:
         lines.append(_bubble(ended.summary))
+    if "limit" in ended.summary and ended.status == "FINISHED":
+        lines.append(ended.summary["limit"])
     if "profile" in ended.summary:
         lines.append(f"profile: {ended.summary['profile']} (open its files in https://ui.perfetto.dev)")
     if "samples" in ended.summary:

@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.display.limits import what_limited
 from orchestrator.driver.result import RESULT_LOST, RunResult
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
@@ -54,7 +55,7 @@ class RunEnding:
             summary=dict(result.summary),
             metrics=redactor.data([to_record(spec) for spec in result.metrics], by_key=False),
         )
-        summary = {**result.summary, **self._write_timeline(result)}
+        summary = {**result.summary, **self._write_timeline(result), **self._limit(result)}
         if run_dir.profile.is_dir():
             summary["profile"] = run_dir.location_of(run_dir.profile)
         if run_dir.samples.is_dir():
@@ -109,6 +110,13 @@ class RunEnding:
             self.console.emit(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
             return {}
         return {"timeline": run_dir.location_of(run_dir.timeline_picture)}
+
+    def _limit(self, result: RunResult) -> dict[str, str]:
+        """What limited the speed of the run, for the summary."""
+        with contextlib.suppress(OSError, ValueError):  # a damaged record has been reported
+            text = what_limited(result.summary, self.run_dir.read_record())
+            return {} if text is None else {"limit": text}
+        return {}
 
     def _next_commands(self, result: RunResult, *, missing_points: int) -> tuple[str, ...]:
         commands = [] if result.status == "FINISHED" else [self.resume_command]

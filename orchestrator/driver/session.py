@@ -7,8 +7,7 @@ import functools
 import os
 import signal
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import is_importable, load_job
-from orchestrator.config.overrides import masked, values
+from orchestrator.config.overrides import values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
@@ -33,6 +32,7 @@ from orchestrator.driver.result import RunResult
 from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
+from orchestrator.driver.sweep import Sweep
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.job import Job
@@ -65,7 +65,10 @@ class Candidate:
 
 
 def check_all(
-    runs: Sequence[Sequence[str]], redactor: Redactor | None = None, job: Job | type[Job] | None = None
+    runs: Sequence[Sequence[str]],
+    redactor: Redactor | None = None,
+    job: Job | type[Job] | None = None,
+    sweep: Sweep | None = None,
 ) -> list[Candidate]:
     """Check all runs, each given by its overrides, before the first one starts.
 
@@ -73,6 +76,7 @@ def check_all(
         runs: the overrides of each run.
         redactor: learns the secrets of all runs; None to use a new one.
         job: the job of all runs, if it is given as an object.
+        sweep: the sweep that the runs belong to, which may leave out runs with errors.
 
     Raises:
         ConfigError: with the errors of all of them.
@@ -84,9 +88,14 @@ def check_all(
     for overrides in runs:
         run_errors: list[str] = []
         candidate = _check(overrides, address_error, run_errors, redactor, job)
-        errors += map(redactor.text, run_errors)
+        run_errors = [redactor.text(error) for error in run_errors]
+        if sweep is not None and run_errors and sweep.leaves_out(overrides, run_errors):
+            continue
+        errors += run_errors
         if candidate is not None:
             candidates.append(candidate)
+    if sweep is not None and not candidates:
+        errors += sweep.errors
     if errors:
         raise ConfigError(errors)
     return candidates
@@ -127,6 +136,8 @@ def _check(
         resume = find_resume(config, job, warnings=warnings, redactor=redactor)
     address = cluster.target_address(config.cluster)
     if address is None:
+        if config.sweep.unfit == "skip":
+            _sizes(config, None, (_this_machine(),), errors, oversubscribe_cpus=False)
         sizes = _sizes(config, job, (_this_machine(),), errors, oversubscribe_cpus=True)
     elif error := address_error(address):
         errors.append(error)
@@ -214,12 +225,18 @@ def _this_machine() -> Node:
     return cluster.this_machine(torch.cuda.device_count())
 
 
-def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> list[RunResult]:
-    """Execute the runs one after another on one Ray; several runs form a sweep.
+def run_all(
+    candidates: Sequence[Candidate], *, owns_process: bool = False, sweep: Sweep | None = None
+) -> list[RunResult]:
+    """Execute the runs one after another on one Ray.
 
     Args:
         candidates: what :func:`check_all` returned.
         owns_process: SIGINT and SIGTERM may end the process, as on the command line.
+        sweep: the sweep that the runs belong to.
+
+    Returns:
+        The results of the runs that were started. In a sweep, a run that could not be started has none.
 
     Raises:
         ConfigError: the cluster cannot be joined, or a plan does not fit it; nothing was started.
@@ -227,12 +244,11 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
             came during a run.
         SystemExit: a second SIGTERM came during a run.
     """
-    sweep = {"id": uuid.uuid4().hex, "name": _sweep_name(candidates)} if len(candidates) > 1 else None
     results: list[RunResult] = []
     started_at = process_started_at() if owns_process else time.time()
-    with StopSignals(owns_process=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
+    with StopSignals(owns_process=owns_process) as stop, _ray(candidates, sweep) as (nodes, planned):
         if candidates[0].config.plan:
-            for sizes in all_sizes:
+            for _, sizes in planned:
                 print(plan_table(sizes.initial, nodes))
             return []
         stop.exit_at_once = False
@@ -240,27 +256,23 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
             raise KeyboardInterrupt
         resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
         recover_orphans(output_dir(candidates[0].config), resumed=resumed)
-        for candidate, sizes in zip(candidates, all_sizes, strict=True):
-            results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
+        if sweep is not None:
+            sweep.begin([candidate.overrides for candidate, _ in planned])
+        for candidate, sizes in planned:
+            run = functools.partial(_run, candidate, sizes, stop, started_at=started_at)
+            result = run(sweep=None) if sweep is None else sweep.run(candidate.overrides, run)
             started_at = time.time()
-            if results[-1].status == "KILLED":
+            results += [] if result is None else [result]
+            if result is not None and result.status == "KILLED":
                 break
     return results
 
 
-def _sweep_name(candidates: Sequence[Candidate]) -> str:
-    """The overrides in which the runs differ, as typed: ``strategy=single,ddp``."""
-    values: dict[str, dict[str, None]] = {}  # dicts as ordered sets
-    for candidate in candidates:
-        for override in candidate.overrides:
-            key, _, value = masked(override, candidate.redactor).partition("=")
-            values.setdefault(key, {})[value] = None
-    return " ".join(f"{key}={','.join(given)}" for key, given in values.items() if len(given) > 1) or "sweep"
-
-
 @contextlib.contextmanager
-def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], list[Sizes]]]:
-    """Connect to one Ray for all runs; yields its nodes and the sizes of each run on them.
+def _ray(
+    candidates: Sequence[Candidate], sweep: Sweep | None
+) -> Iterator[tuple[tuple[Node, ...], list[tuple[Candidate, Sizes]]]]:
+    """Connect to one Ray for all runs; yields its nodes, and the runs with their sizes on them.
 
     Without a cluster, a Ray is embedded; not for ``plan=true``, which needs none.
     """
@@ -269,34 +281,45 @@ def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], li
     if address is not None:
         with cluster.connected(address):
             nodes = cluster.nodes()
-            yield nodes, _all_sizes(candidates, nodes)
+            yield nodes, _planned(candidates, nodes, sweep)
         return
     machine = _this_machine()
-    sizes = [c.sizes for c in candidates if c.sizes is not None]
+    planned = [(c, c.sizes) for c in candidates if c.sizes is not None]
     if config.plan:
-        yield (machine,), sizes
+        yield (machine,), planned
         return
     # No more than the runs need: Ray starts a process in advance for each CPU, and each of them imports torch.
-    num_cpus = max(s.max_processes * s.largest.cpus_per_worker for s in sizes)
+    num_cpus = max(s.max_processes * s.largest.cpus_per_worker for _, s in planned)
     with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=machine.gpus):
-        yield (machine,), sizes
+        yield (machine,), planned
 
 
-def _all_sizes(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list[Sizes]:
+def _planned(
+    candidates: Sequence[Candidate], nodes: tuple[Node, ...], sweep: Sweep | None
+) -> list[tuple[Candidate, Sizes]]:
     """Plan every run on the nodes of a cluster.
 
     Raises:
-        ConfigError: some runs do not fit them.
+        ConfigError: some runs do not fit them, and are not left out of a sweep.
     """
     errors: list[str] = []
-    sizes = [_sizes(c.config, c.job, nodes, errors, oversubscribe_cpus=False) for c in candidates]
+    planned: list[tuple[Candidate, Sizes]] = []
+    for candidate in candidates:
+        run_errors: list[str] = []
+        sizes = _sizes(candidate.config, candidate.job, nodes, run_errors, oversubscribe_cpus=False)
+        if sizes is not None and not run_errors:
+            planned.append((candidate, sizes))
+        elif sweep is None or not sweep.leaves_out(candidate.overrides, run_errors):
+            errors += run_errors
+    if sweep is not None and not planned:
+        errors += sweep.errors
     if errors:
         raise ConfigError(errors)
-    return [s for s in sizes if s is not None]
+    return planned
 
 
 def _run(
-    candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
+    candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: Mapping[str, str] | None, started_at: float
 ) -> RunResult:
     """Execute one run, from its directory and records to the verdict.
 

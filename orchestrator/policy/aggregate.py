@@ -11,10 +11,14 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.core_metrics import (
     BUBBLE_PCT,
     BUBBLE_THEORY_PCT,
+    BUSIEST_PCT,
+    COMM_PCT,
     CORE_METRICS,
+    DATA_WAIT_PCT,
     FLOPS_PER_SAMPLE,
     LOSS,
     MFU_PCT,
+    PEAK_MEMORY_MB,
     SAMPLES_PER_S,
     STEP_MS,
     TOKENS_PER_S,
@@ -25,10 +29,6 @@ from orchestrator.protocol.metrics import Derive, MetricRegistry, MetricSpec, Su
 from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import theoretical_bubble
 from orchestrator.timeline.spans import Timeline
-
-PEAK_MEMORY_MB = MetricSpec(
-    name="perf/peak_memory_mb", reduce="max", format="{:.0f}", summaries=(Summary(key="peak_memory_mb"),)
-)
 
 
 class Aggregator:
@@ -42,7 +42,7 @@ class Aggregator:
         self._mesh = mesh
         self._global_batch_size = global_batch_size
         self._tokens_per_sample = tokens_per_sample
-        self._registry = MetricRegistry((*CORE_METRICS, PEAK_MEMORY_MB))
+        self._registry = MetricRegistry(CORE_METRICS)
         self._train: dict[int, dict[int, TrainPoint]] = {}
         self._eval: dict[int, dict[int, EvalPoint]] = {}
         self._values: dict[str, list[float]] = {}
@@ -116,8 +116,9 @@ class Aggregator:
     def _speed_metrics(self, parts: Mapping[int, TrainPoint], steps_ms: Sequence[float]) -> dict[str, float]:
         step_ms = statistics.fmean(steps_ms)
         rate = self._global_batch_size / step_ms * 1e3
+        rates = [self._global_batch_size / ms * 1e3 for ms in steps_ms if ms > 0]
         self._record(STEP_MS, steps_ms)
-        self._record(SAMPLES_PER_S, (self._global_batch_size / ms * 1e3 for ms in steps_ms if ms > 0))
+        self._record(SAMPLES_PER_S, rates)
         metrics = {
             STEP_MS.name: step_ms,
             SAMPLES_PER_S.name: rate,
@@ -125,13 +126,16 @@ class Aggregator:
         }
         if self._tokens_per_sample:
             metrics[TOKENS_PER_S.name] = rate * self._tokens_per_sample
+            self._record(TOKENS_PER_S, (r * self._tokens_per_sample for r in rates))
         workers = [p for rank, p in parts.items() if rank not in self._mesh.shards]
         metrics |= self._compute_metrics(workers, steps_ms)
-        data_wait_ms = statistics.fmean(p.data_wait_ms for p in workers)
-        metrics["perf/data_wait_pct"] = 100 * data_wait_ms / step_ms
+        waits = {DATA_WAIT_PCT: 100 * statistics.fmean(p.data_wait_ms for p in workers) / step_ms}
         comm = [p.comm_share for p in workers if p.comm_share is not None]
         if comm:
-            metrics["perf/comm_pct"] = 100 * statistics.fmean(comm)
+            waits[COMM_PCT] = 100 * statistics.fmean(comm)
+        for spec, pct in waits.items():
+            self._record(spec, [pct])
+            metrics[spec.name] = pct
         return metrics
 
     def _compute_metrics(self, workers: Sequence[TrainPoint], steps_ms: Sequence[float]) -> dict[str, float]:
@@ -171,8 +175,10 @@ class Aggregator:
         timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)
         self.timeline = timeline
         self._record(BUBBLE_PCT, [100 * timeline.bubble])
+        self._record(BUSIEST_PCT, [100 * timeline.busiest])
         metrics = {
             BUBBLE_PCT.name: 100 * timeline.bubble,
+            BUSIEST_PCT.name: 100 * timeline.busiest,
             BUBBLE_THEORY_PCT.name: 100 * timeline.theoretical_bubble,
         }
         for stage, share in timeline.stage_busy().items():

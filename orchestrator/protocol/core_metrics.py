@@ -55,7 +55,13 @@ STEP_MS = MetricSpec(
     ),
 )
 
-TOKENS_PER_S = MetricSpec(name="perf/tokens_per_s", format="rate", summaries=(Summary(key="tokens_per_s"),))
+TOKENS_PER_S = MetricSpec(
+    name="perf/tokens_per_s",
+    format="rate",
+    summaries=(
+        Summary(key="tokens_per_s", derive="harmonic_mean", column=Column(heading="tokens/s", position=12, priority=4)),
+    ),
+)
 
 FLOPS_PER_SAMPLE = MetricSpec(name="perf/flops_per_sample", summaries=(Summary(key="flops_per_sample"),))
 
@@ -66,6 +72,30 @@ MFU_PCT = MetricSpec(
     summaries=(Summary(key="mfu_pct", derive="median", column=Column(heading="MFU", position=15, priority=8)),),
 )
 """Model FLOPs utilization: the FLOPs of the run per second, as a share of the peak rates of its devices."""
+
+COMM_PCT = MetricSpec(
+    name="perf/comm_pct",
+    format="{:.0f}%",
+    summaries=(Summary(key="comm_pct", derive="median", column=Column(heading="comm", position=42, priority=7)),),
+)
+"""The share of a step that workers wait for the gradients of other ranks."""
+
+DATA_WAIT_PCT = MetricSpec(
+    name="perf/data_wait_pct",
+    format="{:.0f}%",
+    summaries=(
+        Summary(key="data_wait_pct", derive="median", column=Column(heading="data wait", position=44, priority=6)),
+    ),
+)
+"""The share of a step that workers wait for samples."""
+
+PEAK_MEMORY_MB = MetricSpec(
+    name="perf/peak_memory_mb",
+    reduce="max",
+    format="{:,.0f}",
+    summaries=(Summary(key="peak_memory_mb", column=Column(heading="peak MB", position=46, priority=5)),),
+)
+"""The peak memory of the largest worker."""
 
 BUBBLE_THEORY_PCT = MetricSpec(
     name="pipeline/bubble_theory_pct", format="{:.0f}%", summaries=(Summary(key="bubble_theory_pct"),)
@@ -83,6 +113,13 @@ BUBBLE_PCT = MetricSpec(
     ),
 )
 
+BUSIEST_PCT = MetricSpec(
+    name="pipeline/busiest_worker_pct",
+    format="{:.0f}%",
+    summaries=(Summary(key="busiest_worker_pct", derive="median"),),
+)
+"""The share of a step that the busiest worker of a pipeline computes: what it lacks is not due to uneven stages."""
+
 SAMPLES_SEEN = MetricSpec(name="train/samples_seen")
 
 CORE_METRICS = (
@@ -94,8 +131,12 @@ CORE_METRICS = (
     TOKENS_PER_S,
     MFU_PCT,
     STEP_MS,
+    COMM_PCT,
+    DATA_WAIT_PCT,
+    PEAK_MEMORY_MB,
     FLOPS_PER_SAMPLE,
     BUBBLE_THEORY_PCT,
     BUBBLE_PCT,
+    BUSIEST_PCT,
     SAMPLES_SEEN,
 )

@@ -108,6 +108,12 @@ def reduce_over_ranks(metrics: Mapping[int, Metric]) -> float | None:
             return metrics[0].value if 0 in metrics else None
 
 
+def summary_value(summary: Mapping[str, Any], key: str) -> float | None:
+    """Return the number under ``key`` of a run's summary; None if there is none or it is not finite."""
+    found = summary.get(key)
+    return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
+
+
 class MetricRegistry:
     """The metrics of a run by name, in the order of their declaration."""
 

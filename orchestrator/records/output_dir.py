@@ -91,7 +91,7 @@ class OutputDir:
         if self.remote is None:
             yield from rundir.all_runs(self.path)
             return
-        days = [entry.name for entry in self.remote.list() if not entry.is_file and not entry.name.startswith(".")]
+        days = [entry.name for entry in self.remote.list() if not entry.is_file and entry.name[:1].isdecimal()]
         for day in sorted(days, reverse=True):
             names = [entry.name for entry in self.remote.list(day) if not entry.is_file]
             for name in sorted(names, reverse=True):

@@ -218,6 +218,16 @@ class RunDir:
                 write_json(self.record_file, record, durable=True)
 
 
+def state_of(run_dir: RunDir) -> str:
+    """Return the state in ``run.json``, or ``died`` for a run that is running without a driver.
+
+    Raises:
+        ValueError: the record is damaged.
+    """
+    state = str(run_dir.read_record().get("state") or "-")
+    return "died" if state == "running" and run_dir.driver_if_running() is None else state
+
+
 def create(output_dir: Path, name: str) -> RunDir:
     """Create an empty run directory below ``output_dir``.
 

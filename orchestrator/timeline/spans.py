@@ -54,6 +54,11 @@ class Timeline:
         """The measured bubble, 0 to 1: the mean over the replicas."""
         return statistics.fmean(bubble(workers) for workers in self.replicas)
 
+    @property
+    def busiest(self) -> float:
+        """The share of the step, 0 to 1, in which the busiest worker works."""
+        return max(busy_s(spans) / extent_s(workers) for workers in self.replicas for spans in workers)
+
     def stage_busy(self) -> dict[int, float]:
         """Return, by stage, the share of a step, 0 to 1, that it works: the mean over the replicas."""
         shares: dict[int, float] = {}

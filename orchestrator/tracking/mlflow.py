@@ -31,7 +31,7 @@ SMALL_IMAGE_PIXELS = 256
 
 UID_TAG = "orchestrator.run_uid"
 SWEEP_TAG = "orchestrator.sweep_id"
-_PARENT_TAG = "mlflow.parentRunId"
+PARENT_TAG = "mlflow.parentRunId"
 _DESCRIPTION_TAG = "mlflow.note.content"
 _IMAGES_TAG = "mlflow.loggedImages"
 """Tells MLflow's page to show image charts."""
@@ -85,7 +85,7 @@ class MlflowBackend:
         if command := record.get("command"):
             tags[_DESCRIPTION_TAG] = f"`{command}`"
         if sweep := record.get("sweep"):
-            tags[_PARENT_TAG] = _sweep_run(client, run.info.experiment_id, sweep, start_time, running)
+            tags[PARENT_TAG] = _sweep_run(client, run.info.experiment_id, sweep, start_time, running)
         _log_params_and_tags(client, run, params=record.get("params", {}), tags=tags)
         if running and run.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")
@@ -204,7 +204,7 @@ def _close_sweep(client: MlflowClient, run_id: str, sweep: Mapping[str, str], en
     parent = _find(client, experiment_id, SWEEP_TAG, sweep["id"])
     assert parent is not None, "open_run creates it"
     parent_id = parent.info.run_id
-    children = client.search_runs([experiment_id], f"tags.`{_PARENT_TAG}` = '{parent_id}'")
+    children = client.search_runs([experiment_id], f"tags.`{PARENT_TAG}` = '{parent_id}'")
     statuses = {child.info.status for child in children}
     if "RUNNING" in statuses:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,55 @@ def test_sweep_is_one_family(
     (parent,) = {c.data.tags["mlflow.parentRunId"] for c in children}
     assert client.get_run(parent).info.status == "FINISHED"
 
-    capsys.readouterr()
-    assert compare.main(["--last", "2"]) == 0
+    (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    assert {r["sweep"]["id"] for r in records} == {sweep.name}
+    printed = capsys.readouterr().out
+    assert "run 1 of 2: strategy=single\n" in printed
+    assert re.search(r"run 2 of 2: strategy=ddp; about \d+s left\n", printed)
+    assert re.search(r"fastest: \w+ x\d with .* samples/s", printed)
+    assert "| strategy | workers | samples/s |" in (sweep / "report.md").read_text()
+    assert (sweep / "compare.png").stat().st_size > 10_000
+    assert (sweep / "report.html").stat().st_size > 10_000
+
+    assert compare.main(["--sweep", sweep.name[:8], "--no-picture"]) == 0
     table = capsys.readouterr().out
     for word in ("single", "ddp", "samples/s"):
         assert word in table
-    assert (tmp_path / "outputs" / "compare.png").stat().st_size > 10_000
+
+
+def test_a_failing_run_stops_no_other_and_a_resumed_sweep_repeats_only_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "strategy=single", "tracking=none", "train.steps=30", "checkpoint.every=20", "job.hidden=16"]
+    words += ["recovery.max_failures=0", "recovery.chaos=[raise@25:0],[]"]
+    assert launch.main(words) == 1
+    printed = capsys.readouterr().out
+    assert "run 2 of 2: 'recovery.chaos=[]'" in printed or "run 2 of 2: recovery.chaos=[]" in printed
+    assert "not finished: 1 run; continue the sweep with: " in printed
+    records = {p.parent: json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))}
+    assert [r["state"] for r in records.values()] == ["failed", "finished"]
+
+    assert launch.main([*words, "resume=auto"]) == 1
+    printed = capsys.readouterr().out
+    assert "1 of 2 runs finished before" in printed
+    assert "resumed from step 20" in printed
+    assert printed.count("digits-single: strategy single") == 1
+    assert {p.parent for p in tmp_path.glob("outputs/*/*/run.json")} == set(records)
+    (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    assert "finished" in (sweep / "report.md").read_text()
+
+
+def test_runs_that_do_not_fit_are_left_out_where_the_sweep_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch.main(["-m", "experiment=compare", "train.global_batch_size=1", "plan=true"]) == 0
+    output = capsys.readouterr()
+    assert "left out: strategy=ddp: train.global_batch_size=1: fewer than one sample" in output.out
+    assert "plan: digits-single" in output.out
+    assert launch.main(["-m", "experiment=compare", "train.steps=0"]) == 2
+    assert "train.steps=0" in capsys.readouterr().err
 
 
 def test_one_bad_run_stops_a_sweep_before_it_starts(

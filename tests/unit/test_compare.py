@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.compare import main
-from orchestrator.display.comparison import labels, read_run, table
-from orchestrator.display.comparison_plot import read_curve
+from orchestrator.display.comparison import labels, read_curve, read_run
+from orchestrator.display.comparison_analysis import Comparison
+from orchestrator.display.comparison_table import table
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal
@@ -73,6 +77,10 @@ def output_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def table_of(runs: Iterable[RunDir]) -> str:
+    return table(Comparison([read_run(run.path) for run in runs]))
+
+
 def rows(text: str) -> dict[str, list[str]]:
     """The rows of a table by the name of the run."""
     cells = [line.split() for line in text.splitlines()]
@@ -85,22 +93,23 @@ def test_table_has_every_figure_and_guesses_none(output_dir: Path, capsys: pytes
     found = rows(text)
     assert list(found) == ["12-30-01-digits-ddp", "12-31-01-digits-single", "12-32-01-digits-ddp"]
     assert found["12-31-01-digits-single"] == [
-        *("finished", "single", "1", "4,000", "█████▊", "1.00x", "14.9", "16.3", "0.0423", "0.9780", "4.2", "0")
+        *("finished", "single", "1", "4,000", "█████▊", "1.00x", "-", "14.9", "16.3", "0.0423", "0.9780", "4.2", "0")
     ]
-    assert found["12-30-01-digits-ddp"][3:6] == ["7,000", "█" * 10, "1.75x"]
-    assert found["12-32-01-digits-ddp"] == ["finished", "ddp", "4", *["-"] * 8]
+    assert found["12-30-01-digits-ddp"][3:7] == ["7,000", "█" * 10, "1.75x", "88%"]
+    assert found["12-32-01-digits-ddp"] == ["finished", "ddp", "4", *["-"] * 9]
     assert "speed: relative to single x1" in text
     assert not (output_dir / "compare.png").exists()
 
 
-def test_bubbles_have_a_column_where_any_run_has_one(output_dir: Path) -> None:
-    assert "bubble" not in table([read_run(run.path) for run in rundir.all_runs(output_dir)])
+def test_bubbles_have_a_column_where_any_run_has_one(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "bubble" not in table_of(rundir.all_runs(output_dir))
     staged = {**SUMMARY, "bubble_pct": 31.4, "bubble_theory_pct": 27.3}
     make_run(output_dir, "12-33-01-digits-pipeline", strategy="pipeline", **staged)
-    text = table([read_run(run.path) for run in rundir.all_runs(output_dir)])
+    text = table_of(rundir.all_runs(output_dir))
     assert "bubble (theory)" in text
     assert "31% (27%)" in text
-    assert rows(text)["12-31-01-digits-single"][8] == "-"
+    assert rows(text)["12-31-01-digits-single"][9] == "-"
 
 
 def test_last_takes_the_newest_in_their_order(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,14 +129,14 @@ def test_without_a_single_run_the_first_measured_one_is_the_base(tmp_path: Path)
         make_run(tmp_path, "12-31-01-b", strategy="ddp", **SUMMARY),
         make_run(tmp_path, "12-32-01-c", strategy="pipeline", **{**SUMMARY, "samples_per_s": 2000.0}),
     ]
-    text = table([read_run(run.path) for run in runs])
+    text = table_of(runs)
     assert "relative to ddp x2, 12:31:01" in text
     assert "0.50x" in rows(text)["12-32-01-c"]
 
 
 def test_speeds_are_relative_to_a_run_of_the_same_work(tmp_path: Path) -> None:
     def run(name: str, strategy: str, samples_per_s: float, **work: Any) -> Any:
-        return read_run(make_run(tmp_path, name, strategy=strategy, samples_per_s=samples_per_s, **work).path)
+        return make_run(tmp_path, name, strategy=strategy, samples_per_s=samples_per_s, **work)
 
     runs = [
         run("12-30-01-a", "single", 4000.0),
@@ -136,7 +145,7 @@ def test_speeds_are_relative_to_a_run_of_the_same_work(tmp_path: Path) -> None:
         run("12-33-01-d", "single", 60.0, job="gpt"),
         run("12-34-01-e", "ddp", 300.0, hidden=4096),
     ]
-    text = table(runs)
+    text = table_of(runs)
     speeds = {name: next(cell for cell in cells if cell.endswith("x")) for name, cells in rows(text).items()}
     assert list(speeds.values()) == ["1.00x", "1.75x", "1.50x", "1.00x", "1.00x"]
     assert "speed: relative to single x2 digits, single x2 gpt, of the same job" in text
@@ -147,7 +156,7 @@ def test_a_narrow_table_names_what_it_leaves_out(
     columns: int, output_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = table([read_run(run.path) for run in rundir.all_runs(output_dir)])
+    text = table_of(rundir.all_runs(output_dir))
     assert max(len(line) for line in text.splitlines()) <= columns
     assert "columns left out: restarts" in text
     assert "4,000" in text
@@ -175,9 +184,64 @@ def test_picture(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         make_run(tmp_path, f"12-3{n}-01-run", strategy="ddp", points=points, **(SUMMARY if n % 2 == 0 else {}))
     assert main(["--output-dir", str(tmp_path), "--last", "6"]) == 0
     picture = tmp_path / "compare.png"
-    assert f"picture: {picture}" in capsys.readouterr().out
+    assert f"picture: {picture}\npage: {tmp_path / 'compare.html'}" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000
+
+
+def test_the_page_is_whole_and_needs_no_network(output_dir: Path) -> None:
+    make_run(output_dir, "12-33-01-a", strategy="ddp", job="</script>", **SUMMARY)
+    assert main(["--output-dir", str(output_dir)]) == 0
+    page = (output_dir / "compare.html").read_text()
+    assert not re.search(r"(src|href)=[\"']?(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    loaded = json.loads(data)
+    assert [run["name"] for run in loaded["runs"]] == [
+        "ddp x2 digits",
+        "single x1 digits",
+        "ddp x4 digits",
+        "ddp x2 </script>",
+    ]
+    assert loaded["runs"][0]["curve"]["losses"][:2] == [2.0, 1.0]
+    assert loaded["verdict"][0].startswith("fastest: ddp x2 digits with 7,000 samples/s, 1.75x single x1 digits")
+
+
+def test_json_and_csv_have_the_same_values(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--output-dir", str(output_dir), "--target-loss", "0.5"]
+    assert main([*words, "--json"]) == 0
+    from_json = json.loads(capsys.readouterr().out)["runs"]
+    assert main([*words, "--csv"]) == 0
+    from_csv = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [{k: "" if v is None else str(v) for k, v in row.items()} for row in from_json] == from_csv
+    assert from_json[0]["scaling_efficiency"] == pytest.approx(0.875)
+    assert [row["seconds_to_target_loss"] for row in from_json] == [1.5, 1.5, 1.5]
+    assert not (output_dir / "compare.png").exists()
+
+
+@pytest.mark.parametrize(("chosen", "names"), [("ab", ["12-31-01-b", "12-32-01-c"]), ("last", ["12-33-01-d"])])
+def test_the_runs_of_a_sweep(chosen: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, sweep in (("12-30-01-a", None), ("12-31-01-b", "abc"), ("12-32-01-c", "abc"), ("12-33-01-d", "xyz")):
+        run = make_run(tmp_path, name, strategy="ddp", **SUMMARY)
+        run.update_record(sweep=None if sweep is None else {"id": sweep, "name": "seed=0,1"})
+    words = ["--output-dir", str(tmp_path), "--no-picture"]
+    assert main([*words, "--sweep", chosen]) == 0
+    assert list(rows(capsys.readouterr().out)) == names
+    assert main([*words, "--sweep", "none"]) == 2
+    assert "no runs of the sweep none" in capsys.readouterr().err
+
+
+def test_repeats_are_one_row_with_mean_and_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, speed in enumerate((3900.0, 4100.0)):
+        run = make_run(tmp_path, f"12-3{seed}-01-a", strategy="ddp", **{**SUMMARY, "samples_per_s": speed})
+        run.update_record(params={"job.hidden": 512, "seed": seed})
+    words = ["--output-dir", str(tmp_path), "--no-picture"]
+    assert main(words) == 0
+    assert "--group shows repeats as one row" in capsys.readouterr().out
+    assert main([*words, "--group"]) == 0
+    text = capsys.readouterr().out
+    assert list(rows(text)) == ["12-30-01-a,"]
+    assert "12-30-01-a, 2 runs" in text
+    assert "4,000 ±2.5%" in text
 
 
 def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +264,7 @@ def test_unreadable_record(content: str, output_dir: Path, capsys: pytest.Captur
 def test_a_record_with_unexpected_values_is_shown_without_them(tmp_path: Path) -> None:
     run = make_run(tmp_path, "12-30-01-a", strategy="ddp", samples_per_s=None, final_loss="much", step_ms_p50=1.5)
     run.update_record(plan=None, state=None)
-    found = rows(table([read_run(run.path)]))["12-30-01-a"]
+    found = rows(table_of([run]))["12-30-01-a"]
     assert found == ["-", "ddp", "-", "-", "-", "1.5", *["-"] * 5]
 
 
@@ -244,5 +308,5 @@ def test_ascii_stdout(output_dir: Path) -> None:
         env={"PYTHONIOENCODING": "ascii", "PATH": "", "COLUMNS": "160"},
     )
     text = done.stdout.decode("ascii")
-    assert "7,000 |##########" in text
+    assert "7,000  ##########" in text
     assert "12-33-01-gr??e" in text

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from orchestrator.config.build import ConfigError, build
-from orchestrator.config.compose import compose, to_dict, to_yaml
+from orchestrator.config.compose import compose, preset_sweep, to_dict, to_yaml
 from orchestrator.config.overrides import GROUPS, choices, conf_dir, expand_sweep
 from orchestrator.config.schema import (
     LARGEST_SEED,
@@ -279,7 +279,10 @@ def test_the_key_of_another_strategy_names_its_owner() -> None:
         ("strategy=null", f"strategy=null: unknown; valid: {', '.join(choices('strategy'))}"),
         ("strategy=[ddp,single]", f"strategy=[ddp,single]: unknown; valid: {', '.join(choices('strategy'))}"),
         ("job=gptt", f"job=gptt: unknown; did you mean gpt? (valid: {', '.join(choices('job'))})"),
-        ("experiment=qick", "experiment=qick: unknown; did you mean quick? (valid: quick)"),
+        (
+            "experiment=qick",
+            f"experiment=qick: unknown; did you mean quick? (valid: {', '.join(choices('experiment'))})",
+        ),
     ],
 )
 def test_unknown_words_of_a_group(word: str, said: str) -> None:
@@ -374,6 +377,9 @@ def test_a_config_error_survives_pickling() -> None:
         (["job.x=[1,2]"], [["job.x=[1,2]"]]),
         (["job.x=[1,2],[3]"], [["job.x=[1,2]"], ["job.x=[3]"]]),
         (["job.x={a:1,b:2}"], [["job.x={a:1,b:2}"]]),
+        (["strategy=glob(*pipe*)"], [["strategy=ddp_pipeline"], ["strategy=pipeline"]]),
+        (["strategy=glob([d*,h*],exclude=*p*)"], [["strategy=hogwild"]]),
+        (["train.steps=choice(5,6)"], [["train.steps=5"], ["train.steps=6"]]),
         (["seed=range(0,3)"], [["seed=0"], ["seed=1"], ["seed=2"]]),
         (["output_dir=~/x"], [["output_dir='~/x'"]]),
     ],
@@ -382,10 +388,32 @@ def test_a_sweep_is_every_combination_in_order(words: list[str], runs: list[list
     assert expand_sweep(words) == runs
 
 
+def test_a_preset_adds_its_keys_to_a_sweep_unless_they_are_given() -> None:
+    preset = {"strategy": "single,ddp", "train.steps": "5"}
+    assert expand_sweep(["seed=1"], preset) == [
+        ["seed=1", f"strategy={name}", "train.steps=5"] for name in ("single", "ddp")
+    ]
+    assert expand_sweep(["strategy=dp"], preset) == [["strategy=dp", "train.steps=5"]]
+
+
+@pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "quick"])
+def test_every_preset_of_a_sweep_has_several_valid_runs(name: str) -> None:
+    words = [f"experiment={name}"]
+    runs = expand_sweep(words, preset_sweep(words))
+    assert len(runs) > 2
+    for run in runs:
+        assert errors_of(*run) == []
+    assert preset_sweep(["experiment=quick"]) == {}
+
+
 def test_what_is_no_list_of_values_cannot_be_swept() -> None:
     with pytest.raises(ConfigError) as error:
-        expand_sweep(["seed=interval(0,1)", "strategy=glob(*)", "bar"])
-    assert sorted(f.partition(":")[0] for f in error.value.errors) == ["bar", "seed=interval(0,1)", "strategy=glob(*)"]
+        expand_sweep(["seed=interval(0,1)", "train.steps=glob(*)", "bar"])
+    assert sorted(f.partition(":")[0] for f in error.value.errors) == [
+        "bar",
+        "seed=interval(0,1)",
+        "train.steps=glob(*)",
+    ]
 
 
 # Types of fields, as a person's job may have them -------------------------------------------------

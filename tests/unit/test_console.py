@@ -273,6 +273,12 @@ def test_verdict_says_where_samples_are() -> None:
     assert "samples: /runs/1/samples" in printed(STARTED, FORMED, replace(FINISHED, summary=summary))
 
 
+def test_verdict_says_what_limited_a_run_that_finished() -> None:
+    summary = {**FINISHED.summary, "limit": "limited by computation"}
+    assert "limited by computation" in printed(STARTED, FORMED, replace(FINISHED, summary=summary))
+    assert "limited by computation" not in printed(STARTED, FORMED, replace(KILLED, summary=summary))
+
+
 def test_verdict_is_said_again_after_a_late_warning() -> None:
     lines = printed(STARTED, FINISHED, Warned(message="12 points are missing"))
     assert "warning: 12 points are missing" in lines

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.display.comparison import read_run, table
+from orchestrator.display.comparison import read_run
+from orchestrator.display.comparison_analysis import Comparison
+from orchestrator.display.comparison_table import table
 from orchestrator.display.console import make_console
 from orchestrator.display.panel import RunView, draw
 from orchestrator.planning.mesh import Mesh
@@ -80,10 +82,10 @@ def test_a_declared_metric_has_a_column_in_compare_if_a_run_has_it(
     for run in runs.values():
         run.path.mkdir()
         run.update_record(strategy="hogwild", job="digits", summary={"final_loss": 0.5})
-    before = table([read_run(run.path) for run in runs.values()])
+    before = table(Comparison([read_run(run.path) for run in runs.values()]))
     assert "staleness" not in before
     runs["12-31-01-new"].update_record(summary=aggregator.summary(), metrics=metrics)
-    text = table([read_run(run.path) for run in runs.values()])
+    text = table(Comparison([read_run(run.path) for run in runs.values()]))
     headings = text.splitlines()[0].split()
     assert headings == [*before.splitlines()[0].split()[:-3], "staleness", *before.splitlines()[0].split()[-3:]]
     (new,) = (line.split() for line in text.splitlines() if line.startswith("12-31-01-new"))

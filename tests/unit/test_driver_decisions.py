@@ -187,6 +187,7 @@ def test_bubble_of_replicas_beside_that_of_theory() -> None:
     assert pipeline == {
         "pipeline/bubble_pct": pytest.approx((50 + 62.5) / 2),
         "pipeline/bubble_theory_pct": pytest.approx(50),
+        "pipeline/busiest_worker_pct": pytest.approx(50),
         "pipeline/stage_0_busy_pct": pytest.approx((50 + 37.5) / 2),
         "pipeline/stage_1_busy_pct": pytest.approx((50 + 37.5) / 2),
         "pipeline/stage_0_peak_memory_mb": 200.0,

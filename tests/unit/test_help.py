@@ -130,7 +130,7 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
         ("cluster.add", ["cluster.address="]),
         ("launch strategy=s", ["strategy=single"]),
         ("comp", ["compare"]),
-        ("s", ["seed=", "storage.", "strategy.", "strategy=", "sync"]),
+        ("s", ["seed=", "show", "storage.", "strategy.", "strategy=", "sweep.", "sync"]),
         ("strategy=ddp comp", []),
         ("compare out", []),
     ],

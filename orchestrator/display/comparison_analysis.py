@@ -1,0 +1,295 @@
+"""What a comparison of runs says: speeds, scaling, repeats, noise, and settings that differ. Pure."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from orchestrator.display.comparison import Curve, Run, labels
+from orchestrator.display.text import count, first_few, number, rate
+from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
+
+RATE = SAMPLES_PER_S.summaries[0].key
+FINAL_LOSS = LOSS.summaries[0].key
+
+_EQUAL_LOSS = 1e-3
+"""Relative difference below which final losses count as equal."""
+
+_CLOSE_SPEED = 0.05
+"""Relative difference of speeds below which a single run of each may well be noise."""
+
+_NO_EFFECT = (
+    "name",
+    "plan",
+    "tracking.",
+    "storage.",
+    "sweep.",
+    "checkpoint.keep",
+    "cluster.dashboard",
+    "cluster.address",
+)
+"""Keys that change neither speed nor loss; and all timeouts."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side, in this order. ``target_loss``: the training loss to which the time is compared."""
+
+    runs: Sequence[Run]
+    target_loss: float | None = None
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """The labels of the runs by their location."""
+        return {run.location: label for run, label in zip(self.runs, labels(self.runs), strict=True)}
+
+    @cached_property
+    def curves(self) -> Mapping[str, Curve]:
+        """The loss curves of the runs by their location."""
+        return {run.location: run.curve() for run in self.runs}
+
+    @cached_property
+    def baselines(self) -> Mapping[str, Run]:
+        """By work, the run that speeds are relative to: the first ``single`` one with a throughput, else the first."""
+        measured = [run for run in self.runs if run.value(RATE)]
+        found = {run.work: run for run in reversed(measured)}
+        return found | {run.work: run for run in reversed(measured) if run.strategy == "single"}
+
+    def name(self, run: Run) -> str:
+        """Return the label of ``run``."""
+        return self.names[run.location]
+
+    def relative_speed(self, run: Run) -> float | None:
+        """Return the throughput of ``run`` relative to that of its baseline; None if either is unknown."""
+        base = self.baselines.get(run.work)
+        speed, base_speed = run.value(RATE), base and base.value(RATE)
+        return speed / base_speed if speed and base_speed else None
+
+    def scaling_efficiency(self, run: Run) -> float | None:
+        """Return the throughput per worker relative to that of the smallest run of the same work.
+
+        That is the run with the fewest workers of the same strategy, or of ``single``. None if it has as many workers
+        as ``run``.
+        """
+        own = _rate_per_worker(run)
+        smaller = [self._smallest.get((run.work, strategy)) for strategy in (run.strategy, "single")]
+        bases = [base for base in smaller if base is not None and (base.workers or 0) < (run.workers or 0)]
+        if own is None or not bases:
+            return None
+        per_worker = _rate_per_worker(min(bases, key=lambda base: base.workers or 0))
+        return own / per_worker if per_worker else None
+
+    @cached_property
+    def _smallest(self) -> Mapping[tuple[str, str], Run]:
+        """By work and strategy, the run with the fewest workers."""
+        measured = [run for run in self.runs if _rate_per_worker(run)]
+        by_size = sorted(measured, key=lambda run: run.workers or 0, reverse=True)
+        return {(run.work, run.strategy): run for run in by_size}
+
+    def seconds_to_target(self, run: Run) -> float | None:
+        """Return the seconds that ``run`` takes to reach the target loss; None if it does not."""
+        return None if self.target_loss is None else self.curves[run.location].seconds_to(self.target_loss)
+
+    @cached_property
+    def grouped(self) -> Comparison:
+        """The same comparison with one row for each configuration: the mean of its runs that have finished."""
+        groups = _repeats(self.runs)
+        first = {group[0].location: _mean(group) for group in groups}
+        others = {run.location for group in groups for run in group[1:]}
+        runs = [first.get(run.location, run) for run in self.runs if run.location not in others]
+        return Comparison(runs, self.target_loss)
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether a configuration has several runs."""
+        return len(self.grouped.runs) < len(self.runs)
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """Return one sentence for each job: which run was the fastest, and how the losses compare."""
+    grouped = comparison.grouped
+    works = dict.fromkeys(run.work for run in grouped.runs)
+    return [sentence for work in works if (sentence := _verdict(grouped, work))]
+
+
+def _verdict(comparison: Comparison, work: str) -> str | None:
+    runs = [run for run in comparison.runs if run.work == work and run.value(RATE)]
+    if not runs:
+        return None
+    fastest = max(runs, key=lambda run: run.value(RATE) or 0.0)
+    text = f"fastest: {comparison.name(fastest)} with {rate(fastest.value(RATE) or 0.0)} samples/s"
+    base = comparison.baselines[work]
+    if fastest is not base:
+        text += f", {comparison.relative_speed(fastest):.2f}x {comparison.name(base)}"
+        if (efficiency := comparison.scaling_efficiency(fastest)) is not None:
+            text += f" ({efficiency:.0%} scaling efficiency)"
+    widest = _widest_margin(comparison)
+    equal = [run for run in runs if run is not fastest and widest and _overlap(run, fastest, widest)]
+    if equal:
+        text += f"; within the noise of it: {first_few([comparison.name(run) for run in equal], 3)}"
+    losses = {run.location: loss for run in runs if (loss := run.value(FINAL_LOSS)) is not None}
+    if len(losses) < 2:
+        return text
+    lowest, highest = min(losses.values()), max(losses.values())
+    if highest - lowest <= _EQUAL_LOSS * abs(highest):
+        return f"{text}; all reach the same loss, {number(lowest)}"
+    best = min(losses, key=losses.__getitem__)
+    return f"{text}; lowest loss: {comparison.names[best]} with {number(lowest)}"
+
+
+def noise(comparison: Comparison) -> list[str]:
+    """Return which differences of speed are within the noise, as far as repeats show it.
+
+    Two speeds differ if the ranges of their repeats do not overlap. The range of a configuration without repeats is
+    taken to be as wide, relative to its speed, as the widest of the others.
+    """
+    grouped = comparison.grouped
+    measured = [run for run in grouped.runs if run.value(RATE)]
+    widest = _widest_margin(grouped)
+    if widest is None:
+        return _untold(grouped, measured)
+    lines = [f"noise: the repeats of a configuration differ by up to ±{widest:.1%} in speed"]
+    for run in measured:
+        base = grouped.baselines[run.work]
+        if run is not base and _overlap(run, base, widest):
+            lines.append(f"within the noise: {grouped.name(run)} and {grouped.name(base)}")
+    return lines
+
+
+def _overlap(one: Run, other: Run, widest: float) -> bool:
+    """Whether the ranges of two speeds overlap; ``widest`` is the margin of a run without repeats."""
+    speeds = [run.value(RATE) or 0.0 for run in (one, other)]
+    margins = [_margin(run) if run.repeats > 1 else widest for run in (one, other)]
+    return abs(speeds[0] - speeds[1]) <= sum(s * m for s, m in zip(speeds, margins, strict=True))
+
+
+def _widest_margin(grouped: Comparison) -> float | None:
+    """The widest margin of the configurations with repeats; None without any."""
+    return max((_margin(run) for run in grouped.runs if run.repeats > 1 and run.value(RATE)), default=None)
+
+
+def _untold(comparison: Comparison, measured: Iterable[Run]) -> list[str]:
+    """Name the runs whose speeds are too close to compare without repeats."""
+    close = [
+        comparison.name(run)
+        for run in measured
+        if run is not comparison.baselines[run.work] and abs((comparison.relative_speed(run) or 0) - 1) < _CLOSE_SPEED
+    ]
+    if not close:
+        return []
+    return [f"too close to tell from one run each: {first_few(close)}; repeat with -m seed=0,1,2"]
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """Return in which settings, other than the strategy, and in what else the runs of each job differ."""
+    lines = []
+    for job in dict.fromkeys(run.job for run in runs):
+        own = [run for run in runs if run.job == job]
+        found = [*_different_params(own), *_different_machines(own)]
+        if found:
+            lines.append(f"{job} runs differ in more than the strategy: {first_few(found)}")
+    if len({run.job for run in runs}) > 1:
+        lines.append("the runs train different jobs: compare only runs of the same job")
+    return lines
+
+
+def _different_params(runs: Sequence[Run]) -> list[str]:
+    known = [run for run in runs if run.params]
+    keys = dict.fromkeys(key for run in known for key in run.params if _has_effect(key))
+    found = []
+    for key in keys:
+        values = dict.fromkeys(_shown(run.params.get(key)) for run in known)
+        if len(values) > 1 and not (key == "seed" and _same_seeds(known)):
+            found.append(f"{key} ({first_few(list(values), 4)})")
+    return found
+
+
+def _has_effect(key: str) -> bool:
+    return not key.startswith(("strategy.", *_NO_EFFECT)) and not key.endswith("timeout_s")
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None or value == "None" else str(value)  # MLflow has the text of Python
+
+
+def _same_seeds(runs: Sequence[Run]) -> bool:
+    """Whether every configuration ran with the same seeds."""
+    seeds: dict[str, set[str]] = {}
+    for run in runs:
+        seeds.setdefault(_configuration(run), set()).add(str(run.params.get("seed")))
+    return len({frozenset(found) for found in seeds.values()}) == 1
+
+
+def _different_machines(runs: Sequence[Run]) -> list[str]:
+    known = [run for run in runs if run.machine]
+    found = []
+    for key in dict.fromkeys(key for run in known for key in run.machine):
+        values = dict.fromkeys(run.machine.get(key, "unknown")[:12] for run in known)
+        if len(values) > 1:
+            found.append(f"{key} ({first_few(list(values), 4)})")
+    return found
+
+
+def _configuration(run: Run) -> str:
+    """Equal for the repeats of a run: the same settings except the seed, with the same device and host."""
+    params = {k: _shown(v) for k, v in run.params.items() if k != "seed" and not k.startswith(_NO_EFFECT)}
+    place = [run.machine.get("host"), run.machine.get("device")]
+    return json.dumps([run.strategy, run.workers, run.work, params, place], sort_keys=True)
+
+
+def _repeats(runs: Sequence[Run]) -> list[list[Run]]:
+    """The groups of several finished runs of one configuration. Without recorded settings, nothing is a repeat."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.state == "finished" and run.params:
+            groups.setdefault(_configuration(run), []).append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _mean(group: Sequence[Run]) -> Run:
+    """One run with the means of the ``group``."""
+    keys = dict.fromkeys(key for run in group for key in run.summary)
+    values = {key: [v for run in group if (v := run.value(key)) is not None] for key in keys}
+    complete = {key: found for key, found in values.items() if len(found) == len(group)}
+    return replace(
+        group[0],
+        name=f"{group[0].name}, {count(len(group), 'run')}",
+        summary={key: statistics.fmean(found) for key, found in complete.items()},
+        spread={key: (max(found) - min(found)) / 2 for key, found in complete.items()},
+        repeats=len(group),
+        curve=lambda: _mean_curve([run.curve() for run in group]),
+    )
+
+
+def _mean_curve(curves: Sequence[Curve]) -> Curve:
+    """The mean of curves at the points that all of them have."""
+
+    def mean(columns: Iterable[Sequence[float]]) -> list[float]:
+        return [statistics.fmean(values) for values in zip(*columns, strict=False)]
+
+    return Curve(
+        losses=mean(c.losses for c in curves),
+        samples=mean(c.samples for c in curves),
+        seconds=mean(c.seconds for c in curves),
+    )
+
+
+def _margin(run: Run) -> float:
+    """Half the range of the speeds of the repeats, relative to their mean."""
+    return run.spread.get(RATE, 0.0) / (run.value(RATE) or 1.0)
+
+
+def _rate_per_worker(run: Run) -> float | None:
+    speed = run.value(RATE)
+    return speed / run.workers if speed and run.workers else None
+
+
+def shared_baselines(comparison: Comparison) -> list[str]:
+    """Return the labels of the runs that the speeds of others are relative to."""
+    numbers = Counter(run.work for run in comparison.runs)
+    return [comparison.name(comparison.baselines[w]) for w in numbers if numbers[w] > 1 and w in comparison.baselines]

@@ -1,0 +1,70 @@
+"""The list of runs: one line each, with state, speed, loss and age."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.display.comparison import Run
+from orchestrator.display.comparison_analysis import FINAL_LOSS, RATE
+from orchestrator.display.text import duration, number, rate, takes_unicode
+from orchestrator.display.text_table import TableColumn, text_lines, without_least
+
+_WIDTH_WITHOUT_TERMINAL = 160
+
+
+def run_list(runs: Sequence[Run], *, now: float) -> str:
+    """Return a table with one row per run. A narrow terminal leaves out columns.
+
+    Args:
+        runs: in the order of the rows.
+        now: seconds since the epoch, for the ages.
+    """
+    columns = [
+        TableColumn(heading="run", justify="left", cells=[place(run) for run in runs]),
+        TableColumn(heading="state", justify="left", cells=[run.state for run in runs]),
+        TableColumn(heading="strategy", justify="left", priority=3, cells=[run.strategy for run in runs]),
+        TableColumn(heading="workers", priority=1, cells=[str(run.workers or "-") for run in runs]),
+        TableColumn(heading="job", justify="left", priority=2, cells=[run.job for run in runs]),
+        TableColumn(heading="samples/s", priority=4, cells=[_cell(run.value(RATE), rate) for run in runs]),
+        TableColumn(heading="loss", priority=5, cells=[_cell(run.value(FINAL_LOSS), number) for run in runs]),
+        TableColumn(heading="age", priority=6, cells=[_age(run, now) for run in runs]),
+    ]
+    width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
+    return "\n".join(text_lines(without_least(columns, width), unicode=takes_unicode(sys.stdout)))
+
+
+def place(run: Run) -> str:
+    """Return ``<date>/<time>-<name>``, by which other commands find the run."""
+    return "/".join(run.location.rstrip("/").split("/")[-2:])
+
+
+def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the values of the list for other programs."""
+    return [
+        {
+            "run": place(run),
+            "location": run.location,
+            "state": run.state,
+            "strategy": run.strategy,
+            "workers": run.workers,
+            "job": run.job,
+            RATE: run.value(RATE),
+            FINAL_LOSS: run.value(FINAL_LOSS),
+            "started": run.started,
+        }
+        for run in runs
+    ]
+
+
+def _cell(value: float | None, text: Any) -> str:
+    return "-" if value is None else str(text(value))
+
+
+def _age(run: Run, now: float) -> str:
+    if run.started is None:
+        return "-"
+    days = int((now - run.started) // 86400)
+    return f"{days}d" if days else duration(max(0.0, now - run.started), whole=True)

@@ -1,0 +1,151 @@
+"""What one run was, how it went, where its files are, and which commands may follow. From its directory alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from orchestrator.display.text import count, duration, first_line, number, rate, size
+from orchestrator.protocol.metrics import summary_value
+from orchestrator.records.journal import read_lines
+from orchestrator.records.run_dir import RunDir
+
+_WIDTH_OF_NAMES = 12
+
+
+def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: float) -> str:
+    """Return the report.
+
+    Args:
+        run_dir: the directory of the run.
+        record: the contents of its ``run.json``.
+        state: ``finished``, ``failed``, ``killed``, ``running``, or ``died``: running without a driver.
+        now: seconds since the epoch.
+    """
+    summary: Mapping[str, Any] = record.get("summary") or {}
+    events = [event for event, _ in read_lines(run_dir.events_file)]
+    checkpoint = next((event for event in reversed(events) if event.get("event") == "checkpoint_saved"), None)
+    sections: dict[str, Iterable[str]] = {
+        "run": [str(record.get("name", run_dir.path.name))],
+        "state": [_state(record, state, now), *_reason(events)],
+        "plan": _plan(record),
+        "command": [str(command)] if (command := record.get("command")) else [],
+        "result": _result(summary),
+        "speed": _speed(summary),
+        "healing": _healing(events, summary),
+        "checkpoint": [] if checkpoint is None else [_checkpoint(checkpoint)],
+        "files": [run_dir.location, *_files(run_dir)],
+        "MLflow": _tracking(record, summary),
+        "next": _next_commands(
+            run_dir, record, resumable=checkpoint is not None and state not in ("finished", "running")
+        ),
+    }
+    lines = []
+    for name, texts in sections.items():
+        lines += [f"{'' if i else name:<{_WIDTH_OF_NAMES}}{text}" for i, text in enumerate(texts)]
+    return "\n".join(lines)
+
+
+def _state(record: Mapping[str, Any], state: str, now: float) -> str:
+    started, ended = record.get("started"), record.get("ended")
+    if not isinstance(started, (int, float)):
+        return state
+    if state in ("running", "died") or not isinstance(ended, (int, float)) or ended < started:
+        return f"{state}, started {duration(max(0.0, now - started), whole=True)} ago"
+    ago = duration(max(0.0, now - ended), whole=True)
+    return f"{state} after {duration(ended - started)}, {ago} ago"
+
+
+def _reason(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Why the run ended, if it did not finish."""
+    borders = [event for event in events if event.get("event") in ("run_started", "run_ended")]
+    if borders and (reason := borders[-1].get("reason")):
+        yield first_line(str(reason))
+
+
+def _plan(record: Mapping[str, Any]) -> Iterator[str]:
+    plan = record.get("plan")
+    if not isinstance(plan, Mapping):
+        return
+    steps, samples = (int(plan.get(key, 0)) for key in ("steps", "global_batch_size"))
+    request = f"strategy {plan.get('strategy')}, job {plan.get('job')}, {count(steps, 'step')}"
+    yield f"{request} of {count(samples, 'sample')}"
+    yield f"{count(int(plan.get('world_size', 1)), 'worker')} on {plan.get('device')}"
+    if isinstance(pipeline := plan.get("pipeline"), Mapping):
+        pieces = count(int(pipeline.get("num_microbatches", 1)), "micro-batch", "es")
+        yield f"{count(int(pipeline.get('num_stages', 1)), 'stage')}, {pipeline.get('schedule')}, {pieces}"
+    for note in plan.get("notes") or ():
+        yield f"note: {note}"
+
+
+def _result(summary: Mapping[str, Any]) -> Iterator[str]:
+    keys = [key for key in summary if key == "final_loss" or key.startswith("val_")]
+    values = {key: value for key in keys if (value := summary_value(summary, key)) is not None}
+    parts = [f"{key.replace('_', ' ')} {number(value)}" for key, value in values.items()]
+    if (steps := summary_value(summary, "steps")) is not None:
+        parts.insert(0, count(int(steps), "step"))
+    if parts:
+        yield ", ".join(parts)
+
+
+def _speed(summary: Mapping[str, Any]) -> Iterator[str]:
+    speed, step_ms = (summary_value(summary, key) for key in ("samples_per_s", "step_ms_p50"))
+    if speed is not None:
+        yield f"{rate(speed)} samples/s" + ("" if step_ms is None else f", {step_ms:.1f} ms per step")
+    if (startup_s := summary_value(summary, "startup_s")) is not None:
+        yield f"first step after {duration(startup_s)}"
+    if limit := summary.get("limit"):
+        yield str(limit)
+
+
+def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:
+    """The failures of the run and the recoveries."""
+    for event in events:
+        match event.get("event"):
+            case "worker_lost" | "worker_failed":
+                reason = first_line(str(event.get("reason")))
+                yield f"{event.get('display_name')} lost at step {event.get('step')}: {reason}"
+            case "recovered":
+                seconds, lost = event.get("seconds", 0.0), int(event.get("steps_lost", 0))
+                steps = f"{count(lost, 'step')} repeated" if lost else "no step lost"
+                yield f"continued at step {event.get('step')} after {duration(float(seconds))}, {steps}"
+    effective_pct = summary_value(summary, "effective_time_pct")
+    if effective_pct is not None and summary.get("restarts"):
+        yield f"{effective_pct:.0f}% of the time was training"
+
+
+def _checkpoint(saved: Mapping[str, Any]) -> str:
+    return f"step {saved.get('step')}, {size(float(saved.get('size_bytes', 0)))}: {saved.get('path')}"
+
+
+def _files(run_dir: RunDir) -> Iterator[str]:
+    names = {
+        run_dir.config_file: "the configuration",
+        run_dir.log_file(0).parent: "the output of each rank",
+        run_dir.timeline_picture: "what each stage did in a step",
+        run_dir.profile: "traces of ten steps",
+        run_dir.samples: "samples of the model",
+    }
+    for path, meaning in names.items():
+        if path.exists():
+            yield f"{path.name + ('/' if path.is_dir() else ''):<14}{meaning}"
+
+
+def _tracking(record: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]:
+    if page := summary.get("mlflow_page"):
+        yield str(page)
+    elif (run_id := record.get("mlflow_run_id")) is not None:
+        yield f"run {run_id} on {(record.get('tracking') or {}).get('uri')}"
+
+
+def _next_commands(run_dir: RunDir, record: Mapping[str, Any], *, resumable: bool) -> Iterator[str]:
+    command = str(record.get("command", ""))
+    if resumable and command.startswith("python "):
+        words = [word for word in shlex.split(command) if not word.startswith("resume=")]
+        yield shlex.join([*words, f"resume={run_dir.location}"])
+    sweep = record.get("sweep") or {}
+    chosen = f"--sweep {sweep['id'][:8]}" if sweep else "--last 5"
+    yield f"python -m orchestrator.compare {chosen}"
+    if record.get("mlflow_run_id") is None and (record.get("tracking") or {}).get("uri"):
+        yield f"python -m orchestrator.sync {shlex.quote(run_dir.location)}"

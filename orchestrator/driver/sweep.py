@@ -1,0 +1,246 @@
+"""A sweep: which of its runs are still to do, its progress on the console, and the comparison at its end."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import compose
+from orchestrator.config.overrides import masked, values
+from orchestrator.config.redact import Redactor
+from orchestrator.display.comparison import CompareError, Run, read_run
+from orchestrator.display.comparison_analysis import Comparison, verdict
+from orchestrator.display.comparison_page import write_page
+from orchestrator.display.comparison_plot import draw
+from orchestrator.display.comparison_table import markdown, table
+from orchestrator.display.report import errors_text
+from orchestrator.display.text import count, duration, writable
+from orchestrator.driver.preflight.paths import absolute_paths, output_dir
+from orchestrator.driver.result import RunResult
+from orchestrator.records.output_dir import OutputDir, fetch
+from orchestrator.records.run_dir import RunDir
+from orchestrator.records.sweep_dir import SweepDir, all_sweeps, runs_of
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.strategies import registry
+
+NOT_STARTED = 2
+"""The exit code of a run whose configuration or directory is wrong."""
+
+FAILED = 1
+"""The exit code of a run that an error in the orchestrator has ended."""
+
+
+class Execute(Protocol):
+    """Executes one run, which is recorded as a part of ``sweep``."""
+
+    def __call__(self, *, sweep: Mapping[str, str] | None) -> RunResult: ...
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    """The runs of one command with ``-m``, in their order.
+
+    Args:
+        words: the overrides as typed, for the command that continues the sweep.
+        runs: the overrides of each run, without ``resume``, with secrets masked; they identify the run.
+        output: where the runs are.
+        redactor: masks secrets in what is printed and written.
+        sweep_id: identifies the sweep in the records and in MLflow.
+        finished: directories of the runs that an earlier command has finished, by the number of the run.
+    """
+
+    words: Sequence[str]
+    runs: Sequence[tuple[str, ...]]
+    output: OutputDir
+    redactor: Redactor
+    sweep_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    finished: dict[int, RunDir] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    """Those of the runs that are left out."""
+    exit_code: int = 0
+    """The largest exit code of its runs."""
+    _numbers: list[int] = field(default_factory=list)
+    _seconds: list[float] = field(default_factory=list)
+    _unfinished: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The overrides in which the runs differ: ``strategy=single,ddp``."""
+        given: dict[str, dict[str, None]] = {}  # dicts as ordered sets
+        for override in (override for run in self.runs for override in run):
+            key, _, value = override.partition("=")
+            given.setdefault(key, {})[value] = None
+        return " ".join(f"{key}={','.join(found)}" for key, found in given.items() if len(found) > 1) or "sweep"
+
+    @property
+    def directory(self) -> SweepDir:
+        """Where the record and the report of the sweep are."""
+        return SweepDir.of(self.output, self.sweep_id)
+
+    def leaves_out(self, overrides: Sequence[str], errors: Sequence[str]) -> bool:
+        """Leave out the run if ``sweep.unfit=skip``; returns whether it is left out."""
+        if values(overrides).get("sweep.unfit") != "skip":
+            return False
+        self.errors += errors
+        name = self._run_name(self._number(overrides))
+        self.say(f"left out: {name}: {errors[0].removeprefix(f'{name}: ')}")
+        return True
+
+    def begin(self, planned: Sequence[Sequence[str]]) -> None:
+        """Record the sweep before its first run. ``planned``: the overrides of the runs to execute, in order."""
+        self._numbers = [self._number(overrides) for overrides in planned]
+        self._unfinished = list(self._numbers)
+        runs = [list(run) for run in self.runs]
+        try:
+            self.directory.write_record(id=self.sweep_id, name=self.name, started=time.time(), runs=runs)
+        except OSError as e:
+            raise ConfigError([f"{self.directory.path}: cannot be written ({e.strerror or e})"]) from e
+
+    def run(self, overrides: Sequence[str], execute: Execute) -> RunResult | None:
+        """Execute a run and report the progress; an error ends this run only. Returns None after an error."""
+        number = self._number(overrides)
+        self.say(self._progress(number))
+        began = time.monotonic()
+        try:
+            result = execute(sweep={"id": self.sweep_id, "name": self.name, "run": str(number)})
+        except ConfigError as e:
+            print(errors_text(e.errors), file=sys.stderr)
+            self.exit_code = max(self.exit_code, NOT_STARTED)
+            return None
+        except Exception:
+            traceback.print_exc()
+            self.exit_code = max(self.exit_code, FAILED)
+            return None
+        self._seconds.append(time.monotonic() - began)
+        self.exit_code = max(self.exit_code, result.exit_code)
+        if result.status == "FINISHED":
+            self._unfinished.remove(number)
+        return result
+
+    def end(self) -> None:
+        """Show and write the comparison of all runs, and say how to continue what is not finished."""
+        try:
+            self._report()
+        except (OSError, CompareError) as e:
+            self.say(f"warning: no report of the sweep was written: {e}")
+        if self._unfinished:
+            again = [masked(word, self.redactor) for word in self.words if not word.startswith("resume=")]
+            command = shlex.join(["python", "-m", "orchestrator.launch", "-m", *again, "resume=auto"])
+            self.say(f"not finished: {count(len(self._unfinished), 'run')}; continue the sweep with: {command}")
+
+    def _report(self) -> None:
+        runs = self._runs()
+        if not runs:
+            return
+        comparison, directory = Comparison(runs), self.directory
+        title = f"Sweep {self.name}"
+        self.say("\n".join(["", title, table(comparison), *verdict(comparison)]))
+        directory.report.write_text(markdown(comparison.grouped, title=title))
+        draw(comparison, directory.picture)
+        write_page(comparison, directory.page, title=title)
+        directory.upload(directory.report, directory.picture, directory.page)
+        self.say(f"report: {directory.location_of(directory.page)}")
+
+    def _runs(self) -> list[Run]:
+        """The runs of the sweep that have a directory, in the order of the sweep."""
+        found = {**runs_of(self.output, self.sweep_id), **self.finished}
+        for run_dir in found.values():
+            fetch(run_dir, [run_dir.metrics_file.name])
+        return [read_run(found[number].path) for number in sorted(found)]
+
+    def _progress(self, number: int) -> str:
+        text = f"\nrun {number} of {len(self.runs)}: {self._run_name(number)}"
+        if self._seconds:
+            remaining = len(self._numbers) - self._numbers.index(number)
+            text += f"; about {duration(statistics.fmean(self._seconds) * remaining, whole=True)} left"
+        return text
+
+    def _run_name(self, number: int) -> str:
+        """The overrides that distinguish the run from the others."""
+        others = [set(run) for run in self.runs]
+        shared = set.intersection(*others) if len(others) > 1 else set()
+        return " ".join(o for o in self.runs[number - 1] if o not in shared) or "all defaults"
+
+    def _number(self, overrides: Sequence[str]) -> int:
+        """The number of a run in the sweep, from 1."""
+        return self.runs.index(_identity(overrides, self.redactor)) + 1
+
+    def say(self, text: str) -> None:
+        """Print ``text``, with secrets masked."""
+        print(writable(self.redactor.text(text), sys.stdout), flush=True)
+
+
+def open_sweep(
+    words: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor
+) -> tuple[Sweep, list[list[str]]]:
+    """Return the sweep with these ``runs``, and the overrides of those that are still to do.
+
+    With ``resume=auto``, it is the newest sweep of the same runs that is not complete. Its finished runs are not
+    repeated, and the others continue from their last checkpoint.
+
+    Args:
+        words: the overrides as typed.
+        runs: the overrides of each run.
+        redactor: learns the secrets of the overrides.
+
+    Raises:
+        ConfigError: two runs are equal; or every run of the sweep to resume is finished.
+        StorageError: the store with the runs cannot be used.
+    """
+    for run in runs:
+        redactor.learn(values(run))
+    identities = [_identity(run, redactor) for run in runs]
+    if len(set(identities)) < len(identities):
+        raise ConfigError(["two runs of the sweep are equal; leave out values that are given twice"])
+    sweep = Sweep(words=words, runs=identities, output=_output(runs[0]), redactor=redactor)
+    if not all("resume=auto" in run for run in runs):
+        return sweep, [list(run) for run in runs]
+    return _resumed(sweep, runs)
+
+
+def _resumed(sweep: Sweep, runs: Sequence[Sequence[str]]) -> tuple[Sweep, list[list[str]]]:
+    new = [[o for o in run if not o.startswith("resume=")] for run in runs]
+    for directory in all_sweeps(sweep.output):
+        try:
+            record = directory.read_record()
+        except ValueError:
+            continue
+        if sorted(tuple(run) for run in record.get("runs", [])) != sorted(sweep.runs):
+            continue
+        sweep.runs = [tuple(run) for run in record["runs"]]
+        found = runs_of(sweep.output, record["id"])
+        finished = {n: run_dir for n, run_dir in found.items() if run_dir.read_record().get("state") == "finished"}
+        if len(finished) == len(sweep.runs):
+            break
+        sweep.sweep_id, sweep.finished = record["id"], finished
+        sweep.say(f"sweep {sweep.sweep_id[:8]}: {len(finished)} of {count(len(sweep.runs), 'run')} finished before")
+        return sweep, [run + _resume(found.get(n)) for run in new if (n := sweep._number(run)) not in finished]
+    sweep.say("resume=auto: no sweep of these runs is unfinished; this is a new one")
+    return sweep, new
+
+
+def _resume(run_dir: RunDir | None) -> list[str]:
+    """The override that continues a run; none if it has no checkpoint, and starts again."""
+    if run_dir is None or not CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
+        return []
+    return [f"resume='{run_dir.location}'"]
+
+
+def _identity(overrides: Sequence[str], redactor: Redactor) -> tuple[str, ...]:
+    return tuple(masked(o, redactor) for o in overrides if not o.startswith("resume="))
+
+
+def _output(overrides: Sequence[str]) -> OutputDir:
+    """The directory of the runs, as far as the overrides are valid; the check of the runs reports the errors."""
+    kept = [o for o in overrides if o.startswith(("output_dir=", "storage."))]
+    config, _ = compose(kept, [], registry.config_class)
+    return OutputDir(Path()) if config is None else output_dir(absolute_paths(config))

@@ -1,0 +1,108 @@
+"""What a sweep leaves on disk: which runs it has, and the report that compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.output_dir import OutputDir
+from orchestrator.records.run_dir import RunDir
+from orchestrator.storage.remote import Remote
+
+SWEEPS = "sweeps"
+_RECORD = "sweep.json"
+
+
+@dataclass(frozen=True)
+class SweepDir:
+    """The directory ``<output_dir>/sweeps/<id>/``; ``remote`` is the same on a store, if ``output_dir`` is a URL."""
+
+    path: Path
+    remote: Remote | None = None
+
+    @classmethod
+    def of(cls, output: OutputDir, sweep_id: str) -> SweepDir:
+        """Return the directory of the sweep ``sweep_id``, which may not exist."""
+        name = f"{SWEEPS}/{sweep_id}"
+        return cls(output.path / name, None if output.remote is None else output.remote.child(name))
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.md"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "compare.png"
+
+    @property
+    def page(self) -> Path:
+        return self.path / "report.html"
+
+    def location_of(self, path: Path) -> str:
+        """Return where the user finds the file ``path`` of the sweep."""
+        return str(path if self.remote is None else self.remote.child(path.name))
+
+    def read_record(self) -> dict[str, Any]:
+        """Return what :meth:`write_record` wrote; empty if there is nothing.
+
+        Raises:
+            ValueError: the record is damaged.
+        """
+        return read_json(self.path / _RECORD)
+
+    def write_record(self, **values: Any) -> None:
+        """Write the record of the sweep.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / _RECORD, values)
+        self.upload(self.path / _RECORD)
+
+    def upload(self, *files: Path) -> None:
+        """Copy files of the sweep to the store, if there is one.
+
+        Raises:
+            StorageError: the store cannot be used.
+        """
+        if self.remote is not None:
+            for file in files:
+                self.remote.put(file, file.name)
+
+
+def all_sweeps(output: OutputDir) -> Iterator[SweepDir]:
+    """Yield every sweep that has a record, the newest first.
+
+    Raises:
+        StorageError: the store cannot be used.
+    """
+    if output.remote is not None:
+        for entry in output.remote.list(SWEEPS):
+            sweep = SweepDir.of(output, entry.name)
+            assert sweep.remote is not None
+            if any(file.name == _RECORD for file in sweep.remote.list()):
+                sweep.remote.fetch(_RECORD, sweep.path / _RECORD)
+    records = (output.path / SWEEPS).glob(f"*/{_RECORD}")
+    for record in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
+        yield SweepDir.of(output, record.parent.name)
+
+
+def runs_of(output: OutputDir, sweep_id: str) -> dict[int, RunDir]:
+    """Return the newest run directory of each run of the sweep, by the number of the run.
+
+    Raises:
+        StorageError: the store cannot be used.
+    """
+    found: dict[int, RunDir] = {}
+    for run_dir in output.runs():
+        try:
+            sweep = run_dir.read_record().get("sweep") or {}
+        except ValueError:
+            continue
+        if sweep.get("id") == sweep_id and str(sweep.get("run", "")).isdecimal():
+            found.setdefault(int(sweep["run"]), run_dir)
+    return found

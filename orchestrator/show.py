@@ -1,0 +1,63 @@
+"""Tell what a run was and how it went: ``orchestrator show <run>``.
+
+Exit codes: 0 done; 2 wrong arguments, or no such run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from orchestrator.display.run_report import run_report
+from orchestrator.display.text import writable
+from orchestrator.records.output_dir import OutputDir, fetch, find_run
+from orchestrator.records.run_dir import RunDir, state_of
+from orchestrator.storage.remote import StorageError, is_url
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = argparse.ArgumentParser(prog="orchestrator show", description="Tell what a run was and how it went.")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        default="last",
+        help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last` (default: last)",
+    )
+    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
+    options = parser.parse_args(argv)
+    try:
+        run_dir = _find(options.run, OutputDir.of(options.output_dir))
+        if run_dir is None:
+            return _refuse(f"{options.run}: no such run in {options.output_dir}; `orchestrator runs` lists them")
+        fetch(run_dir)
+        print(writable(_report(run_dir), sys.stdout))
+    except (StorageError, ValueError) as e:
+        return _refuse(str(e))
+    return 0
+
+
+def _report(run_dir: RunDir) -> str:
+    return run_report(run_dir, run_dir.read_record(), state=state_of(run_dir), now=time.time())
+
+
+def _find(text: str, output: OutputDir) -> RunDir | None:
+    if text == "last":
+        return next(output.runs(), None)
+    if is_url(text) or find_run(text) is not None:
+        return find_run(text)
+    for run_dir in output.runs():
+        if text in (run_dir.path.name, "/".join(run_dir.path.parts[-2:])):
+            return run_dir
+    return None
+
+
+def _refuse(message: str) -> int:
+    print(writable(f"show: {message}", sys.stderr), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What a comparison says about runs: speeds, scaling, repeats, noise and settings that differ."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from orchestrator.display.comparison import Curve, Run
+from orchestrator.display.comparison_analysis import Comparison, differences, noise, verdict
+
+_numbers = itertools.count()
+
+
+def run(
+    strategy: str,
+    workers: int,
+    samples_per_s: float | None = None,
+    *,
+    final_loss: float | None = None,
+    machine: dict[str, str] | None = None,
+    losses: tuple[float, ...] = (),
+    **params: Any,
+) -> Run:
+    summary = {"samples_per_s": samples_per_s, "final_loss": final_loss}
+    place = f"run-{next(_numbers)}"
+    given = {"seed": 0, "strategy.name": strategy} | {key.replace("__", "."): value for key, value in params.items()}
+    return Run(
+        name=place,
+        location=place,
+        state="finished",
+        strategy=strategy,
+        job="digits",
+        work="digits",
+        workers=workers,
+        summary={key: value for key, value in summary.items() if value is not None},
+        params=given,
+        machine=machine or {},
+        curve=lambda: Curve(losses=losses, samples=range(len(losses)), seconds=[2.0 * i for i in range(len(losses))]),
+    )
+
+
+def efficiencies(*runs: Run) -> list[float | None]:
+    comparison = Comparison(runs)
+    found = [comparison.scaling_efficiency(run) for run in runs]
+    return [None if e is None else round(e, 3) for e in found]
+
+
+def test_efficiency_is_relative_to_the_smallest_run_of_the_strategy() -> None:
+    assert efficiencies(run("ddp", 2, 200.0), run("ddp", 4, 300.0), run("ddp", 8, 400.0)) == [None, 0.75, 0.5]
+
+
+def test_efficiency_is_relative_to_single_where_it_is_smaller() -> None:
+    assert efficiencies(run("single", 1, 100.0), run("ddp", 2, 150.0), run("ddp", 4, 200.0)) == [None, 0.75, 0.5]
+    assert efficiencies(run("single", 1, 100.0), run("ddp", 1, 80.0), run("ddp", 2, 120.0)) == [None, None, 0.75]
+
+
+def test_efficiency_is_unknown_without_a_smaller_run_of_the_same_work() -> None:
+    assert efficiencies(run("ddp", 2, 200.0), run("pipeline", 4, 300.0), run("ddp", 4)) == [None, None, None]
+
+
+def test_time_to_a_target_loss_is_that_of_the_first_point_that_reaches_it() -> None:
+    runs = [run("ddp", 2, losses=(2.0, 0.9, 1.1, 0.5)), run("single", 1, losses=(2.0, 1.5))]
+    comparison = Comparison(runs, target_loss=1.0)
+    assert [comparison.seconds_to_target(r) for r in runs] == [2.0, None]
+
+
+def test_repeats_become_their_mean_in_the_place_of_the_first() -> None:
+    runs = [
+        run("single", 1, 90.0, seed=0, losses=(2.0, 1.0)),
+        run("ddp", 2, 200.0),
+        run("single", 1, 110.0, seed=1, losses=(4.0, 3.0, 2.0)),
+    ]
+    comparison = Comparison(runs)
+    single, ddp = comparison.grouped.runs
+    assert comparison.has_repeats
+    assert (single.repeats, single.value("samples_per_s"), single.spread["samples_per_s"]) == (2, 100.0, 10.0)
+    assert list(single.curve().losses) == [3.0, 2.0]
+    assert ddp is runs[1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        run("ddp", 2, 200.0, seed=1, train__steps=7),
+        run("ddp", 2, 200.0, seed=1, strategy__bucket_mb=1),
+        run("ddp", 2, 200.0, seed=1, machine={"host": "b"}),
+    ],
+    ids=["a setting", "a setting of the strategy", "the host"],
+)
+def test_runs_that_differ_in_more_than_the_seed_are_no_repeats(other: Run) -> None:
+    assert not Comparison([run("ddp", 2, 200.0), other]).has_repeats
+    assert Comparison([run("ddp", 2, 200.0), run("ddp", 2, 200.0, seed=1, tracking__uri="x")]).has_repeats
+
+
+def test_a_difference_is_within_the_noise_if_the_repeats_overlap() -> None:
+    single = [run("single", 1, 100.0), run("single", 1, 110.0, seed=1)]
+    near = [run("ddp", 2, 108.0), run("ddp", 2, 120.0, seed=1)]
+    far = [run("ddp", 2, 150.0), run("ddp", 2, 160.0, seed=1)]
+    assert "within the noise: ddp x2 and single x1" in noise(Comparison([*single, *near]))
+    assert noise(Comparison([*single, *far])) == [
+        "noise: the repeats of a configuration differ by up to ±4.8% in speed"
+    ]
+
+
+def test_a_run_without_repeats_gets_the_widest_noise_of_the_others() -> None:
+    single = [run("single", 1, 90.0), run("single", 1, 110.0, seed=1)]
+    assert "within the noise: ddp x2 and single x1" in noise(Comparison([*single, run("ddp", 2, 118.0)]))
+    assert len(noise(Comparison([*single, run("ddp", 2, 130.0)]))) == 1
+
+
+def test_without_repeats_only_close_speeds_are_doubted() -> None:
+    assert noise(Comparison([run("single", 1, 100.0), run("ddp", 2, 150.0)])) == []
+    (line,) = noise(Comparison([run("single", 1, 100.0), run("ddp", 2, 103.0)]))
+    assert line == "too close to tell from one run each: ddp x2; repeat with -m seed=0,1,2"
+
+
+def test_settings_that_differ_beside_the_strategy_are_listed() -> None:
+    runs = [
+        run("single", 1, train__global_batch_size=64, cluster__node_timeout_s=3, machine={"host": "a"}),
+        run("ddp", 2, train__global_batch_size=128, cluster__node_timeout_s=4, machine={"host": "b"}, seed=1),
+    ]
+    assert differences(runs) == [
+        "digits runs differ in more than the strategy: seed (0, 1), train.global_batch_size (64, 128), host (a, b)"
+    ]
+
+
+def test_seeds_are_no_difference_if_every_configuration_has_the_same() -> None:
+    runs = [run(strategy, 2, seed=seed) for strategy in ("ddp", "hogwild") for seed in (0, 1)]
+    assert differences(runs) == []
+    assert differences(runs[1:]) == ["digits runs differ in more than the strategy: seed (1, 0)"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "end"),
+    [
+        ((0.5, 0.50001), "all reach the same loss, 0.5000"),
+        ((0.5, 0.4), "lowest loss: ddp x2 with 0.4000"),
+    ],
+)
+def test_verdict_names_the_fastest_run_and_the_losses(losses: tuple[float, float], end: str) -> None:
+    runs = [run("single", 1, 100.0, final_loss=losses[0]), run("ddp", 2, 170.0, final_loss=losses[1])]
+    start = "fastest: ddp x2 with 170 samples/s, 1.70x single x1 (85% scaling efficiency)"
+    assert verdict(Comparison(runs)) == [f"{start}; {end}"]
+    assert verdict(Comparison([run("ddp", 2)])) == []
+
+
+def test_verdict_names_runs_that_are_as_fast_within_the_noise() -> None:
+    repeats = [run("ddp", 2, 150.0), run("ddp", 2, 170.0, seed=1)]
+    (sentence,) = verdict(Comparison([*repeats, run("hogwild", 2, 150.0), run("single", 1, 100.0)]))
+    assert sentence.endswith("(80% scaling efficiency); within the noise of it: hogwild x2")
