@@ -39,8 +39,9 @@ from orchestrator.protocol.events import RunEnded, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import process_started_at
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader, recover_orphans
+from orchestrator.tracking.uploader import Uploader, recover_orphans, report_sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +241,8 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
             started_at = time.time()
             if results[-1].status == "KILLED":
                 break
+    if sweep is not None:
+        report_sweep(RunDir(results[-1].run_dir), candidates[0].config.tracking, tuple(candidates[0].redactor.secrets))
     return results
 
 
