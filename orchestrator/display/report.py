@@ -172,7 +172,10 @@ def verdict(
         lines.append(f"profile: {ended.summary['profile']} (open its files in https://ui.perfetto.dev)")
     if "samples" in ended.summary:
         lines.append(f"samples: {ended.summary['samples']}")
-    return lines + [f"next: {command}" for command in ended.next_commands]
+    lines += [f"next: {command}" for command in ended.next_commands]
+    if "mlflow_page" in ended.summary:
+        lines.append(f"charts: {ended.summary['mlflow_page']}")
+    return lines
 
 
 def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:

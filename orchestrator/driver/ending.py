@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
 from orchestrator.driver.result import RESULT_LOST, RunResult
 from orchestrator.driver.uploads import RecordUpload
@@ -60,16 +62,26 @@ class RunEnding:
             summary["profile"] = run_dir.location_of(run_dir.profile)
         if run_dir.samples.is_dir():
             summary["samples"] = run_dir.location_of(run_dir.samples)
+        self._describe(result, summary)
         ended = RunEnded(status=result.status, exit_code=result.exit_code, reason=result.reason, summary=summary)
         self.journal.emit(ended)
         stopped = result.status == "KILLED"
         upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self.tracking.flush_timeout_s)
         summary = {**summary, "mlflow_run_id": upload.run_id}
         self._record(summary=summary, mlflow_run_id=upload.run_id)
+        if upload.page is not None:
+            summary["mlflow_page"] = upload.page
         commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
         result = self._upload_records(replace(result, summary=summary))
         self.console.emit(replace(ended, exit_code=result.exit_code, summary=summary, next_commands=commands))
         return result
+
+    def _describe(self, result: RunResult, summary: Mapping[str, Any]) -> None:
+        """Record the end of the run in words, for MLflow."""
+        with contextlib.suppress(OSError, ValueError):  # a damaged record has been reported
+            record = self.run_dir.read_record()
+            text = describe(record, summary, status=result.status, reason=result.reason)
+            self.run_dir.update_record(description=text)
 
     def _upload_records(self, result: RunResult) -> RunResult:
         """Upload what is left of the records; without it, a run that has finished has the exit code of a loss."""

@@ -42,8 +42,9 @@ from orchestrator.protocol.events import RunEnded, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import process_started_at
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader, recover_orphans
+from orchestrator.tracking.uploader import Uploader, recover_orphans, report_sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +266,8 @@ def run_all(
             results += [] if result is None else [result]
             if result is not None and result.status == "KILLED":
                 break
+    if sweep is not None:
+        report_sweep(RunDir(results[-1].run_dir), candidates[0].config.tracking, tuple(candidates[0].redactor.secrets))
     return results
 
 

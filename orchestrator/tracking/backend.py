@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from orchestrator.records.journal import Ending, Sample
@@ -16,6 +17,13 @@ class Point(NamedTuple):
     value: float
     time: float
     step: int
+
+
+class OpenedRun(NamedTuple):
+    """A run on the server: its id there, and the address of the page that compares it with others, if there is one."""
+
+    id: str
+    page: str | None
 
 
 class TrackingBackend(Protocol):
@@ -32,8 +40,8 @@ class TrackingBackend(Protocol):
     def uri(self) -> str:
         """The address of the server, which may contain passwords."""
 
-    def open_run(self, record: Mapping[str, Any], *, run_id: str | None, start_time: float, running: bool) -> str:
-        """Find or create a run, set its tags and parameters, and return its id on the server.
+    def open_run(self, record: Mapping[str, Any], *, run_id: str | None, start_time: float, running: bool) -> OpenedRun:
+        """Find or create a run, and set its tags and parameters.
 
         Args:
             record: the contents of ``run.json``.
@@ -49,4 +57,7 @@ class TrackingBackend(Protocol):
         """Store a text or an image, whose file exists."""
 
     def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
-        """Store the summary, the final status and the artifacts of a run that has ended."""
+        """Store the summary, the final status, the description and the artifacts of a run that has ended."""
+
+    def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
+        """Store the report of the sweep that a run belongs to; ``sweep`` has its id and name."""

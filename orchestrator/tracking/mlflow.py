@@ -16,23 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.journal import Ending, Sample, clean_name
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.backend import Point
+from orchestrator.tracking import mlflow_sweep, views
+from orchestrator.tracking.backend import OpenedRun, Point
 from orchestrator.tracking.database import create_database
-from orchestrator.tracking.uri import sqlite_path
+from orchestrator.tracking.sweep_report import TEXT
+from orchestrator.tracking.tags import run_tags
+from orchestrator.tracking.uri import sqlite_path, web_page
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Experiment, Run
     from mlflow.tracking import MlflowClient
 
 MAX_PARAMS_PER_BATCH = 100
 MAX_PARAM_LENGTH = 500
-MAX_TAG_LENGTH = 5000
 SMALL_IMAGE_PIXELS = 256
 
 UID_TAG = "orchestrator.run_uid"
-SWEEP_TAG = "orchestrator.sweep_id"
-PARENT_TAG = "mlflow.parentRunId"
-_DESCRIPTION_TAG = "mlflow.note.content"
 _IMAGES_TAG = "mlflow.loggedImages"
 """Tells MLflow's page to show image charts."""
 
@@ -67,7 +66,7 @@ class MlflowBackend:
     def uri(self) -> str:
         return self._uri
 
-    def open_run(self, record: Mapping[str, Any], *, run_id: str | None, start_time: float, running: bool) -> str:
+    def open_run(self, record: Mapping[str, Any], *, run_id: str | None, start_time: float, running: bool) -> OpenedRun:
         client = self._connected()
         run = _active_run(client, run_id) if run_id else None
         if run is None:
@@ -81,15 +80,17 @@ class MlflowBackend:
                     run_name=record["name"],
                 )
         run_id = str(run.info.run_id)
-        tags = {clean_name(k): str(v)[:MAX_TAG_LENGTH] for k, v in record.get("tags", {}).items()}
-        if command := record.get("command"):
-            tags[_DESCRIPTION_TAG] = f"`{command}`"
+        experiment_id = run.info.experiment_id
+        view = views.COMPARE
         if sweep := record.get("sweep"):
-            tags[PARENT_TAG] = _sweep_run(client, run.info.experiment_id, sweep, start_time, running)
-        _log_params_and_tags(client, run, params=record.get("params", {}), tags=tags)
+            start_ms = _milliseconds(start_time)
+            mlflow_sweep.open_sweep(client, experiment_id, sweep, start_ms=start_ms, running=running)
+            view = views.sweep_view(sweep["id"], sweep["name"], created_ms=start_ms)
+        _log_params_and_tags(client, run, params=record.get("params", {}), tags=run_tags(record))
         if running and run.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")
-        return run_id
+        server = web_page(self._uri)
+        return OpenedRun(run_id, None if server is None else views.page(server, experiment_id, view))
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
         client = self._connected()
@@ -114,14 +115,16 @@ class MlflowBackend:
         """
         client = self._connected()
         bars = [
-            Point(clean_name(f"summary/{key}"), float(value), ending.time, 0)
+            Point(clean_name(f"summary/{key}"), _rounded(float(value)), ending.time, 0)
             for key, value in ending.summary.items()
             if _is_number(value)
         ]
         self.log_points(run_id, bars)
+        run = client.get_run(run_id)
+        _log_params_and_tags(client, run, params={}, tags=run_tags(record))
         client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
         if sweep := record.get("sweep"):
-            _close_sweep(client, run_id, sweep, ending)
+            mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep, ending)
         for name in _ARTIFACT_FILES:
             if (path := run_dir.path / name).is_file():
                 client.log_artifact(run_id, str(path))
@@ -129,6 +132,12 @@ class MlflowBackend:
             folder = run_dir.path / name
             if folder.is_dir() and any(p.is_file() for p in folder.rglob("*")):
                 client.log_artifacts(run_id, str(folder), artifact_path=name)
+
+    def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
+        client = self._connected()
+        report = next((file.read_text() for file in files if file.name == TEXT), "")
+        experiment_id = client.get_run(run_id).info.experiment_id
+        mlflow_sweep.close_sweep(client, experiment_id, sweep, report=report, files=files)
 
     def _connected(self) -> MlflowClient:
         if self._client is None:
@@ -155,12 +164,21 @@ def _active_run(client: MlflowClient, run_id: str) -> Run | None:
 
 
 def _experiment(client: MlflowClient, name: str, uri: str) -> str:
+    """Find or create an experiment with our views of its runs, and return its id."""
+    experiment = _find_or_create_experiment(client, name, uri)
+    for key, value in views.experiment_tags().items():
+        if experiment.tags.get(key) != value:
+            client.set_experiment_tag(experiment.experiment_id, key, value)
+    return str(experiment.experiment_id)
+
+
+def _find_or_create_experiment(client: MlflowClient, name: str, uri: str) -> Experiment:
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         try:
-            return str(client.create_experiment(name, artifact_location=_artifacts(uri, name)))
+            client.create_experiment(name, artifact_location=_artifacts(uri, name))
         except MlflowException as e:
             if e.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -168,7 +186,7 @@ def _experiment(client: MlflowClient, name: str, uri: str) -> str:
         assert experiment is not None
     if experiment.lifecycle_stage != "active":
         raise ValueError(f"tracking.experiment={name}: deleted on the server; restore it or choose another name")
-    return str(experiment.experiment_id)
+    return experiment
 
 
 def _artifacts(uri: str, experiment: str) -> str | None:
@@ -182,34 +200,6 @@ def _artifacts(uri: str, experiment: str) -> str | None:
 def _find(client: MlflowClient, experiment_id: str, tag: str, value: str) -> Run | None:
     runs = client.search_runs([experiment_id], f"tags.`{tag}` = '{value}'", max_results=1)
     return runs[0] if runs else None
-
-
-def _sweep_run(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], start: float, running: bool) -> str:
-    parent = _find(client, experiment_id, SWEEP_TAG, sweep["id"])
-    if parent is None:
-        parent = client.create_run(
-            experiment_id,
-            start_time=_milliseconds(start),
-            tags={SWEEP_TAG: sweep["id"]},
-            run_name=sweep["name"],
-        )
-    elif running and parent.info.status != "RUNNING":
-        client.update_run(parent.info.run_id, status="RUNNING")
-    return str(parent.info.run_id)
-
-
-def _close_sweep(client: MlflowClient, run_id: str, sweep: Mapping[str, str], ending: Ending) -> None:
-    """Give the sweep the worst status of its runs, unless one of them is still running."""
-    experiment_id = client.get_run(run_id).info.experiment_id
-    parent = _find(client, experiment_id, SWEEP_TAG, sweep["id"])
-    assert parent is not None, "open_run creates it"
-    parent_id = parent.info.run_id
-    children = client.search_runs([experiment_id], f"tags.`{PARENT_TAG}` = '{parent_id}'")
-    statuses = {child.info.status for child in children}
-    if "RUNNING" in statuses:
-        return
-    worst = next((s for s in ("FAILED", "KILLED") if s in statuses), "FINISHED")
-    client.set_terminated(parent_id, worst, _milliseconds(ending.time))
 
 
 def _log_params_and_tags(client: MlflowClient, run: Run, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
@@ -255,6 +245,11 @@ def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 def _milliseconds(time: float) -> int:
     return round(time * 1000)
+
+
+def _rounded(value: float) -> float:
+    """``value`` with as many digits as a column of MLflow's table shows; whole numbers stay."""
+    return value if value.is_integer() else float(f"{value:.5g}")
 
 
 def _is_number(value: Any) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.tracking.mlflow import PARENT_TAG, SWEEP_TAG, UID_TAG, connect
+from orchestrator.tracking.mlflow import UID_TAG, connect
+from orchestrator.tracking.tags import SWEEP_ID
 
 _SUMMARY = "summary/"
 
@@ -50,10 +51,7 @@ def newest_runs(
     experiments = [str(e.experiment_id) for e in client.search_experiments()]
     condition = f"tags.`{UID_TAG}` LIKE '%'"
     if sweep is not None:
-        parents = client.search_runs(experiments, f"tags.`{SWEEP_TAG}` LIKE '{sweep}%'", max_results=1)
-        if not parents:
-            return
-        condition = f"tags.`{PARENT_TAG}` = '{parents[0].info.run_id}'"
+        condition += f" AND tags.{SWEEP_ID} LIKE '{sweep}%'"
         most = 1000
     for run in client.search_runs(experiments, condition, max_results=most, order_by=["attributes.start_time DESC"]):
         yield TrackedRun(client=client, run_id=str(run.info.run_id), record=_record(run))

@@ -20,6 +20,7 @@ from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import locked
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.backend import Point, TrackingBackend
+from orchestrator.tracking.sweep_report import find_report
 from orchestrator.tracking.uri import redact_uri
 
 _NOT_UPLOADED = ("checkpoints", "metrics.jsonl", "events.jsonl")
@@ -32,15 +33,19 @@ class Cursor:
 
     ``points`` counts the uploaded values, from the first ``offset`` bytes of ``metrics.jsonl``. ``samples_offset`` is
     the byte of ``events.jsonl`` after the last uploaded sample. ``closed_at`` is the time of the ending that has been
-    uploaded with its artifacts, None if none has. ``error`` says why the last attempt failed.
+    uploaded with its artifacts, None if none has. ``sweep_at`` is the age of the uploaded report of the sweep, None if
+    none has been. ``page`` is the address of the page with the charts, None if there is none. ``error`` says
+    why the last attempt failed.
     """
 
     uri: str = ""
     run_id: str | None = None
+    page: str | None = None
     offset: int = 0
     points: int = 0
     samples_offset: int = 0
     closed_at: float | None = None
+    sweep_at: float | None = None
     error: str | None = None
 
 
@@ -93,6 +98,8 @@ class Transfer:
                 with self._masked_files() as run_dir:
                     self._backend.close_run(run_id, self._record(), ending, run_dir)
             self._upload_samples(run_id)
+            if ending:
+                self._upload_sweep_report(run_id)
             if ending and closing:
                 self._advance(closed_at=ending.time, error=None)
             elif self.cursor.error:
@@ -111,18 +118,31 @@ class Transfer:
                     self._backend.log_sample(run_id, sample._replace(path=masked))
                 self._advance(samples_offset=offset, closed_at=None, error=None)
 
+    def _upload_sweep_report(self, run_id: str) -> None:
+        sweep = self._run_dir.read_record().get("sweep")
+        files = find_report(self._run_dir, sweep) if sweep else []
+        changed = max((file.stat().st_mtime for file in files), default=None)
+        if changed is None or changed == self.cursor.sweep_at:
+            return
+        with tempfile.TemporaryDirectory(prefix="upload-") as folder:
+            copies = [Path(folder) / file.name for file in files]
+            for file, copy in zip(files, copies, strict=True):
+                self._mask_file(file, copy)
+            self._backend.log_sweep(run_id, self._redactor.data(sweep), copies)
+        self._advance(sweep_at=changed)
+
     def _open(self, *, running: bool) -> str:
         if not self._opened or self.cursor.run_id is None:
-            run_id = self._backend.open_run(
+            opened = self._backend.open_run(
                 self._record(),
                 run_id=self.cursor.run_id,
                 start_time=_start_time(self._run_dir),
                 running=running,
             )
-            if run_id != self.cursor.run_id:
+            if opened.id != self.cursor.run_id:
                 # The server does not have the run of the cursor: upload everything again.
                 self.cursor = Cursor(uri=self.cursor.uri)
-                self._advance(run_id=run_id)
+                self._advance(run_id=opened.id, page=opened.page)
             self._opened = True
         assert self.cursor.run_id is not None
         return self.cursor.run_id

@@ -44,18 +44,20 @@ _MAX_RESTARTS = 3
 class Upload:
     """What the tracking server has of a run.
 
-    ``uploaded`` and ``missing`` count values of metrics. ``complete`` is True if the server has every value, the final
-    status and the artifacts. ``error`` says why the last attempt failed, None if it did not.
+    ``page`` is the address of the page that compares it with others; None if there is none. ``uploaded`` and
+    ``missing`` count values of metrics. ``complete`` is True if the server has every value, the final status and the
+    artifacts. ``error`` says why the last attempt failed, None if it did not.
     """
 
     run_id: str | None
+    page: str | None
     uploaded: int
     missing: int
     complete: bool
     error: str | None
 
 
-_NOTHING_TO_UPLOAD = Upload(run_id=None, uploaded=0, missing=0, complete=True, error=None)
+_NOTHING_TO_UPLOAD = Upload(run_id=None, page=None, uploaded=0, missing=0, complete=True, error=None)
 
 
 class Uploader:
@@ -76,15 +78,7 @@ class Uploader:
         """
         if tracking.uri is None:
             return cls(run_dir, None)
-        options = FollowerOptions(
-            uri=tracking.uri,
-            request_timeout_s=tracking.request_timeout_s,
-            upload_every_s=tracking.upload_every_s,
-            flush_timeout_s=tracking.flush_timeout_s,
-            events_offset=_size(run_dir.events_file),
-            driver=this_process(),
-            secrets=tuple(secrets),
-        )
+        options = _options(tracking, secrets, events_offset=_size(run_dir.events_file))
         return cls(run_dir, options)
 
     def problem(self) -> str | None:
@@ -165,6 +159,7 @@ class Uploader:
         closed = ending is not None and ending.time == cursor.closed_at
         return Upload(
             run_id=cursor.run_id,
+            page=cursor.page,
             uploaded=cursor.points,
             missing=missing,
             complete=closed and missing == 0,
@@ -198,9 +193,36 @@ def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) 
             orphans[run_dir] = record
     uploads = {run_dir: options for run_dir, record in orphans.items() if (options := _options_for_orphan(record))}
     if uploads:
-        # The thread closes stdin, and reaps the process after the last upload.
-        threading.Thread(target=_spawn(uploads).communicate, daemon=True).start()
+        _upload_in_background(uploads)
     return list(orphans)
+
+
+def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = ()) -> None:
+    """Upload the report of the sweep whose last run is ``run_dir``, in the background. Does not wait for anything.
+
+    ``secrets``: texts to mask in what is uploaded.
+    """
+    if tracking.uri is not None:
+        _upload_in_background({run_dir: _options(tracking, secrets, events_offset=0)})
+
+
+def _upload_in_background(uploads: Mapping[RunDir, FollowerOptions]) -> None:
+    """Upload runs that have ended, one after another. A thread closes stdin and reaps the process."""
+    threading.Thread(target=_spawn(uploads).communicate, daemon=True).start()
+
+
+def _options(tracking: TrackingConfig, secrets: Sequence[str], *, events_offset: int) -> FollowerOptions:
+    """Options for runs that this process drives; ``tracking.uri`` is not None."""
+    assert tracking.uri is not None
+    return FollowerOptions(
+        uri=tracking.uri,
+        request_timeout_s=tracking.request_timeout_s,
+        upload_every_s=tracking.upload_every_s,
+        flush_timeout_s=tracking.flush_timeout_s,
+        events_offset=events_offset,
+        driver=this_process(),
+        secrets=tuple(secrets),
+    )
 
 
 def _options_for_orphan(record: Mapping[str, Any]) -> FollowerOptions | None:

@@ -15,6 +15,8 @@ _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = (*_DATABASES, "http", "https", "databricks")
 _SQLITE = "sqlite:///"
 _EXAMPLE = "sqlite:///mlflow.db"
+_LOCAL_PAGE = "http://127.0.0.1:5000"
+"""Where ``mlflow ui`` listens."""
 _QUERY_VALUE = re.compile(r"([?&])([^=&]+)=([^&]*)")
 
 
@@ -81,6 +83,19 @@ def sqlite_path(uri: str) -> Path | None:
     scheme, separator, rest = uri.partition(":///")
     path = rest.partition("?")[0]
     return Path(path) if scheme.split("+")[0] == "sqlite" and separator and path else None
+
+
+def web_page(uri: str) -> str | None:
+    """Return the address of MLflow's web page: that of the server, or of a local ``mlflow ui`` for a database.
+
+    None for Databricks, whose page is another one.
+    """
+    scheme, _, rest = uri.partition("://")
+    if scheme == "databricks":
+        return None
+    if scheme not in ("http", "https"):
+        return _LOCAL_PAGE
+    return f"{scheme}://{rest.rpartition('@')[2].rstrip('/')}"
 
 
 def redact_uri(uri: str) -> str:

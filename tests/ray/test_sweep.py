@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from orchestrator import compare, launch
 
 
-def test_sweep_is_one_family(
+def test_the_runs_of_a_sweep_are_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -21,9 +21,11 @@ def test_sweep_is_one_family(
     assert [r["strategy"] for r in records] == ["single", "ddp"]
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    children = [client.get_run(r["mlflow_run_id"]) for r in records]
-    (parent,) = {c.data.tags["mlflow.parentRunId"] for c in children}
-    assert client.get_run(parent).info.status == "FINISHED"
+    runs = [client.get_run(r["mlflow_run_id"]) for r in records]
+    (sweep_id,) = {run.data.tags["sweep_id"] for run in runs}
+    (own,) = client.search_runs([runs[0].info.experiment_id], f"tags.`orchestrator.sweep_id` = '{sweep_id}'")
+    assert (own.info.status, own.info.run_name) == ("FINISHED", "sweep: strategy=single,ddp")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("charts: http://127.0.0.1:5000/#/experiments/")
 
     (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
     assert {r["sweep"]["id"] for r in records} == {sweep.name}

@@ -132,6 +132,7 @@ tracking = TrackingConfig(
     request_timeout_s=5,
     upload_every_s=0,
     flush_timeout_s=30,
+    log_model=False,
     system_metrics_every_s=0,
 )
 uploader = Uploader.start(run_dir, tracking)

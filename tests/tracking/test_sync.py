@@ -1,7 +1,6 @@
-"""`orchestrator sync`: runs of any state, sweeps, other servers, and what it refuses."""
+"""`orchestrator sync`: runs of any state, other servers, and what it refuses."""
 
 import shutil
-import uuid
 from pathlib import Path
 
 from helpers.tracked_runs import DEAD_PROCESS, client_of, ended_run, expected, history, log, new_run, run_of, start
@@ -29,18 +28,6 @@ def test_sync_of_a_run_that_goes_on_leaves_it_running(tmp_path, uri, capsys):
     assert sync.main([str(run_dir.path)]) == 0
     assert "still training" in capsys.readouterr().out
     assert run_of(uri, run_dir).info.status == run_dir.read_record()["state"].upper() == "RUNNING"
-
-
-def test_runs_of_a_sweep_are_children_and_the_parent_ends_as_the_worst(tmp_path, uri):
-    sweep = {"id": uuid.uuid4().hex, "name": "single-or-ddp"}
-    runs = [ended_run(tmp_path, uri, status, sweep=sweep) for status in ("FINISHED", "FAILED", "FINISHED")]
-    for run_dir, parent_status in zip(runs, ("FINISHED", "FAILED", "FAILED"), strict=True):
-        assert sync.main([str(run_dir.path)]) == 0
-        parent_id = run_of(uri, run_dir).data.tags["mlflow.parentRunId"]
-        parent = client_of(uri).get_run(parent_id)
-        assert (parent.info.run_name, parent.info.status) == ("single-or-ddp", parent_status)
-    parents = {run_of(uri, r).data.tags["mlflow.parentRunId"] for r in runs}
-    assert len(parents) == 1
 
 
 def test_a_run_that_the_server_has_lost_is_uploaded_again(tmp_path, uri, empty_database):

@@ -7,6 +7,7 @@ import pytest
 from helpers.tracked_runs import ended_run, expected, history, log, new_run, run_of, save_samples
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.records.journal import Ending, Journal
+from orchestrator.tracking.backend import OpenedRun
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import Transfer, final_ending, read_cursor
 
@@ -28,7 +29,7 @@ class MemoryBackend:
 
     def open_run(self, record, *, run_id, start_time, running):
         self._call("open", running)
-        return record["uid"]
+        return OpenedRun(record["uid"], None)
 
     def log_points(self, run_id, points):
         self._call("log", [(p.name, p.step) for p in points])
@@ -38,6 +39,9 @@ class MemoryBackend:
 
     def close_run(self, run_id, record, ending, run_dir):
         self._call("close", ending.status)
+
+    def log_sweep(self, run_id, sweep, files):
+        self._call("sweep", [file.name for file in files])
 
 
 def test_the_upload_needs_no_more_of_a_server_than_the_protocol(tmp_path):

@@ -46,7 +46,7 @@ RULES = {
 KNOWS = {
     ("config", "hydra"): {"config.overrides", "config.compose"},
     ("config", "omegaconf"): {"config.compose"},
-    ("tracking", "mlflow"): {"tracking.mlflow"},
+    ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep"},
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {"compat.ray"},
     ("compat", "hydra"): {"compat.hydra"},

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import platform
 import shlex
-import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir, unwritable
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
+from orchestrator.driver.preflight.source import source_of
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.records.output_dir import OutputDir, take_over
@@ -26,6 +26,7 @@ from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
+_RECORDED_TRACKING = ("uri", "experiment", "request_timeout_s", "flush_timeout_s", "log_model")
 
 
 def open_run(
@@ -69,7 +70,8 @@ def open_run(
         "plan": {**dataclasses.asdict(plan), "world_size": plan.world_size},
         "params": params_of(recorded),
         "tags": _tags(plan),
-        "tracking": {k: tracking[k] for k in ("uri", "experiment", "request_timeout_s", "flush_timeout_s")},
+        "source": source_of(job),
+        "tracking": {k: tracking[k] for k in _RECORDED_TRACKING},
         "sweep": sweep,
     }
     output = output_dir(config)
@@ -115,9 +117,4 @@ def _tags(plan: Plan) -> dict[str, str]:
     }
     for package in VERSIONED:
         tags[f"version.{package}"] = importlib.metadata.version(package)
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
-        tags["git_commit"] = commit.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        pass
     return tags

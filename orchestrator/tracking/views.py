@@ -1,0 +1,206 @@
+"""The views of the runs page that MLflow offers for every experiment of ours: tables and charts, as MLflow saves them.
+
+MLflow keeps a saved view in a tag of the experiment, and opens it for a link that names it. The names of the fields are
+those of MLflow's page.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+_TAG = "mlflow.sharedViewState."
+_CREATED_MS = 1_767_225_600_000  # a constant, so that the tag of a view changes only with its contents
+_MAX_SWEEPS = 10
+_MAIN_SECTION = "overview"
+_OTHER_SECTIONS = (
+    "summary",
+    "train",
+    "val",
+    "perf",
+    "pipeline",
+    "parameter_server",
+    "async",
+    "hogwild",
+    "dp",
+    "recovery",
+    "system/node_0",
+    "Model metrics",
+    "System metrics",
+)
+"""The groups of all other metrics; they are below the charts of a view, and closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart: a bar for the last value of ``metric`` in each run, or its lines over ``x``.
+
+    ``x`` is ``time``, ``step`` or the name of a metric; None for bars.
+    """
+
+    metric: str
+    x: str | None = None
+    log_scale: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A saved view of the runs that ``filter`` selects.
+
+    ``columns`` are tags and metrics, with the width of each in pixels.
+    """
+
+    id: str
+    name: str
+    order_by: str
+    columns: Mapping[str, int]
+    charts: tuple[Chart, ...]
+    filter: str = ""
+    created_ms: int = _CREATED_MS
+
+
+COMPARE = View(
+    id="compare",
+    name="Compare strategies",
+    order_by="metrics.`summary/samples_per_s`",
+    columns={
+        "tags.`strategy`": 140,
+        "tags.`workers`": 80,
+        "metrics.`summary/samples_per_s`": 180,
+        "metrics.`summary/final_loss`": 140,
+        "metrics.`summary/val_accuracy`": 165,
+        "metrics.`summary/startup_s`": 140,
+        "metrics.`summary/restarts`": 130,
+        "tags.`sweep`": 220,
+    },
+    charts=(
+        Chart(metric="summary/samples_per_s"),
+        Chart(metric="train/loss", x="train/samples_seen", log_scale=True),
+        Chart(metric="train/loss", x="time", log_scale=True),
+        Chart(metric="summary/step_ms_p50"),
+        Chart(metric="summary/comm_pct"),
+        Chart(metric="summary/data_wait_pct"),
+        Chart(metric="summary/bubble_pct"),
+        Chart(metric="summary/peak_memory_mb"),
+        Chart(metric="summary/startup_s"),
+        Chart(metric="val/accuracy", x="train/samples_seen"),
+    ),
+)
+"""Which strategy is fastest, and does it learn the same?"""
+
+HEALTH = View(
+    id="health",
+    name="Health of the runs",
+    order_by="attributes.start_time",
+    columns={
+        "tags.`strategy`": 140,
+        "tags.`workers`": 80,
+        "metrics.`summary/restarts`": 140,
+        "metrics.`summary/steps_lost`": 150,
+        "metrics.`summary/effective_time_pct`": 200,
+        "metrics.`summary/step_ms_p50`": 170,
+        "metrics.`summary/step_ms_p95`": 170,
+        "metrics.`summary/peak_memory_mb`": 190,
+    },
+    charts=(
+        Chart(metric="perf/samples_per_s", x="time"),
+        Chart(metric="perf/step_ms", x="time", log_scale=True),
+        Chart(metric="perf/data_wait_pct", x="time"),
+        Chart(metric="perf/comm_pct", x="time"),
+        Chart(metric="perf/peak_memory_mb", x="time"),
+        Chart(metric="train/grad_norm", x="step", log_scale=True),
+        Chart(metric="recovery/seconds"),
+        Chart(metric="recovery/num_workers", x="time"),
+        Chart(metric="system/node_0/cpu_utilization_percentage", x="time"),
+        Chart(metric="system/node_0/system_memory_usage_percentage", x="time"),
+    ),
+)
+"""Did a run slow down, lose workers or run out of memory?"""
+
+VIEWS = (COMPARE, HEALTH)
+_SWEEP = "sweep-"
+
+
+def sweep_view(sweep_id: str, name: str, *, created_ms: int) -> View:
+    """Return the view that compares the runs of one sweep. ``created_ms`` is in milliseconds since the epoch."""
+    return replace(
+        COMPARE, id=f"{_SWEEP}{sweep_id[:8]}", name=name, filter=f"tags.sweep_id = '{sweep_id}'", created_ms=created_ms
+    )
+
+
+def experiment_tags(views: Sequence[View] = VIEWS) -> dict[str, str]:
+    """Return the tags of an experiment that hold ``views``."""
+    return {f"{_TAG}{view.id}": _envelope(view) for view in views}
+
+
+def obsolete_tags(tags: Mapping[str, str]) -> list[str]:
+    """Return the names of the tags with the views of all but the newest sweeps: MLflow limits the number of views."""
+    sweeps = [key for key in tags if key.startswith(_TAG + _SWEEP)]
+    sweeps.sort(key=lambda key: json.loads(tags[key])["createdAt"], reverse=True)
+    return sweeps[_MAX_SWEEPS - 1 :]
+
+
+def page(server: str, experiment_id: str, view: View) -> str:
+    """Return the address at which the web page of ``server`` shows the charts of ``view``."""
+    query = f"viewStateShareKey={view.id}&compareRunsMode=CHART&workflowType=machine_learning"
+    return f"{server}/#/experiments/{experiment_id}/runs?{query}"
+
+
+def _envelope(view: View) -> str:
+    state = json.dumps(_state(view), separators=(",", ":")).encode()
+    packed = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
+    return json.dumps({"name": view.name, "createdAt": view.created_ms, "updatedAt": view.created_ms, "state": packed})
+
+
+def _state(view: View) -> dict[str, Any]:
+    """What the page restores; what is not given has MLflow's defaults."""
+    return {
+        "searchFilter": view.filter,
+        "orderByKey": view.order_by,
+        "orderByAsc": False,
+        "selectedColumns": list(view.columns),
+        "columnOrder": list(view.columns),
+        "columnWidths": dict(view.columns),
+        "compareRunCharts": [_chart(chart, f"{view.id}-{i}") for i, chart in enumerate(view.charts)],
+        "compareRunSections": [_section(_MAIN_SECTION, view.name, display=True)]
+        + [_section(name, name, display=False) for name in _OTHER_SECTIONS],
+        "isAccordionReordered": True,  # keep the order of the sections
+    }
+
+
+def _section(uuid: str, name: str, *, display: bool) -> dict[str, Any]:
+    return {"uuid": uuid, "name": name, "display": display, "isReordered": True, "deleted": False, "isGenerated": False}
+
+
+def _chart(chart: Chart, uuid: str) -> dict[str, Any]:
+    card = {
+        "uuid": uuid,
+        "metricSectionId": _MAIN_SECTION,
+        "metricKey": chart.metric,
+        "selectedMetricKeys": [chart.metric],
+        "runsCountToCompare": 10,
+        "deleted": False,
+        "isGenerated": False,
+    }
+    if chart.x is None:
+        return {**card, "type": "BAR"}
+    axis = {"time": "time-relative", "step": "step"}.get(chart.x, "metric")
+    return {
+        **card,
+        "type": "LINE",
+        "xAxisKey": axis,
+        "selectedXAxisMetricKey": chart.x if axis == "metric" else "",
+        "xAxisScaleType": "linear",
+        "scaleType": "log" if chart.log_scale else "linear",
+        "range": {},
+        "yAxisKey": "metric",
+        "yAxisExpressions": [],
+        "lineSmoothness": 0,
+        "ignoreOutliers": False,
+        "useGlobalXaxisKey": False,
+        "useGlobalLineSmoothing": True,
+    }

@@ -1,0 +1,89 @@
+"""A sweep in MLflow: its runs side by side, a run with the report, and a saved view of its runs."""
+
+import base64
+import json
+import os
+import uuid
+import zlib
+
+from helpers.tracked_runs import client_of, ended_run, run_of
+from orchestrator import sync
+from orchestrator.tracking.transfer import read_cursor
+from orchestrator.tracking.views import COMPARE, HEALTH, experiment_tags, obsolete_tags, page, sweep_view
+
+
+def own_run(uri, sweep):
+    client = client_of(uri)
+    experiment = client.get_experiment_by_name("tests")
+    (found,) = client.search_runs([experiment.experiment_id], f"tags.`orchestrator.sweep_id` = '{sweep['id']}'")
+    return found
+
+
+def state_of(tag):
+    envelope = json.loads(tag)
+    assert isinstance(envelope["createdAt"], int), "MLflow's page refuses the view otherwise"
+    return json.loads(zlib.decompress(base64.b64decode(envelope["state"].removeprefix("deflate;"))))
+
+
+def test_the_runs_are_no_children_and_the_sweep_ends_as_the_worst_of_them(tmp_path, uri):
+    sweep = {"id": uuid.uuid4().hex, "name": "single-or-ddp"}
+    runs = [ended_run(tmp_path, uri, status, sweep=sweep) for status in ("FINISHED", "FAILED", "FINISHED")]
+    for run_dir, sweep_status in zip(runs, ("FINISHED", "FAILED", "FAILED"), strict=True):
+        assert sync.main([str(run_dir.path)]) == 0
+        tags = run_of(uri, run_dir).data.tags
+        assert "mlflow.parentRunId" not in tags, "MLflow's page hides the children of a run"
+        assert (tags["sweep"], tags["sweep_id"]) == ("single-or-ddp", sweep["id"])
+        own = own_run(uri, sweep)
+        assert (own.info.run_name, own.info.status) == ("sweep: single-or-ddp", sweep_status)
+    tags = client_of(uri).get_experiment_by_name("tests").tags
+    view = state_of(tags[f"mlflow.sharedViewState.sweep-{sweep['id'][:8]}"])
+    assert view["searchFilter"] == f"tags.sweep_id = '{sweep['id']}'"
+    assert read_cursor(runs[0]).page.startswith("http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=sweep-")
+    assert {COMPARE.id, HEALTH.id} < {key.removeprefix("mlflow.sharedViewState.") for key in tags}
+
+
+def test_the_report_becomes_the_description_and_is_uploaded_when_it_changes(tmp_path, uri):
+    sweep = {"id": uuid.uuid4().hex, "name": "single-or-ddp"}
+    run_dir = ended_run(tmp_path, uri, sweep=sweep)
+    folder = run_dir.path.parent / "sweeps" / sweep["id"]
+    folder.mkdir(parents=True)
+    assert sync.main([str(run_dir.path)]) == 0
+    assert "mlflow.note.content" not in own_run(uri, sweep).data.tags
+    report = folder / "report.md"
+    for number, text in enumerate(("| strategy | password=x |", "| line |\n" * 1000)):
+        report.write_text(text)
+        os.utime(report, (number, number))
+        (folder / "compare.png").write_bytes(b"\x89PNG\0")
+        assert sync.main([str(run_dir.path)]) == 0
+        own = own_run(uri, sweep)
+        description = own.data.tags["mlflow.note.content"]
+        if number == 0:
+            assert description == "| strategy | password=*** |"
+    assert len(description) <= 5000
+    assert description.endswith("| line |\n\nThe rest is in the artifact report.md.")
+    files = {file.path for file in client_of(uri).list_artifacts(own.info.run_id)}
+    assert files == {"report.md", "compare.png"}
+
+
+def test_a_view_has_what_the_page_needs():
+    for view in (COMPARE, HEALTH, sweep_view("1234", "lr=1,2", created_ms=5)):
+        (tag,) = experiment_tags([view]).values()
+        assert len(tag) < 5000, "older servers refuse longer tags"
+        state = state_of(tag)
+        assert state["selectedColumns"] == list(view.columns)
+        assert len({chart["uuid"] for chart in state["compareRunCharts"]}) == len(view.charts)
+        sections = {section["uuid"] for section in state["compareRunSections"]}
+        assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} <= sections
+        names = [section["name"] for section in state["compareRunSections"] if section["display"]]
+        assert names == [view.name], "the groups of all other metrics are closed"
+    assert page("http://host", "3", COMPARE) == (
+        "http://host/#/experiments/3/runs?viewStateShareKey=compare&compareRunsMode=CHART&workflowType=machine_learning"
+    )
+
+
+def test_the_views_of_old_sweeps_go():
+    tags = {"mlflow.user": "x", **experiment_tags()}
+    for i in range(12):
+        tags |= experiment_tags([sweep_view(str(i), f"sweep {i}", created_ms=i)])
+    gone = obsolete_tags(tags)
+    assert gone == [f"mlflow.sharedViewState.sweep-{i}" for i in (2, 1, 0)], "with the next one, ten are left"

@@ -1,0 +1,112 @@
+"""The end of a run in words, and where the code of a job comes from."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jobs.digits import Digits
+from orchestrator.display.description import describe
+from orchestrator.driver.preflight.source import source_of
+from orchestrator.tracking.tags import run_tags
+
+MESH = {"data_parallel_size": 2, "pipeline_parallel_size": 1, "num_shards": 0}
+RECORD: dict[str, Any] = {
+    "job": "digits",
+    "strategy": "ddp",
+    "started": 100.0,
+    "ended": 103.3,
+    "plan": {"device": "cpu", "mesh": MESH},
+}
+SUMMARY = {"steps": 200, "samples_per_s": 9016.3, "step_ms_p50": 6.5657, "final_loss": 0.030958, "restarts": 0}
+
+
+def test_a_run_that_finished() -> None:
+    summary = {**SUMMARY, "val_accuracy": 0.98328, "limit": "limited by gradients; try bf16", "startup_s": 1.86}
+    assert describe(RECORD, summary, status="FINISHED", reason="") == (
+        "Job **digits** with strategy **ddp** on 2 CPU workers finished 200 steps in 3.3s. "
+        "Speed: **9,016 samples/s**, 6.57 ms a step (median). Final loss 0.0310, validation accuracy 0.9833. "
+        "Limited by gradients; try bf16. Start-up: 1.9s."
+    )
+
+
+def test_a_pipeline_that_recovered_and_a_run_that_failed() -> None:
+    plan = {"device": "cuda", "mesh": {"data_parallel_size": 2, "pipeline_parallel_size": 4}}
+    summary = {**SUMMARY, "bubble_pct": 31.2, "bubble_theory_pct": 20.0}
+    healed = {**summary, "restarts": 2, "recovery_s": [0.53, 1.21], "steps_lost": 1}
+    text = describe({**RECORD, "plan": plan, "strategy": "ddp_pipeline"}, healed, status="FINISHED", reason="")
+    assert "on 8 GPU workers finished" in text
+    assert "Pipeline bubble: 31%, in theory 20%." in text
+    assert text.endswith("Recovered 2 times in 0.5, 1.2 s; 1 step lost.")
+    shards = {"device": "cpu", "mesh": {**MESH, "num_shards": 1}}
+    failed = describe({**RECORD, "plan": shards}, {"steps": 1}, status="FAILED", reason="rank 1: loss is NaN\nat x")
+    assert failed == (
+        "Job **digits** with strategy **ddp** on 2 CPU workers and 1 shard of the parameters failed after 1 step "
+        "in 3.3s. Reason: rank 1: loss is NaN"
+    )
+
+
+def test_the_tags_of_a_run() -> None:
+    source = {"user": "ada", "source.git.commit": "abc"}
+    sweep = {"id": "12", "name": "lr=1,2"}
+    record = {**RECORD, "tags": {"a b": 1}, "source": source, "sweep": sweep, "description": "Text.", "command": "go"}
+    assert run_tags(record) == {
+        "a b": "1",
+        "workers": "2",
+        "mlflow.runColor": "#2272b4",
+        "sweep": "lr=1,2",
+        "sweep_id": "12",
+        "mlflow.user": "ada",
+        "mlflow.source.git.commit": "abc",
+        "mlflow.note.content": "Text.\n\n`go`",
+    }
+    assert run_tags({}) == {}
+
+
+def load(path: Path, *, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    command = ["git", *identity, *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+
+
+def test_the_commit_is_that_of_the_jobs_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tasks").mkdir()
+    file = tmp_path / "tasks" / "mine.py"
+    file.write_text("from jobs.digits import Digits\nclass Mine(Digits): pass\n")
+    module = load(file, name="mine")
+    monkeypatch.setitem(sys.modules, "mine", module)
+    job = module.Mine(hidden=8, depth=1, lr=0.1, momentum=0.9)
+    assert "source.git.commit" not in source_of(job)
+    git(tmp_path, "init")
+    git(tmp_path, "commit", "--allow-empty", "-m", "without the file")
+    found = source_of(job)
+    assert found["source.name"] == "mine.Mine"
+    assert "source.git.commit" not in found, "that commit does not have the file"
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "with the file")
+    found = source_of(job)
+    assert found["source.name"] == "tasks/mine.py"
+    assert found["source.git.commit"] == git(tmp_path, "rev-parse", "HEAD")
+    assert (found["source.git.branch"], found["source.git.dirty"]) == ("main", "false")
+    file.write_text(file.read_text() + "# changed\n")
+    assert source_of(job)["source.git.dirty"] == "true"
+
+
+def test_a_run_does_not_need_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert source_of(Digits(hidden=8, depth=1, lr=0.1, momentum=0.9))["source.name"] == "jobs.digits.Digits"
