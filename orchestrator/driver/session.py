@@ -9,20 +9,22 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import is_importable, load_job
-from orchestrator.config.overrides import masked, values
+from orchestrator.config.overrides import masked, quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.driver import cluster
+from orchestrator.driver.decision import Decision, NotMeasuredError, chosen_before
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.event_stream import EventStream, RedactingSink
+from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
 from orchestrator.driver.given_job import PickledJob, job_override, pickle_job
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors, output_dir
@@ -35,12 +37,18 @@ from orchestrator.driver.uploads import RecordUpload
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.protocol.events import RunEnded, Warned
+from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import process_started_at
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader, recover_orphans
+
+if TYPE_CHECKING:
+    from orchestrator.driver.auto import Chooser
+
+AUTO = "auto"
+"""The strategy that chooses another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +56,7 @@ class Candidate:
     """A run that passed every check.
 
     ``resume``: the run to continue; None for a new one. ``sizes``: None until the cluster is joined, if its nodes
-    decide.
+    decide. ``decision``: how ``strategy=auto`` has chosen the strategy; None if it has not.
     """
 
     overrides: tuple[str, ...]
@@ -59,6 +67,12 @@ class Candidate:
     warnings: tuple[str, ...]
     redactor: Redactor
     given: PickledJob | None
+    decision: Decision | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the strategy is still to be chosen."""
+        return self.config.strategy.name == AUTO
 
 
 def check_all(
@@ -120,6 +134,11 @@ def _check(
     resume, sizes = None, None
     with collect_errors(errors):
         resume = find_resume(config, job, warnings=warnings, redactor=redactor)
+    if resume is not None and config.strategy.name == AUTO:
+        if (chosen := chosen_before(resume.run_dir)) is None:
+            errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
+            return None
+        return _check(with_strategy(typed, chosen), address_error, errors, redactor, job_argument)
     address = cluster.target_address(config.cluster)
     if address is None:
         sizes = _sizes(config, job, (_this_machine(),), errors, oversubscribe_cpus=True)
@@ -227,7 +246,11 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
     started_at = process_started_at() if owns_process else time.time()
     with StopSignals(owns_process=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
         if candidates[0].config.plan:
-            for sizes in all_sizes:
+            for candidate, sizes in zip(candidates, all_sizes, strict=True):
+                if candidate.is_auto:
+                    decision = _chooser(candidate, sizes.initial, nodes, stop).choose(measure=False)
+                    print(decision.text)
+                    sizes = decision.sizes
                 print(plan_table(sizes.initial, nodes))
             return []
         stop.exit_at_once = False
@@ -236,11 +259,43 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
         resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
         recover_orphans(output_dir(candidates[0].config), resumed=resumed)
         for candidate, sizes in zip(candidates, all_sizes, strict=True):
-            results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
+            try:
+                if candidate.is_auto:
+                    candidate, sizes = _chosen(candidate, sizes.initial, nodes, stop)
+                results.append(_run(candidate, sizes, stop, sweep=sweep, started_at=started_at))
+            except NotMeasuredError as e:
+                results.append(e.result)
             started_at = time.time()
             if results[-1].status == "KILLED":
                 break
     return results
+
+
+def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> Chooser:
+    """Return what chooses the strategy of ``candidate``; ``plan`` is that of the run which measures the job."""
+    from orchestrator.driver.auto import Chooser  # imports every strategy, which takes seconds
+
+    def run(config: Config, plan: Plan, job: Job, show_failure: bool) -> RunResult:
+        errors: list[str] = []
+        given = pickle_job(job, job, errors)
+        if given is None:
+            raise ConfigError(errors)
+        brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
+        console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
+        return _run(brief, Sizes((plan,), plan), stop, sweep=None, started_at=time.time(), console=console)
+
+    embedded = cluster.target_address(candidate.config.cluster) is None
+    return Chooser(candidate.config, candidate.job, plan, nodes, run, oversubscribe_cpus=embedded)
+
+
+def _chosen(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> tuple[Candidate, Sizes]:
+    """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
+    decision = _chooser(candidate, plan, nodes, stop).choose()
+    print(decision.text, flush=True)
+    overrides = with_strategy(candidate.overrides, decision.overrides)
+    if candidate.config.name is None:
+        overrides = (*overrides, f"name={quote_text(candidate.config.run_name)}")
+    return replace(candidate, overrides=overrides, config=decision.config, decision=decision), decision.sizes
 
 
 def _sweep_name(candidates: Sequence[Candidate]) -> str:
@@ -268,7 +323,7 @@ def _ray(candidates: Sequence[Candidate]) -> Iterator[tuple[tuple[Node, ...], li
         return
     machine = _this_machine()
     sizes = [c.sizes for c in candidates if c.sizes is not None]
-    if config.plan:
+    if config.plan and not any(c.is_auto for c in candidates):
         yield (machine,), sizes
         return
     needed = max(s.max_processes * s.largest.cpus_per_worker for s in sizes)
@@ -290,9 +345,15 @@ def _all_sizes(candidates: Sequence[Candidate], nodes: tuple[Node, ...]) -> list
 
 
 def _run(
-    candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: dict[str, str] | None, started_at: float
+    candidate: Candidate,
+    sizes: Sizes,
+    stop: StopSignals,
+    *,
+    sweep: dict[str, str] | None,
+    started_at: float,
+    console: Sink | None = None,
 ) -> RunResult:
-    """Execute one run, from its directory and records to the verdict.
+    """Execute one run, from its directory and records to the verdict, on ``console`` or on the usual one.
 
     Raises:
         ConfigError: the run directory cannot be written, or another process drives the run.
@@ -302,9 +363,12 @@ def _run(
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
+    if candidate.decision is not None:
+        candidate.decision.write_to(run_dir)
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
-    console = RedactingSink(make_console(steps=plan.steps, world_size=plan.world_size), redactor)
+    shown = console or make_console(steps=plan.steps, world_size=plan.world_size)
+    console = RedactingSink(shown, redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
     journal = RedactingSink(writer, redactor)
