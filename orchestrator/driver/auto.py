@@ -9,6 +9,7 @@ import json
 import math
 import platform
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -72,17 +73,26 @@ class Chooser:
             NotMeasuredError: the job could not be measured, or a signal came.
             ConfigError: no strategy can train the job here; nothing else was started.
         """
-        contenders = self.predicted()
-        steps = self._options.measure_steps
-        while measure and steps and (index := next_to_measure(contenders)) is not None:
-            contenders[index] = self.measured(contenders[index], steps=steps)
+        began = time.monotonic()
+        contenders = self._predicted()
+        planned = time.monotonic()
+        options = self._options
+        while measure and (index := next_to_measure(contenders, options.measured)) is not None:
+            contenders[index] = self._measured(contenders[index], steps=options.measured_steps)
         winner = best(contenders)
         if winner is None:
             raise ConfigError([f"strategy=auto: no strategy fits; {c.name}: {c.refused}" for c in contenders])
         config, plan = self._plans[winner.overrides]
-        return Decision(overrides=winner.overrides, config=config, plan=plan, contenders=tuple(contenders))
+        return Decision(
+            overrides=winner.overrides,
+            config=config,
+            plan=plan,
+            contenders=tuple(contenders),
+            planning_s=planned - began,
+            measuring_s=time.monotonic() - planned,
+        )
 
-    def predicted(self) -> list[Contender]:
+    def _predicted(self) -> list[Contender]:
         """Return all contenders, with their predictions or with the reasons why they were refused."""
         num_workers = self._plan.world_size
         contenders = [
@@ -94,7 +104,7 @@ class Chooser:
         profile = self._profile()
         return [c if c.refused else self._with_prediction(c, profile) for c in contenders]
 
-    def measured(self, contender: Contender, *, steps: int) -> Contender:
+    def _measured(self, contender: Contender, *, steps: int) -> Contender:
         """Return ``contender`` with the median time of ``steps`` steps, or refused if its run failed.
 
         Raises:

@@ -27,12 +27,17 @@ class NotMeasuredError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The chosen strategy: its overrides, its configuration and its plan, and the contenders that it was among."""
+    """The chosen strategy: its overrides, its configuration and its plan, and the contenders that it was among.
+
+    ``planning_s`` is how long the predictions took, with the run for the profile, and ``measuring_s`` what followed.
+    """
 
     overrides: tuple[str, ...]
     config: Config
     plan: Plan
     contenders: tuple[Contender, ...]
+    planning_s: float
+    measuring_s: float
 
     @property
     def sizes(self) -> Sizes:
@@ -46,7 +51,8 @@ class Decision:
 
     def write_to(self, run_dir: RunDir) -> None:
         """Keep the table and the choice in the directory of the run, and mark its record."""
-        write_json(run_dir.path / RECORD, {"overrides": self.overrides, **record(self.contenders)})
+        durations = {"planning_s": self.planning_s, "measuring_s": self.measuring_s}
+        write_json(run_dir.path / RECORD, {"overrides": self.overrides, **durations, **record(self.contenders)})
         write_atomically(run_dir.path / REPORT, f"{self.text}\n".encode())
         tags = run_dir.read_record().get("tags", {})
         run_dir.update_record(tags={**tags, "strategy.chosen_by": "auto"})

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from orchestrator.tuning.predict import Prediction
 
-NUM_MEASURED = 2
-"""So many contenders are measured: those with the best predictions."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
@@ -46,16 +43,16 @@ class Contender:
         return self.predicted_ms / self.measured_ms - 1
 
 
-def next_to_measure(contenders: Sequence[Contender]) -> int | None:
-    """Return the index of the contender to measure next; None if enough are measured, or none is left.
+def next_to_measure(contenders: Sequence[Contender], most: int) -> int | None:
+    """Return the index of the contender to measure next; None if ``most`` are measured, or none is left.
 
-    Contenders are measured in the order of their predictions. All of them are measured if they have none.
+    The order is that of their predictions. If they have none, and ``most`` is not 0, all of them are measured.
     """
     valid = [(i, c) for i, c in enumerate(contenders) if not c.refused]
-    measured = sum(c.measured_ms is not None for _, c in valid)
     left = [(i, c) for i, c in valid if c.measured_ms is None]
-    enough = NUM_MEASURED if any(c.prediction is not None for _, c in valid) else len(valid)
-    if measured >= enough or not left:
+    if most and all(c.prediction is None for _, c in valid):
+        most = len(valid)
+    if len(valid) - len(left) >= most or not left:
         return None
     return min(left, key=lambda pair: pair[1].predicted_ms)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ class Profile:
         """Return the time of an update of all parameters."""
         if not self.passes:
             return 0.0
-        return self._interpolated(threads, busy, lambda costs: min(c.update_ms for c in costs))
+        return self._interpolated(threads, busy, lambda costs: statistics.median(c.update_ms for c in costs))
 
     def all_reduce(self, workers: int) -> Affine:
         """Return the cost of an all-reduce over ``workers``, or over the nearest number that was measured."""

@@ -35,7 +35,14 @@ def verdict(contenders: Sequence[Contender]) -> str:
 
 def record(contenders: Sequence[Contender]) -> dict[str, Any]:
     """Return the contenders as values of JSON."""
-    return {"contenders": [{**dataclasses.asdict(c), "name": c.name} for c in contenders]}
+    return {"contenders": [_as_json(c) for c in contenders]}
+
+
+def _as_json(contender: Contender) -> dict[str, Any]:
+    values = dataclasses.asdict(contender)
+    if contender.prediction is not None:
+        values["prediction"]["step_ms"] = contender.prediction.step_ms
+    return {"name": contender.name, **values}
 
 
 def _row(contender: Contender) -> tuple[str, ...]:

@@ -216,12 +216,12 @@ def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> 
     ]
     measured = []
     for step_ms in (28.0, 22.0):
-        index = next_to_measure(contenders)
+        index = next_to_measure(contenders, 2)
         assert index is not None
         measured.append(index)
         contenders[index] = dataclasses.replace(contenders[index], measured_ms=step_ms)
     assert measured == [1, 3]
-    assert next_to_measure(contenders) is None
+    assert next_to_measure(contenders, 2) is None
     winner = best(contenders)
     assert winner is contenders[3]
     assert "1.27 times as fast as that of ddp" in reason(contenders)
@@ -231,13 +231,18 @@ def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> 
     assert lines[-1] == "- dp: refused: too large"
 
 
+def test_nothing_is_measured_if_the_prediction_is_trusted() -> None:
+    assert next_to_measure([Contender(overrides=("strategy=single",), prediction=prediction(1))], 0) is None
+    assert next_to_measure([Contender(overrides=("strategy=single",))], 0) is None
+
+
 def test_without_predictions_all_are_measured() -> None:
     contenders = [Contender(overrides=(f"strategy={name}",)) for name in ("single", "ddp", "dp")]
     for _ in contenders:
-        index = next_to_measure(contenders)
+        index = next_to_measure(contenders, 2)
         assert index is not None
         contenders[index] = dataclasses.replace(contenders[index], measured_ms=1.0 + index)
-    assert next_to_measure(contenders) is None
+    assert next_to_measure(contenders, 2) is None
     assert best(contenders) is contenders[0]
 
 
@@ -247,7 +252,7 @@ def test_if_a_measured_contender_fails_the_next_one_is_measured() -> None:
         Contender(overrides=("strategy=dp",), prediction=prediction(2), measured_ms=2.0),
         Contender(overrides=("strategy=single",), prediction=prediction(3)),
     ]
-    assert next_to_measure(contenders) == 2
+    assert next_to_measure(contenders, 2) == 2
 
 
 def test_no_contender_is_the_best_of_none() -> None:

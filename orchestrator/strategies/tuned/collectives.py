@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.tuned.stopwatch import mean_over, median_ms
+from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.tuning.profile import MIB, Affine, fit
 
 SIZES_MIB = (1 / 256, 1 / 4, 4, 16)
@@ -23,7 +23,7 @@ def all_reduce_cost(workers: int, context: Context, control: dist.ProcessGroup) 
     for size in SIZES_MIB:
         values = torch.zeros(int(size * MIB / 4), device=context.device)
         call = functools.partial(dist.all_reduce, values, group=group)
-        own_ms = median_ms(call, context.device, runs=RUNS) if takes_part else 0.0
+        (own_ms,) = medians_ms([call], context.device, runs=RUNS) if takes_part else (0.0,)
         points.append((size, mean_over(workers, own_ms, control)))
     return fit(points)
 
@@ -35,7 +35,7 @@ def message_cost(context: Context, control: dist.ProcessGroup) -> Affine:
     for size in SIZES_MIB:
         values = torch.zeros(int(size * MIB / 4), device=context.device)
         call = functools.partial(_echo, values, rank)
-        own_ms = median_ms(call, context.device, runs=RUNS) if rank < 2 else 0.0
+        (own_ms,) = medians_ms([call], context.device, runs=RUNS) if rank < 2 else (0.0,)
         points.append((size, mean_over(2, own_ms, control) / 2))
     return fit(points)
 

@@ -22,7 +22,7 @@ from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
 from orchestrator.strategies.replicated.ddp import DDP, DDPConfig
 from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.tuned.passes import STEPS
-from orchestrator.strategies.tuned.stopwatch import mean_over, median_ms
+from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.timeline.ideal import simulate
 from orchestrator.timeline.spans import extent_s
 
@@ -114,6 +114,7 @@ def _step_ms(strategy: Strategy, *, rows: int, rank: int, ranks: int, control: d
         strategy.setup(strategy.job.dataset("train"))  # type: ignore[arg-type]
         strategy.attach()
         step = functools.partial(strategy.train_step, [batch], want_grad_norm=False, want_metrics=False)
-        return mean_over(ranks, median_ms(step, strategy.context.device, runs=RUNS), control)
+        (own_ms,) = medians_ms([step], strategy.context.device, runs=RUNS)
+        return mean_over(ranks, own_ms, control)
     finally:
         strategy.close()

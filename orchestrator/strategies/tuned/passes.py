@@ -25,13 +25,13 @@ from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.datasets import is_stream
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.replicated.single import Single, SingleConfig
-from orchestrator.strategies.tuned.stopwatch import mean_over, median_ms
+from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, fit
 
 NUM_SIZES = 5
 """The whole model is measured with this many sizes of batch: that of one worker, and each half of the one before."""
-LONGEST_PASS_MS = 1500.0
-"""A batch for which a pass is expected to take longer is not measured."""
+LONGEST_PASS_MS = 500.0
+"""Batches larger than one for which a pass takes longer are not measured: their passes are in proportion."""
 ADAM_BYTES = 2.0
 """The state of Adam for each byte of the parameters, for an optimizer that could not be tried."""
 STEPS = 10**9
@@ -52,7 +52,7 @@ def data_cost(job: Job, train_set: Any, rows: int) -> Affine:
     """Measure reading and collating a batch of up to ``rows`` samples on this worker; the unit of size is a sample."""
     host = torch.device("cpu")
     sizes = sorted({rows, max(1, rows // 4)})
-    return fit([(n, median_ms(functools.partial(_batch, job, train_set, n), host)) for n in sizes])
+    return fit([(n, medians_ms([functools.partial(_batch, job, train_set, n)], host)[0]) for n in sizes])
 
 
 def layer_profiles(job: Job, train_set: Any, context: Context) -> tuple[tuple[LayerProfile, ...], str]:
@@ -166,22 +166,18 @@ def whole_model_cost(
     own_threads = torch.get_num_threads()
     for threads, busy in _arrangements(counts, world_size, own_threads):
         torch.set_num_threads(threads)
-        takes_part = context.global_rank < busy
-        update_ms, last = 0.0, PassCost(threads=threads, busy=busy, rows=1, pass_ms=0.0, update_ms=0.0)
         for rows in sizes:
-            if last.pass_ms * rows / last.rows > LONGEST_PASS_MS and rows > sizes[1]:
-                break
-            context_of_size = dataclasses.replace(train, global_batch_size=rows)
-            strategy.reassign(dataclasses.replace(alone, train=context_of_size))
+            of_size = dataclasses.replace(train, global_batch_size=rows)
+            strategy.reassign(dataclasses.replace(alone, train=of_size))
             mean_over(world_size, 0.0, control)  # a barrier
-            own_ms = median_ms(functools.partial(step, rows), device) if takes_part else 0.0
-            step_ms = mean_over(busy, own_ms, control)
-            if rows == sizes[0]:
-                own_ms = median_ms(strategy.optimizer.step, device) if takes_part else 0.0
-                update_ms = mean_over(busy, own_ms, control)
+            step_ms = update_ms = 0.0
+            if context.global_rank < busy:
+                step_ms, update_ms = medians_ms([functools.partial(step, rows), strategy.optimizer.step], device)
+            step_ms, update_ms = mean_over(busy, step_ms, control), mean_over(busy, update_ms, control)
             pass_ms = max(0.0, step_ms - update_ms)
-            last = PassCost(threads=threads, busy=busy, rows=rows, pass_ms=pass_ms, update_ms=update_ms)
-            costs.append(last)
+            costs.append(PassCost(threads=threads, busy=busy, rows=rows, pass_ms=pass_ms, update_ms=update_ms))
+            if pass_ms > LONGEST_PASS_MS and rows > sizes[0]:
+                break
     torch.set_num_threads(own_threads)
     gradients = [p.grad for p in strategy.parameters if p.grad is not None]
     parameter_bytes = sum(p.nbytes for p in strategy.model.parameters())

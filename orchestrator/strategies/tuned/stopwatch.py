@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,22 +22,27 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def median_ms(call: Callable[[], object], device: torch.device, *, runs: int | None = None) -> float:
-    """Return the median time of ``call`` in milliseconds, after one call that is not timed.
+def medians_ms(
+    calls: Sequence[Callable[[], object]], device: torch.device, *, runs: int | None = None
+) -> tuple[float, ...]:
+    """Return the median time of each call in milliseconds. They are made in turn, the first time without being timed.
 
-    ``runs``: the number of timed calls, for calls that other ranks have to make as often; None for as many as there is
-    time for.
+    Args:
+        calls: what to measure.
+        device: where the calls compute.
+        runs: how often to time each, if other ranks have to make the same calls; None for as often as there is time.
     """
-    call()
-    times: list[float] = []
+    times: list[list[float]] = []
     began = now(device)
-    while len(times) < (runs or LEAST_RUNS) or (
-        runs is None and len(times) < MOST_RUNS and time.perf_counter() - began < MEASURED_S
+    while len(times) <= (runs or LEAST_RUNS) or (
+        runs is None and len(times) <= MOST_RUNS and time.perf_counter() - began < MEASURED_S
     ):
-        start = now(device)
-        call()
-        times.append((now(device) - start) * 1e3)
-    return statistics.median(times)
+        ends = [now(device)]
+        for call in calls:
+            call()
+            ends.append(now(device))
+        times.append([(end - start) * 1e3 for start, end in itertools.pairwise(ends)])
+    return tuple(map(statistics.median, zip(*times[1:], strict=True)))
 
 
 def mean_over(ranks: int, value: float, group: dist.ProcessGroup | None) -> float:
