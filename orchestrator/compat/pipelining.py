@@ -5,14 +5,15 @@ The import of pipelining is slow; import this module only where a model is cut i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 PASSES_CONSTANTS = hasattr(PipelineStage, "_validate_stage_tensors")
 """Whether a stage can receive tensors without a gradient, such as masks. With torch 2.11 it cannot."""
@@ -65,6 +66,34 @@ def nodes_between(outputs: Sequence[Node], inputs: Sequence[Node]) -> set[Node]:
     """
     nodes, _ = reverse_closure(list(inputs), set(), construct_reverse_graph(list(outputs)))
     return nodes
+
+
+def computations(
+    schedule: str, workers: int, microbatches: int, stages_per_rank: int = 1
+) -> list[list[tuple[Literal["F", "B", "I", "W"], int, int]]]:
+    """Return what each worker of a pipeline computes, in order: the kind of pass, the stage and the micro-batch.
+
+    1F1B is written out, because torch does not follow its own list, which has the last stage wrong.
+    """
+    if schedule != "1F1B":
+        listed = get_schedule_ops(schedule, workers, microbatches, stages_per_rank if stages_per_rank > 1 else None)
+        return [[found for action in actions for found in _computations_in(action)] for actions in listed]
+    orders: list[list[tuple[Literal["F", "B", "I", "W"], int, int]]] = []
+    for stage in range(workers):
+        ahead = workers - 1 - stage
+        order: list[tuple[Literal["F", "B", "I", "W"], int, int]] = [("F", stage, i) for i in range(ahead)]
+        for i in range(microbatches - ahead):
+            order += [("F", stage, ahead + i), ("B", stage, i)]
+        orders.append(order + [("B", stage, i) for i in range(microbatches - ahead, microbatches)])
+    return orders
+
+
+def _computations_in(action: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield the forward and backward passes in an action of torch's, which may be a pair of others."""
+    if action is not None and action.sub_actions:
+        yield from (found for part in action.sub_actions for found in _computations_in(part))
+    elif action is not None and action.computation_type.value in "FBIW":
+        yield action.computation_type.value, action.stage_index, action.microbatch_index
 
 
 def _forward_passes(stage: PipelineStage) -> dict[int, Any]:

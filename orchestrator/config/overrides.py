@@ -71,6 +71,11 @@ def values(words: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+def with_strategy(words: Iterable[str], strategy: Iterable[str]) -> tuple[str, ...]:
+    """Return the overrides ``words`` with those of ``strategy`` in place of their own strategy and its keys."""
+    return (*strategy, *(w for w in words if not re.match(r"\+*strategy[.=]", w)))
+
+
 def masked(word: str, redactor: Redactor) -> str:
     """Return the override ``word`` with its secrets masked: all of its value if the key is secret."""
     key, equals, value = word.partition("=")

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.config.redact import Redactor
-from orchestrator.protocol.events import Event, MetricsLogged, Sink, SystemMetricsLogged, Warned
+from orchestrator.protocol.events import (
+    Event,
+    MetricsLogged,
+    RunEnded,
+    Sink,
+    SystemMetricsLogged,
+    Warned,
+    WorkerFailed,
+)
 
 
 class EventStream:
@@ -43,3 +51,21 @@ class RedactingSink:
     def close(self) -> None:
         """Close ``sink``."""
         self._sink.close()
+
+
+class FailureSink:
+    """Passes on only why a run failed."""
+
+    def __init__(self, sink: Sink | None):
+        self._sink = sink
+
+    def emit(self, event: Event) -> None:
+        """Show ``event`` if it is a failure."""
+        failed = isinstance(event, WorkerFailed) or (isinstance(event, RunEnded) and event.status != "FINISHED")
+        if failed and self._sink is not None:
+            self._sink.emit(event)
+
+    def close(self) -> None:
+        """Close the console."""
+        if self._sink is not None:
+            self._sink.close()

@@ -9,20 +9,22 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import is_importable, load_job
-from orchestrator.config.overrides import values
+from orchestrator.config.overrides import quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.driver import cluster
+from orchestrator.driver.decision import Decision, NotMeasuredError, chosen_before
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.event_stream import EventStream, RedactingSink
+from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
 from orchestrator.driver.given_job import PickledJob, job_override, pickle_job
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors, output_dir
@@ -38,7 +40,7 @@ from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.protocol.events import RunEnded, Warned
+from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import process_started_at
@@ -46,13 +48,19 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader, recover_orphans, report_sweep
 
+if TYPE_CHECKING:
+    from orchestrator.driver.auto import Chooser
+
+AUTO = "auto"
+"""The strategy that chooses another one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A run that passed every check.
 
     ``resume``: the run to continue; None for a new one. ``sizes``: None until the cluster is joined, if its nodes
-    decide.
+    decide. ``decision``: how ``strategy=auto`` has chosen the strategy; None if it has not.
     """
 
     overrides: tuple[str, ...]
@@ -63,6 +71,12 @@ class Candidate:
     warnings: tuple[str, ...]
     redactor: Redactor
     given: PickledJob | None
+    decision: Decision | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the strategy is still to be chosen."""
+        return self.config.strategy.name == AUTO
 
 
 def check_all(
@@ -135,6 +149,11 @@ def _check(
     resume, sizes = None, None
     with collect_errors(errors):
         resume = find_resume(config, job, warnings=warnings, redactor=redactor)
+    if resume is not None and config.strategy.name == AUTO:
+        if (chosen := chosen_before(resume.run_dir)) is None:
+            errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
+            return None
+        return _check(with_strategy(typed, chosen), address_error, errors, redactor, job_argument)
     address = cluster.target_address(config.cluster)
     if address is None:
         if config.sweep.unfit == "skip":
@@ -249,7 +268,11 @@ def run_all(
     started_at = process_started_at() if owns_process else time.time()
     with StopSignals(owns_process=owns_process) as stop, _ray(candidates, sweep) as (nodes, planned):
         if candidates[0].config.plan:
-            for _, sizes in planned:
+            for candidate, sizes in planned:
+                if candidate.is_auto:
+                    decision = _chooser(candidate, sizes.initial, nodes, stop).choose(measure=False)
+                    print(decision.text)
+                    sizes = decision.sizes
                 print(plan_table(sizes.initial, nodes))
             return []
         stop.exit_at_once = False
@@ -260,15 +283,60 @@ def run_all(
         if sweep is not None:
             sweep.begin([candidate.overrides for candidate, _ in planned])
         for candidate, sizes in planned:
-            run = functools.partial(_run, candidate, sizes, stop, started_at=started_at)
+            run = functools.partial(_choose_and_run, candidate, sizes, nodes, stop, started_at=started_at)
             result = run(sweep=None) if sweep is None else sweep.run(candidate.overrides, run)
             started_at = time.time()
             results += [] if result is None else [result]
             if result is not None and result.status == "KILLED":
                 break
-    if sweep is not None:
+    if sweep is not None and results:
         report_sweep(RunDir(results[-1].run_dir), candidates[0].config.tracking, tuple(candidates[0].redactor.secrets))
     return results
+
+
+def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> Chooser:
+    """Return what chooses the strategy of ``candidate``; ``plan`` is that of the run which measures the job."""
+    from orchestrator.driver.auto import Chooser  # imports every strategy, which takes seconds
+
+    def run(config: Config, plan: Plan, job: Job, show_failure: bool) -> RunResult:
+        errors: list[str] = []
+        given = pickle_job(job, job, errors)
+        if given is None:
+            raise ConfigError(errors)
+        brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
+        console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
+        return _run(brief, Sizes((plan,), plan), stop, sweep=None, started_at=time.time(), console=console)
+
+    embedded = cluster.target_address(candidate.config.cluster) is None
+    return Chooser(candidate.config, candidate.job, plan, nodes, run, oversubscribe_cpus=embedded)
+
+
+def _chosen(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> tuple[Candidate, Sizes]:
+    """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
+    decision = _chooser(candidate, plan, nodes, stop).choose()
+    print(decision.text, flush=True)
+    overrides = with_strategy(candidate.overrides, decision.overrides)
+    if candidate.config.name is None:
+        overrides = (*overrides, f"name={quote_text(candidate.config.run_name)}")
+    return replace(candidate, overrides=overrides, config=decision.config, decision=decision), decision.sizes
+
+
+def _choose_and_run(
+    candidate: Candidate,
+    sizes: Sizes,
+    nodes: tuple[Node, ...],
+    stop: StopSignals,
+    *,
+    sweep: Mapping[str, str] | None,
+    started_at: float,
+) -> RunResult:
+    """Execute one run, whose strategy is chosen first if it is ``auto``. Raises like :func:`_run`."""
+    try:
+        if candidate.is_auto:
+            candidate, sizes = _chosen(candidate, sizes.initial, nodes, stop)
+        return _run(candidate, sizes, stop, sweep=sweep, started_at=started_at)
+    except NotMeasuredError as e:
+        return e.result
 
 
 @contextlib.contextmanager
@@ -288,7 +356,7 @@ def _ray(
         return
     machine = _this_machine()
     planned = [(c, c.sizes) for c in candidates if c.sizes is not None]
-    if config.plan:
+    if config.plan and not any(c.is_auto for c in candidates):
         yield (machine,), planned
         return
     # No more than the runs need: Ray starts a process in advance for each CPU, and each of them imports torch.
@@ -322,9 +390,15 @@ def _planned(
 
 
 def _run(
-    candidate: Candidate, sizes: Sizes, stop: StopSignals, *, sweep: Mapping[str, str] | None, started_at: float
+    candidate: Candidate,
+    sizes: Sizes,
+    stop: StopSignals,
+    *,
+    sweep: Mapping[str, str] | None,
+    started_at: float,
+    console: Sink | None = None,
 ) -> RunResult:
-    """Execute one run, from its directory and records to the verdict.
+    """Execute one run, from its directory and records to the verdict, on ``console`` or on the usual one.
 
     Raises:
         ConfigError: the run directory cannot be written, or another process drives the run.
@@ -334,9 +408,12 @@ def _run(
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
+    if candidate.decision is not None:
+        candidate.decision.write_to(run_dir)
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
-    console = RedactingSink(make_console(steps=plan.steps, world_size=plan.world_size), redactor)
+    shown = console or make_console(steps=plan.steps, world_size=plan.world_size)
+    console = RedactingSink(shown, redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
     journal = RedactingSink(writer, redactor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,20 @@ from orchestrator.model.tensor_slots import filled, random_like
 MEASURED_RUNS = 3
 MEASURED_S = 1.0
 """A layer is timed ``MEASURED_RUNS`` times, or until this many seconds have passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """What a layer costs: its forward and backward time, and what it keeps in memory from one to the other."""
+
+    forward_ms: float
+    backward_ms: float
+    activation_bytes: int
+
+    @property
+    def total_ms(self) -> float:
+        """The time of both passes, in milliseconds."""
+        return self.forward_ms + self.backward_ms
 
 
 def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[Any]:
@@ -58,8 +73,8 @@ def costs(
     *,
     precision: Precision,
     loss: Callable[[Any], Tensor],
-) -> list[float]:
-    """Measure the forward and backward time of each layer in milliseconds; the last one includes the loss.
+) -> list[LayerCost]:
+    """Measure the forward and backward pass of each layer; the last one includes the loss.
 
     One layer at a time gets memory, filled with small random numbers. Layers that differ only in the values of their
     parameters are measured once. A layer that replaces its buffers keeps the real ones.
@@ -71,7 +86,7 @@ def costs(
         precision: what the forward pass is computed in.
         loss: the loss of the model's output.
     """
-    known: dict[Any, float] = {}
+    known: dict[Any, LayerCost] = {}
     measured = []
     for index, layer in enumerate(layers):
         is_last = index == len(layers) - 1
@@ -85,27 +100,42 @@ def costs(
     return measured
 
 
-def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[Any], Tensor]) -> float:
-    """Return the shortest of several runs in milliseconds, after a warm-up run."""
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) <= MEASURED_RUNS and (len(times) < 2 or time.perf_counter() - began < MEASURED_S):
-        _synchronize(value)
-        start = time.perf_counter()
+def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[Any], Tensor]) -> LayerCost:
+    """Return the fastest of several runs, after a warm-up run that counts the tensors kept for the backward pass."""
+    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    def run() -> tuple[float, float]:
+        began = _now(value)
         with precision.autocast():
             out = loss(layer(value))
+        between = _now(value)
         if out.requires_grad:
             out.backward()
-        _synchronize(value)
-        times.append((time.perf_counter() - start) * 1e3)
-    return min(times[1:])
+        return (between - began) * 1e3, (_now(value) - between) * 1e3
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    times: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while not times or (len(times) < MEASURED_RUNS and time.perf_counter() - began < MEASURED_S):
+        times.append(run())
+    forward_ms, backward_ms = min(times, key=sum)
+    return LayerCost(forward_ms=forward_ms, backward_ms=backward_ms, activation_bytes=sum(kept.values()))
 
 
 def _sum(value: Any) -> Tensor:
     return torch.stack([t.float().sum() for t in tensors_in(value)]).sum()
 
 
-def _synchronize(value: Any) -> None:
+def _now(value: Any) -> float:
+    """Return the time in seconds at which the device of ``value`` has nothing left to do."""
     for tensor in tensors_in(value):
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()

@@ -30,14 +30,15 @@ RULES = {
     "records":      ("storage protocol",                                                       ""),
     "state":        ("storage",                                                                "torch"),
     "model":        ("config compat",                                                          "torch"),
-    "strategies":   ("job config planning timeline protocol compat state model",               "torch"),
+    "tuning":       ("planning timeline model",                                                ""),
+    "strategies":   ("job config planning timeline protocol compat state model tuning",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "tracking":     ("config protocol records",                                                "(mlflow)"),
     "display":      ("planning protocol records",                                              ""),
     "worker":       ("job storage config planning timeline protocol records compat state "
                      "strategies",                                                             "torch ray"),
-    "driver":       ("job storage config planning timeline protocol records compat state model strategies policy "
-                     "tracking display worker",                                                "torch ray"),
+    "driver":       ("job storage config planning timeline protocol records compat state model tuning strategies "
+                     "policy tracking display worker",                                         "torch ray"),
     "verbs":        ("storage config records strategies tracking display driver",                ""),
     "jobs":         ("job",                                                                    "torch"),
 }  # fmt: skip

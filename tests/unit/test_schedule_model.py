@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from helpers.schedules import live_microbatches
-from orchestrator.timeline.ideal import Action, order_of, simulate, theoretical_bubble
+from orchestrator.compat.pipelining import computations
+from orchestrator.timeline.ideal import order_of, simulate, theoretical_bubble
 from orchestrator.timeline.spans import bubble
 
 GRIDS = [(2, 4), (4, 8), (4, 16), (8, 16)]
 """``(workers, microbatches)``"""
 
 
-def orders(schedule: str, p: int, m: int, v: int = 1) -> list[list[Action]]:
-    """Each worker's actions. 1F1B is written out: torch's list, which it does not follow, has the last stage wrong."""
-    if schedule != "1F1B":
-        listed = get_schedule_ops(schedule, p, m, v if v > 1 else None)
-        return [[a for action in actions for a in _compute(action)] for actions in listed]
-    made: list[list[Action]] = []
-    for stage in range(p):
-        warm_up = p - 1 - stage
-        order: list[Action] = [("F", stage, i) for i in range(warm_up)]
-        for i in range(m - warm_up):
-            order += [("F", stage, warm_up + i), ("B", stage, i)]
-        made.append(order + [("B", stage, i) for i in range(m - warm_up, m)])
-    return made
-
-
-def _compute(action: Any) -> Iterator[Action]:
-    """The forward and backward passes in an action of torch's."""
-    if action is not None and action.sub_actions:
-        yield from (a for sub in action.sub_actions for a in _compute(sub))
-    elif action is not None and action.computation_type.value in "FBIW":
-        yield action.computation_type.value, action.stage_index, action.microbatch_index
-
-
 def model_bubble(schedule: str, p: int, m: int, v: int = 1) -> float:
-    return bubble(simulate(orders(schedule, p, m, v)))
+    return bubble(simulate(computations(schedule, p, m, v)))
 
 
 @pytest.mark.parametrize(("p", "m"), GRIDS)
@@ -57,7 +31,7 @@ def test_zero_bubble_schedules_wait_one_unit_for_each_worker_behind(schedule: st
 
 
 def test_a_backward_pass_is_two_forward_passes() -> None:
-    spans = simulate(orders("GPipe", 2, 2))
+    spans = simulate(computations("GPipe", 2, 2))
     assert [(s.kind, s.start, s.end) for s in spans[0]] == [("F", 0, 1), ("F", 1, 2), ("B", 5, 7), ("B", 7, 9)]
     assert [(s.kind, s.start, s.end) for s in spans[1]] == [("F", 1, 2), ("F", 2, 3), ("B", 3, 5), ("B", 5, 7)]
 
@@ -68,9 +42,9 @@ def test_one_microbatch_is_the_naive_split() -> None:
 
 @pytest.mark.parametrize(("p", "m"), GRIDS)
 def test_1f1b_holds_a_microbatch_for_each_stage_behind_and_gpipe_all(p: int, m: int) -> None:
-    held = [live_microbatches(order) for order in orders("1F1B", p, m)]
+    held = [live_microbatches(order) for order in computations("1F1B", p, m)]
     assert held == [{stage: p - stage} for stage in range(p)]
-    assert [live_microbatches(order) for order in orders("GPipe", p, m)] == [{stage: m} for stage in range(p)]
+    assert [live_microbatches(order) for order in computations("GPipe", p, m)] == [{stage: m} for stage in range(p)]
 
 
 def test_half_a_backward_pass_holds_on_to_the_activations() -> None:
@@ -81,14 +55,14 @@ def test_the_slices_of_a_step_follow_one_another_without_a_gap_of_their_own() ->
     """With the pipeline flushed between them, as GPipe and 1F1B do it, the bubble is that of one slice."""
     twice = [
         [(kind, stage, number + 8 * part) for part in (0, 1) for kind, stage, number in order]
-        for order in orders("1F1B", 4, 8)
+        for order in computations("1F1B", 4, 8)
     ]
     assert bubble(simulate(twice)) == pytest.approx(3 / 11)
 
 
 def test_only_the_order_of_spans_counts() -> None:
-    spans = simulate(orders("1F1B", 4, 8))
-    assert [order_of(reversed(worker)) for worker in spans] == orders("1F1B", 4, 8)
+    spans = simulate(computations("1F1B", 4, 8))
+    assert [order_of(reversed(worker)) for worker in spans] == computations("1F1B", 4, 8)
     assert theoretical_bubble(spans) == pytest.approx(3 / 11)
 
 

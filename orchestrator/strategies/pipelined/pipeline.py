@@ -335,7 +335,7 @@ class Pipeline(OptimizerStep):
         if starts.any():
             return Cut(tuple(starts.tolist()))
         if self.context.global_rank == 0 and self._builder is not None:
-            self._costs = self._builder.measure_costs()
+            self._costs = [cost.total_ms for cost in self._builder.measure_costs()]
             starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))

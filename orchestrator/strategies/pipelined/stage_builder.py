@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orchestrator.job import Job
 from orchestrator.model.cut import Cut
-from orchestrator.model.layers import changing_buffers, costs, flow
+from orchestrator.model.layers import LayerCost, changing_buffers, costs, flow
 from orchestrator.model.parity import compare, free_memory
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
@@ -109,8 +109,8 @@ class StageBuilder:
             precision=precision,
         )
 
-    def measure_costs(self) -> list[float]:
-        """Return the milliseconds that forward and backward of each layer take; the last one includes the loss."""
+    def measure_costs(self) -> list[LayerCost]:
+        """Measure the forward and backward pass of each layer; the last one includes the loss."""
         # Of another instance of the model, because a layer may keep what it has computed with real tensors.
         model = build_fake(self.constructor, self.device).model
         layers = self.sequence.of(model, range(len(self.sequence.names)))

@@ -1,0 +1,108 @@
+"""How well ``strategy=auto`` predicts and chooses: every candidate of seven jobs, predicted and measured.
+
+The regret is the step time of its choice over that of the best candidate. It chooses among the two best predictions,
+by their measurements.
+
+python benchmarks/auto.py [--jobs digits gpt]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arms import execute
+from rounds import Claim, argument_parser, report, table, wait_until_quiet
+
+JOBS: dict[str, Sequence[str]] = {
+    "digits": ("job=digits", "job.hidden=1024"),
+    "gpt": ("job=gpt", "train.global_batch_size=32"),
+    "gpt, larger": ("job=gpt", "job.layers=6", "job.width=256", "train.global_batch_size=16"),
+    "resnet50": ("job=resnet50", "train.global_batch_size=16"),
+    "unbalanced": ("job._target_=auto_jobs.Unbalanced",),
+    "tiny layers": ("job._target_=auto_jobs.TinyLayers",),
+    "mostly embedding": ("job._target_=auto_jobs.MostlyEmbedding",),
+}
+MEASURED_BY_AUTO = 2
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The candidates of a job that were measured, with their predictions, and the time until these were made."""
+
+    contenders: Sequence[Any]
+    planning_s: float
+
+    @property
+    def errors(self) -> list[float]:
+        """The relative errors of the predictions, without their signs."""
+        return [abs(c["prediction"]["step_ms"] / c["measured_ms"] - 1) for c in self.contenders]
+
+    @property
+    def regret(self) -> float:
+        """The step time of the choice over that of the best candidate."""
+        by_prediction = sorted(self.contenders, key=lambda c: float(c["prediction"]["step_ms"]))
+        chosen_ms = min(float(c["measured_ms"]) for c in by_prediction[:MEASURED_BY_AUTO])
+        return chosen_ms / min(float(c["measured_ms"]) for c in self.contenders)
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="the jobs to try")
+    arguments = parser.parse_args()
+    outcomes = {job: try_out(job) for job in arguments.jobs}
+    errors = [error for outcome in outcomes.values() for error in outcome.errors]
+    claims = [
+        Claim(name="mean error of the predicted step time", ratios=[statistics.fmean(errors)], at_most=0.10),
+        Claim(name="largest error", ratios=[max(errors)], at_most=0.15),
+        Claim(name="largest regret", ratios=[max(o.regret for o in outcomes.values())], at_most=1.05),
+        Claim(name="longest planning, s", ratios=[max(o.planning_s for o in outcomes.values())], at_most=30),
+    ]
+    of_jobs = [
+        [
+            job,
+            str(len(o.contenders)),
+            f"{100 * statistics.fmean(o.errors):.0f}",
+            f"{100 * max(o.errors):.0f}",
+            f"{o.regret:.2f}",
+            f"{o.planning_s:.1f}",
+            min(o.contenders, key=lambda c: float(c["measured_ms"]))["name"],
+        ]
+        for job, o in outcomes.items()
+    ]
+    heads = ["job", "candidates", "mean error, %", "largest error, %", "regret", "planning, s", "best"]
+    candidates = [
+        [job, c["name"], f"{c['prediction']['step_ms']:.4g}", f"{c['measured_ms']:.4g}"]
+        for job, o in outcomes.items()
+        for c in o.contenders
+    ]
+    notes = "\n\n".join(
+        [table(heads, of_jobs), table(["job", "candidate", "predicted, ms", "measured, ms"], candidates)]
+    )
+    report("auto", claims, ceiling=None, rounds={}, notes=notes, keep=not arguments.quick)
+
+
+def try_out(job: str) -> Outcome:
+    """Predict and measure all candidates of a job in one command."""
+    wait_until_quiet()
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        overrides = ["strategy=auto", "strategy.measured=1000", "cluster=local", "tracking=none", "train.steps=2"]
+        jobs = Path(__file__).parent / "auto_jobs.py"
+        (Path(folder) / jobs.name).write_text(jobs.read_text())
+        execute(["-m", "orchestrator.launch", *overrides, *JOBS[job]], Path(folder), timeout_s=TIMEOUT_S)
+        (found,) = Path(folder).glob("outputs/[0-9]*/*/auto.json")
+        record = json.loads(found.read_text())
+    measured = [c for c in record["contenders"] if c["measured_ms"] is not None]
+    outcome = Outcome(measured, record["planning_s"])
+    print(f"  {job}: mean error {statistics.fmean(outcome.errors):.0%}, regret {outcome.regret:.2f}", flush=True)
+    return outcome
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``auto``: the strategy that measures a job, to choose another one."""

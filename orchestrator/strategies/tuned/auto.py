@@ -1,0 +1,162 @@
+"""``auto``: measures the job on its workers. The driver then predicts every strategy, and trains with the fastest.
+
+A run of this strategy makes no updates. In its first step, the ranks measure together; the steps that follow only show
+what the training loop costs. Its checkpoint is the profile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.job import Job
+from orchestrator.model.parity import free_memory
+from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.registry import register
+from orchestrator.strategies.tuned.collectives import all_reduce_cost, message_cost
+from orchestrator.strategies.tuned.machinery import MachineryCost, machinery_cost
+from orchestrator.strategies.tuned.passes import data_cost, layer_profiles, layer_rows, slice_rows, whole_model_cost
+from orchestrator.tuning.profile import Affine, GroupCost, Profile
+from orchestrator.tuning.proposals import StrategyName, worker_counts
+
+PROFILE_STEPS = 21
+"""The steps of a profile: one in which the ranks measure, and those that show what the training loop costs."""
+PROFILE_KEY = "profile"
+"""The entry of a checkpoint's metadata that holds the profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoConfig(StrategyConfig):
+    """The keys of ``auto``."""
+
+    name: Literal["auto"]
+    candidates: tuple[StrategyName, ...] = option("the strategies to choose from")
+    schedules: tuple[
+        Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
+        ...,
+    ] = option("the pipeline schedules to choose from")
+    measured: int = option("candidates to measure, those with the best predictions; 0: trust the prediction", minimum=0)
+    measured_steps: int = option("steps for which each of them is measured", minimum=1)
+    profile: Literal["reuse", "fresh"] = option(
+        "reuse: take the measurements of an earlier run of this job with these sizes on this hardware, if there are any"
+    )
+
+
+@register("auto")
+class Auto(Strategy):
+    """Measures what passes, updates and messages cost on all workers."""
+
+    config_class: ClassVar[type[StrategyConfig]] = AutoConfig
+    runs_training_step = True
+    counts_flops = False
+
+    @classmethod
+    def is_synchronous(cls, options: StrategyConfig) -> bool:
+        return False
+
+    def __init__(self, context: Context, job: Job):
+        super().__init__(context, job)
+        self._profile: Profile | None = None
+        self._returned_at = 0.0
+        self._loop_ms: list[float] = []
+
+    def setup(self, train_set: Dataset[Any]) -> None:
+        self._train_set = train_set
+
+    def attach(self) -> None:
+        self._control = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
+        """Measure in the first step, and only the time since the last one in all others."""
+        if self._profile is None:
+            self._profile = self._measured()
+        else:
+            self._loop_ms.append((time.perf_counter() - self._returned_at) * 1e3)
+        self._returned_at = time.perf_counter()
+        return StepResult(loss_sum=torch.zeros(()), weight=torch.ones(()), grad_norm=None)
+
+    @property
+    def lr(self) -> float:
+        return 0.0
+
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        return EvalSums(loss_sum=torch.zeros(()), weight=torch.zeros(()), metrics={})
+
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        """Return the profile, in the metadata of a state without tensors."""
+        if self.context.global_rank != 0:
+            return None
+        assert self._profile is not None
+        context, profile = self.context, self._profile
+        share = context.train.global_batch_size / context.mesh.world_size
+        if self._loop_ms:
+            loop_ms = max(0.0, statistics.median(self._loop_ms) - profile.data.at(share))
+            profile = dataclasses.replace(profile, loop_ms=loop_ms)
+        meta = {
+            "step": step,
+            "samples_consumed": samples_consumed,
+            "param_groups": [],
+            PROFILE_KEY: dataclasses.asdict(profile),
+        }
+        return TrainState(model={}, optimizer={}, meta=meta)
+
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        raise NotImplementedError("a profile is measured anew, not resumed")
+
+    def close(self) -> None:
+        self._control = None
+
+    def _measured(self) -> Profile:
+        """Measure on all ranks together. Collective."""
+        context, job, train_set, control = self.context, self.job, self._train_set, self._control
+        free_bytes = free_memory(context.device)
+        layers, uncut = layer_profiles(job, train_set, context)
+        counts = worker_counts(context.mesh.world_size)
+        activation_bytes = sum(layer.activation_bytes for layer in layers)
+        whole = whole_model_cost(
+            job,
+            train_set,
+            context,
+            counts,
+            control=control,
+            free_bytes=free_bytes / (context.mesh.world_size if context.device.type == "cpu" else 1),
+            activation_bytes=activation_bytes,
+        )
+        groups: tuple[GroupCost, ...] = ()
+        message = Affine(overhead_ms=0.0, ms_per_unit=0.0)
+        added = MachineryCost(ddp_ms=0.0, pipeline_ms=0.0, action_ms=0.0)
+        if control is not None:
+            groups = tuple(
+                GroupCost(workers=n, all_reduce=all_reduce_cost(n, context, control)) for n in counts if n > 1
+            )
+            message = message_cost(context, control)
+            added = machinery_cost(context, control)
+        return Profile(
+            device="cuda" if context.device.type == "cuda" else "cpu",
+            layers=layers,
+            uncut=uncut,
+            layer_rows=layer_rows(context),
+            passes=whole.passes,
+            parameter_bytes=whole.parameter_bytes,
+            gradient_bytes=whole.gradient_bytes,
+            optimizer_bytes=whole.optimizer_bytes,
+            activation_bytes=activation_bytes,
+            data=data_cost(job, train_set, slice_rows(context)),
+            loop_ms=0.0,
+            groups=groups,
+            message=message,
+            ddp_ms=added.ddp_ms,
+            pipeline_ms=added.pipeline_ms,
+            action_ms=added.action_ms,
+            free_bytes=free_bytes,
+        )

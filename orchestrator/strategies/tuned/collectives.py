@@ -1,0 +1,48 @@
+"""What an all-reduce and a message cost, as functions of their size in MiB. Collective."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
+from orchestrator.tuning.profile import MIB, Affine, fit
+
+SIZES_MIB = (1 / 256, 1 / 4, 4, 16)
+RUNS = 8
+
+
+def all_reduce_cost(workers: int, context: Context, control: dist.ProcessGroup) -> Affine:
+    """Measure the all-reduce of the first ``workers`` ranks; ``control`` is a group of all ranks on the hosts."""
+    group = dist.new_group(list(range(workers)))
+    takes_part = context.global_rank < workers
+    points = []
+    for size in SIZES_MIB:
+        values = torch.zeros(int(size * MIB / 4), device=context.device)
+        call = functools.partial(dist.all_reduce, values, group=group)
+        (own_ms,) = medians_ms([call], context.device, runs=RUNS) if takes_part else (0.0,)
+        points.append((size, mean_over(workers, own_ms, control)))
+    return fit(points)
+
+
+def message_cost(context: Context, control: dist.ProcessGroup) -> Affine:
+    """Measure a message from rank 0 to rank 1 by its way there and back."""
+    rank = context.global_rank
+    points = []
+    for size in SIZES_MIB:
+        values = torch.zeros(int(size * MIB / 4), device=context.device)
+        call = functools.partial(_echo, values, rank)
+        (own_ms,) = medians_ms([call], context.device, runs=RUNS) if rank < 2 else (0.0,)
+        points.append((size, mean_over(2, own_ms, control) / 2))
+    return fit(points)
+
+
+def _echo(values: torch.Tensor, rank: int) -> None:
+    for sender in (0, 1):
+        if rank == sender:
+            dist.send(values, dst=1 - sender)
+        else:
+            dist.recv(values, src=sender)

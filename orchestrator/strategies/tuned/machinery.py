@@ -1,0 +1,120 @@
+"""What ``ddp`` and ``pipeline`` themselves cost, measured with a model that computes almost nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from orchestrator.compat.pipelining import computations
+from orchestrator.job import Job, Split
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
+from orchestrator.strategies.replicated.ddp import DDP, DDPConfig
+from orchestrator.strategies.replicated.single import Single, SingleConfig
+from orchestrator.strategies.tuned.passes import STEPS
+from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
+from orchestrator.timeline.ideal import simulate
+from orchestrator.timeline.spans import extent_s
+
+RUNS = 20
+WIDTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TinyJob(Job):
+    """A linear layer for each worker."""
+
+    layers: int
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(OrderedDict((f"layer{i}", nn.Linear(WIDTH, WIDTH)) for i in range(self.layers)))
+
+    def dataset(self, split: Split) -> Dataset[tuple[Tensor, ...]]:
+        return TensorDataset(torch.zeros(1, WIDTH), torch.zeros(1, WIDTH))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineryCost:
+    """``ddp_ms`` and ``pipeline_ms`` are added to a step, ``action_ms`` to each pass of a stage."""
+
+    ddp_ms: float
+    pipeline_ms: float
+    action_ms: float
+
+
+def machinery_cost(context: Context, control: dist.ProcessGroup) -> MachineryCost:
+    """Measure steps of a tiny model on all ranks; ``control`` is a group of them on the hosts. Collective."""
+    n = context.mesh.world_size
+    train = dataclasses.replace(
+        context.train, grad_accumulation=1, global_batch_size=4 * n, steps=STEPS, ema_decay=None, precision="fp32"
+    )
+    tiny = dataclasses.replace(context, train=train, pipeline=None, peer_copy_every=0)
+    ddp = DDPConfig(
+        name="ddp",
+        num_workers=n,
+        bucket_mb=25,
+        comm_hook="none",
+        powersgd_rank=1,
+        find_unused_parameters=False,
+        sync_batchnorm=False,
+    )
+    alone = dataclasses.replace(tiny, mesh=Mesh(), global_rank=0, options=SingleConfig(name="single", num_workers=1))
+    job = _TinyJob(layers=n)
+    measured = functools.partial(_step_ms, rank=context.global_rank, ranks=n, control=control)
+    single_ms = measured(Single(alone, job), rows=4 * n)
+    ddp_ms = measured(DDP(dataclasses.replace(tiny, mesh=Mesh(data_parallel_size=n), options=ddp), job), rows=4)
+    few, many = ((_passes_in_a_row(n, m), measured(Pipeline(_staged(tiny, m), job), rows=4 * n)) for m in (n, 4 * n))
+    action_ms = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
+    return MachineryCost(
+        ddp_ms=max(0.0, ddp_ms - single_ms),
+        pipeline_ms=max(0.0, few[1] - few[0] * action_ms),
+        action_ms=action_ms,
+    )
+
+
+def _staged(context: Context, microbatches: int) -> Context:
+    n = context.mesh.world_size
+    options = PipelineConfig(
+        name="pipeline",
+        num_workers=n,
+        schedule="1F1B",
+        num_microbatches=microbatches,
+        stages_per_rank=1,
+        split=tuple(f"layer{i}" for i in range(1, n)),
+    )
+    layout = PipelineLayout(schedule="1F1B", num_stages=n, num_microbatches=microbatches, stage_ranks=tuple(range(n)))
+    return dataclasses.replace(context, mesh=Mesh(pipeline_parallel_size=n), options=options, pipeline=layout)
+
+
+def _passes_in_a_row(workers: int, microbatches: int) -> float:
+    """Return how many passes of stages follow one another in a step, if each takes as long as any other."""
+    return extent_s(simulate(computations("1F1B", workers, microbatches), duration_of=lambda action: 1.0))
+
+
+def _step_ms(strategy: Strategy, *, rows: int, rank: int, ranks: int, control: dist.ProcessGroup) -> float:
+    """Return the time of a step over ``rows`` samples, in milliseconds. Collective."""
+    batch = (torch.zeros(rows, WIDTH), torch.zeros(rows, WIDTH)) if strategy.reads_data else None
+    try:
+        strategy.setup(strategy.job.dataset("train"))  # type: ignore[arg-type]
+        strategy.attach()
+        step = functools.partial(strategy.train_step, [batch], want_grad_norm=False, want_metrics=False)
+        (own_ms,) = medians_ms([step], strategy.context.device, runs=RUNS)
+        return mean_over(ranks, own_ms, control)
+    finally:
+        strategy.close()

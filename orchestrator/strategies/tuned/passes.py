@@ -1,0 +1,211 @@
+"""What forward and backward passes, updates and batches cost: of the whole model, and of its layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from orchestrator.job import Job
+from orchestrator.model.batch import split_batch, tensors_in, to_device
+from orchestrator.model.meta import on_meta_device
+from orchestrator.model.precision import Precision
+from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.datasets import is_stream
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.replicated.single import Single, SingleConfig
+from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
+from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, fit
+
+NUM_SIZES = 5
+"""The whole model is measured with this many sizes of batch: that of one worker, and each half of the one before."""
+LONGEST_PASS_MS = 500.0
+"""Batches larger than one for which a pass takes longer are not measured: their passes are in proportion."""
+ADAM_BYTES = 2.0
+"""The state of Adam for each byte of the parameters, for an optimizer that could not be tried."""
+STEPS = 10**9
+"""The steps of the learning-rate schedule, which no measurement reaches."""
+
+
+def slice_rows(context: Context) -> int:
+    """Return the samples in a slice of the global batch."""
+    return max(1, context.train.global_batch_size // context.train.grad_accumulation)
+
+
+def layer_rows(context: Context) -> int:
+    """Return the samples with which layers are measured: those of a micro-batch of a pipeline over all ranks."""
+    return max(1, slice_rows(context) // (2 * context.mesh.world_size))
+
+
+def data_cost(job: Job, train_set: Any, rows: int) -> Affine:
+    """Measure reading and collating a batch of up to ``rows`` samples on this worker; the unit of size is a sample."""
+    host = torch.device("cpu")
+    sizes = sorted({rows, max(1, rows // 4)})
+    return fit([(n, medians_ms([functools.partial(_batch, job, train_set, n)], host)[0]) for n in sizes])
+
+
+def layer_profiles(job: Job, train_set: Any, context: Context) -> tuple[tuple[LayerProfile, ...], str]:
+    """Measure the layers of the model one by one, on this worker.
+
+    Returns:
+        The layers in order and an empty text; or no layers, and the reason why the model cannot be cut.
+    """
+    if type(job).forward is not Job.forward:
+        return (), "the job overrides Job.forward, which needs the whole model on a worker"
+    rows, train = layer_rows(context), context.train
+    precision = Precision.named(train.precision, context.device.type)
+    try:
+        inputs, target = split_batch(to_device(_batch(job, train_set, rows), context.device))
+        builder = StageBuilder.outline(
+            job,
+            inputs,
+            target,
+            constructor=constructor_of(job, train, precision),
+            split=(),
+            num_stages=2 * context.mesh.world_size,
+            device=context.device,
+            seed=context.seed,
+            precision=precision,
+        )
+        costs = builder.measure_costs()
+    except ValueError as e:
+        return (), str(e)
+    sequence = builder.sequence
+    measured = zip(sequence.layers, sequence.modules, costs, builder.values[1:], strict=True)
+    return (
+        tuple(
+            LayerProfile(
+                name=layer.name,
+                num_parameters=layer.num_parameters,
+                trainable=layer.trainable,
+                parameter_bytes=sum(p.nbytes for p in module.parameters()),
+                forward_ms=cost.forward_ms,
+                backward_ms=cost.backward_ms,
+                activation_bytes=cost.activation_bytes / rows,
+                output_bytes=sum(t.nbytes for t in tensors_in(output)) / rows,
+            )
+            for layer, module, cost, output in measured
+        ),
+        "",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModelCost:
+    """Training steps of the whole model.
+
+    ``gradient_bytes`` are those of a batch, which counts for sparse gradients. ``optimizer_bytes`` is the state of the
+    optimizer for each byte of the parameters.
+    """
+
+    passes: tuple[PassCost, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: float
+
+
+def whole_model_cost(
+    job: Job,
+    train_set: Any,
+    context: Context,
+    counts: Sequence[int],
+    *,
+    control: dist.ProcessGroup | None,
+    free_bytes: float,
+    activation_bytes: float,
+) -> WholeModelCost:
+    """Measure training steps as ``single`` makes them, on one worker and on several at once. Collective.
+
+    Args:
+        job: the job.
+        train_set: its training set.
+        context: the place of this rank.
+        counts: numbers of workers. Those that take no part leave their threads to the others.
+        control: a group of all ranks, on the hosts; None with one worker.
+        free_bytes: the memory that is free for the model of this worker.
+        activation_bytes: what a sample keeps in memory until the backward pass; 0 if that is unknown.
+
+    Returns:
+        The costs; without passes if the model does not fit in the memory of some worker.
+    """
+    world_size, device, largest = context.mesh.world_size, context.device, slice_rows(context)
+    outline = on_meta_device(job.model)
+    parameters = [] if outline is None else list(outline.parameters())
+    parameter_bytes = sum(p.nbytes for p in parameters)
+    needed = parameter_bytes * (2 + ADAM_BYTES) + activation_bytes * largest
+    if mean_over(world_size, float(needed > free_bytes), control):
+        trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
+        return WholeModelCost(
+            passes=(), parameter_bytes=parameter_bytes, gradient_bytes=trained_bytes, optimizer_bytes=ADAM_BYTES
+        )
+    train = dataclasses.replace(context.train, grad_accumulation=1, steps=STEPS)
+    alone = dataclasses.replace(
+        context, mesh=Mesh(), global_rank=0, train=train, options=SingleConfig(name="single", num_workers=1)
+    )
+    strategy = Single(alone, job)
+    strategy.setup(train_set)
+    strategy.attach()
+    sizes = sorted({max(1, math.ceil(largest / 2**i)) for i in range(NUM_SIZES)})
+    batches = {rows: _batch(job, train_set, rows) for rows in sizes}
+
+    def step(rows: int) -> None:
+        strategy.train_step([batches[rows]], want_grad_norm=False, want_metrics=False)
+
+    costs: list[PassCost] = []
+    own_threads = torch.get_num_threads()
+    for threads, busy in _arrangements(counts, world_size, own_threads):
+        torch.set_num_threads(threads)
+        for rows in sizes:
+            of_size = dataclasses.replace(train, global_batch_size=rows)
+            strategy.reassign(dataclasses.replace(alone, train=of_size))
+            mean_over(world_size, 0.0, control)  # a barrier
+            step_ms = update_ms = 0.0
+            if context.global_rank < busy:
+                step_ms, update_ms = medians_ms([functools.partial(step, rows), strategy.optimizer.step], device)
+            step_ms, update_ms = mean_over(busy, step_ms, control), mean_over(busy, update_ms, control)
+            pass_ms = max(0.0, step_ms - update_ms)
+            costs.append(PassCost(threads=threads, busy=busy, rows=rows, pass_ms=pass_ms, update_ms=update_ms))
+            if pass_ms > LONGEST_PASS_MS and rows > sizes[0]:
+                break
+    torch.set_num_threads(own_threads)
+    gradients = [p.grad for p in strategy.parameters if p.grad is not None]
+    parameter_bytes = sum(p.nbytes for p in strategy.model.parameters())
+    state = [t for of_one in strategy.optimizer.state.values() for t in of_one.values() if isinstance(t, Tensor)]
+    return WholeModelCost(
+        passes=tuple(costs),
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=sum(map(_bytes_of, gradients)),
+        optimizer_bytes=sum(t.nbytes for t in state) / max(1, parameter_bytes),
+    )
+
+
+def _arrangements(counts: Sequence[int], world_size: int, own_threads: int) -> list[tuple[int, int]]:
+    """Return pairs of threads and of workers that are busy at once: for each count, one worker and all of them."""
+    threads = {n: own_threads * (world_size // n) for n in counts}
+    return sorted({(threads[n], busy) for n in counts for busy in (1, n)})
+
+
+def _batch(job: Job, train_set: Any, rows: int) -> Any:
+    """Return a batch of the first ``rows`` samples of the training set, repeated if it has fewer."""
+    collate = job.collate or default_collate
+    if is_stream(train_set):
+        return collate(list(itertools.islice(itertools.chain.from_iterable(itertools.repeat(train_set)), rows)))
+    return collate([train_set[i % len(train_set)] for i in range(rows)])
+
+
+def _bytes_of(gradient: Tensor) -> int:
+    if not gradient.is_sparse:
+        return gradient.nbytes
+    gradient = gradient.coalesce()
+    return gradient.indices().nbytes + gradient.values().nbytes

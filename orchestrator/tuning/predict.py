@@ -1,0 +1,193 @@
+"""The step time and the memory of a plan, predicted from a profile. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from orchestrator.model.cut import balance
+from orchestrator.planning.plan import Plan
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.timeline.ideal import Action, simulate
+from orchestrator.timeline.spans import busy_s, extent_s
+from orchestrator.tuning.profile import MIB, LayerProfile, Profile
+
+BUCKET_BYTES = 25 * MIB
+"""Gradients are exchanged in messages of this size."""
+BACKWARD_SHARE = 2 / 3
+"""The part of a pass of which the exchange of gradients on GPUs can take place at the same time."""
+
+Orders = Callable[[PipelineLayout], Sequence[Sequence[Action]]]
+"""Returns what each worker of a pipeline computes in a step, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step of the slowest worker, by its parts, and the memory of the worker that needs most.
+
+    Attributes:
+        compute_ms: forward and backward passes, and the update.
+        exchange_ms: gradients that are exchanged while nothing is computed.
+        idle_ms: waiting for other stages.
+        input_ms: reading the batch, and the training loop.
+        memory_bytes: parameters, gradients, optimizer state and activations.
+    """
+
+    compute_ms: float
+    exchange_ms: float
+    idle_ms: float
+    input_ms: float
+    memory_bytes: float
+
+    @property
+    def step_ms(self) -> float:
+        """The time of a step, in milliseconds."""
+        return self.compute_ms + self.exchange_ms + self.idle_ms + self.input_ms
+
+
+def predict(profile: Profile, plan: Plan, orders: Orders) -> Prediction:
+    """Predict a step of ``plan``, which is one of a synchronous strategy.
+
+    Args:
+        profile: the measurements of the job.
+        plan: the layout of the run.
+        orders: the schedules, for a plan with a pipeline.
+    """
+    if plan.pipeline is not None:
+        return _pipeline(profile, plan, plan.pipeline, orders(plan.pipeline))
+    return _devices(profile, plan) if plan.devices_per_worker > 1 else _replicas(profile, plan)
+
+
+def memory_error(profile: Profile, plan: Plan, prediction: Prediction, *, num_nodes: int) -> str | None:
+    """Return why the plan does not fit in memory; None if it does. On a CPU, the workers of a node share its memory."""
+    sharing = math.ceil(plan.world_size / num_nodes) if profile.device == "cpu" else 1
+    needed = prediction.memory_bytes * sharing
+    if needed <= profile.free_bytes:
+        return None
+    where = f"the {sharing} workers of a node need" if profile.device == "cpu" else "a worker needs"
+    return f"{where} {needed / 1e9:.1f} GB of memory, {profile.free_bytes / 1e9:.1f} GB are free"
+
+
+def _replicas(profile: Profile, plan: Plan) -> Prediction:
+    """``single`` and ``ddp``."""
+    n, threads, slices = plan.world_size, plan.threads_per_worker, plan.grad_accumulation
+    share = plan.workers[0].samples_per_step
+    rows = share / slices
+    pass_ms = profile.pass_ms(rows, threads=threads, busy=n)
+    exchange_ms = 0.0
+    if n > 1:
+        exchange_ms = profile.ddp_ms + _transfer_ms(profile, n, profile.gradient_bytes)
+        if profile.device == "cuda":
+            hidden_ms = min(exchange_ms - profile.ddp_ms, BACKWARD_SHARE * pass_ms)
+            exchange_ms -= max(0.0, hidden_ms)
+    return Prediction(
+        compute_ms=slices * pass_ms + profile.update_ms(threads=threads, busy=n),
+        exchange_ms=exchange_ms,
+        idle_ms=0.0,
+        input_ms=profile.loop_ms + profile.data.at(share),
+        memory_bytes=_state_bytes(profile, profile.parameter_bytes) + profile.activation_bytes * rows,
+    )
+
+
+def _devices(profile: Profile, plan: Plan) -> Prediction:
+    """``dp``: on a CPU, the forward passes run at once, and one thread makes all backward passes."""
+    n, threads, slices = plan.devices_per_worker, plan.threads_per_worker, plan.grad_accumulation
+    rows = plan.global_batch_size / slices
+    share = _forward_share(profile)
+    at_once_ms = profile.pass_ms(rows / n, threads=threads, busy=n)
+    backward_ms = (1 - share) * at_once_ms
+    if profile.device == "cpu":
+        backward_ms = n * (1 - share) * profile.pass_ms(rows / n, threads=threads, busy=1)
+    copies_ms = 2 * profile.message.at(profile.parameter_bytes / MIB) if profile.device == "cuda" else 0.0
+    replicas = n if profile.device == "cpu" else 1
+    return Prediction(
+        compute_ms=slices * (share * at_once_ms + backward_ms) + profile.update_ms(threads=threads, busy=1),
+        exchange_ms=slices * copies_ms,
+        idle_ms=0.0,
+        input_ms=profile.loop_ms + profile.data.at(plan.global_batch_size),
+        memory_bytes=_state_bytes(profile, profile.parameter_bytes)
+        + profile.activation_bytes * math.ceil(rows / n) * replicas,
+    )
+
+
+def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequence[Sequence[Action]]) -> Prediction:
+    """``model_parallel``, ``pipeline`` and ``ddp_pipeline``: a replay of the schedule in the times of the stages."""
+    stages, threads, rows = _stages(profile, layout.num_stages), plan.threads_per_worker, plan.microbatch_rows
+    alone_ms = profile.pass_ms(rows, threads=threads, busy=1)
+    scale = alone_ms / math.fsum(layer.total_ms for layer in profile.layers)
+    replicas = plan.mesh.data_parallel_size
+
+    def duration_of(action: Action) -> float:
+        kind, stage, _ = action
+        measured_ms = math.fsum(layer.forward_ms if kind == "F" else layer.backward_ms for layer in stages[stage])
+        return profile.action_ms + scale * measured_ms * (0.5 if kind in "IW" else 1.0)
+
+    def delay_of(stage: int) -> float:
+        return profile.message.at(rows * stages[stage][-1].output_bytes / MIB) - profile.message.overhead_ms
+
+    def slowdown(busy: int) -> float:
+        at_once = busy * replicas
+        return max(1.0, profile.pass_ms(rows, threads=threads, busy=at_once) / alone_ms) if alone_ms else 1.0
+
+    spans = simulate(orders, duration_of=duration_of, delay_of=delay_of, slowdown=slowdown)
+    slices, schedule_ms = plan.grad_accumulation, extent_s(spans)
+    compute_ms = max(busy_s(worker) for worker in spans)
+    of_rank = [
+        [layer for stage in layout.stages_of(rank) for layer in stages[stage]]
+        for rank in range(plan.mesh.pipeline_parallel_size)
+    ]
+    largest_bytes = max(sum(layer.parameter_bytes for layer in layers) for layers in of_rank)
+    part = largest_bytes / max(1, profile.parameter_bytes)
+    exchange_ms = 0.0
+    if replicas > 1:
+        exchange_ms = profile.all_reduce(replicas).overhead_ms + _transfer_ms(
+            profile, replicas, part * profile.gradient_bytes
+        )
+    return Prediction(
+        compute_ms=slices * compute_ms + part * profile.update_ms(threads=threads, busy=plan.world_size),
+        exchange_ms=exchange_ms,
+        idle_ms=slices * (schedule_ms - compute_ms),
+        input_ms=profile.loop_ms + profile.pipeline_ms + profile.data.at(plan.global_batch_size / replicas),
+        memory_bytes=max(
+            _state_bytes(profile, sum(layer.parameter_bytes for layer in layers)) + _activations(stages, order) * rows
+            for layers, order in zip(of_rank, orders, strict=True)
+        ),
+    )
+
+
+def _stages(profile: Profile, num_stages: int) -> list[Sequence[LayerProfile]]:
+    """Return the layers of each stage, cut as a run does it."""
+    layers = profile.layers
+    cut = balance([layer.layer for layer in layers], [layer.total_ms for layer in layers], num_stages)
+    return [[layers[i] for i in cut.layers_of(stage, len(layers))] for stage in range(num_stages)]
+
+
+def _activations(stages: Sequence[Sequence[LayerProfile]], order: Iterable[Action]) -> float:
+    """Return the largest sum of activations that a worker holds, in bytes for each sample of a micro-batch."""
+    held: Counter[int] = Counter()
+    largest = 0.0
+    for kind, stage, _ in order:
+        held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+        now = math.fsum(held[s] * sum(layer.activation_bytes for layer in stages[s]) for s in held)
+        largest = max(largest, now)
+    return largest
+
+
+def _forward_share(profile: Profile) -> float:
+    """Return the part of a pass that is its forward pass; a third if the layers were not measured."""
+    total_ms = math.fsum(layer.total_ms for layer in profile.layers)
+    return math.fsum(layer.forward_ms for layer in profile.layers) / total_ms if total_ms else 1 - BACKWARD_SHARE
+
+
+def _transfer_ms(profile: Profile, workers: int, num_bytes: float) -> float:
+    """Return the time to sum gradients over ``workers``; the first message has no overhead here."""
+    cost = profile.all_reduce(workers)
+    messages = max(1, math.ceil(num_bytes / BUCKET_BYTES))
+    return cost.ms_per_unit * num_bytes / MIB + cost.overhead_ms * (messages - 1)
+
+
+def _state_bytes(profile: Profile, parameter_bytes: float) -> float:
+    """Return the memory of parameters, their gradients and the state of the optimizer."""
+    return parameter_bytes * (2 + profile.optimizer_bytes)

@@ -1,0 +1,60 @@
+"""The strategies and grids among which to choose, as overrides. Planning refuses those that are impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from orchestrator.planning.schedules import SCHEDULES
+
+StrategyName = Literal["single", "ddp", "dp", "model_parallel", "pipeline", "ddp_pipeline"]
+
+MICROBATCHES_PER_STAGE = (1, 2, 4)
+
+
+def worker_counts(num_workers: int) -> tuple[int, ...]:
+    """Return the numbers of workers to consider, in ascending order: the powers of two, and ``num_workers``."""
+    powers = [2**i for i in range(num_workers.bit_length()) if 2**i < num_workers]
+    return (*powers, num_workers)
+
+
+def proposals(
+    num_workers: int, strategies: Sequence[StrategyName], schedules: Sequence[str]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the overrides of each proposal: the strategy, its workers and its micro-batches.
+
+    Args:
+        num_workers: the largest number of workers.
+        strategies: the strategies to propose.
+        schedules: the schedules of pipelines to propose.
+    """
+    several = [n for n in worker_counts(num_workers) if n > 1]
+    for strategy in strategies:
+        if strategy == "single":
+            yield ("strategy=single",)
+        elif strategy in ("ddp", "model_parallel"):
+            yield from ((f"strategy={strategy}", f"strategy.num_workers={n}") for n in several)
+        elif strategy == "dp" and several:
+            yield ("strategy=dp", f"strategy.num_workers={num_workers}")
+        elif strategy == "pipeline":
+            for n in several:
+                yield from (
+                    ("strategy=pipeline", f"strategy.num_workers={n}", *stages) for stages in _stages(n, schedules)
+                )
+        elif strategy == "ddp_pipeline":
+            for n in several:
+                for p in (p for p in several if p < n and n % p == 0):
+                    grid = (
+                        "strategy=ddp_pipeline",
+                        f"strategy.num_workers={n}",
+                        f"strategy.pipeline_parallel_size={p}",
+                    )
+                    yield from ((*grid, *stages) for stages in _stages(p, schedules))
+
+
+def _stages(workers: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield each schedule with each number of micro-batches, from one for each stage upward."""
+    for schedule in schedules:
+        num_stages = workers * SCHEDULES[schedule].stages_per_rank
+        for factor in MICROBATCHES_PER_STAGE:
+            yield f"strategy.schedule={schedule}", f"strategy.num_microbatches={factor * num_stages}"

@@ -1,0 +1,261 @@
+"""The choice of a strategy: profiles, predictions and the comparison of contenders, without workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Plan, WorkerPlan
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.timeline.ideal import Action
+from orchestrator.tuning.choose import Contender, best, next_to_measure, reason
+from orchestrator.tuning.predict import Prediction, memory_error, predict
+from orchestrator.tuning.profile import (
+    Affine,
+    GroupCost,
+    LayerProfile,
+    PassCost,
+    Profile,
+    fit,
+    interpolate,
+)
+from orchestrator.tuning.proposals import proposals, worker_counts
+from orchestrator.tuning.report import table, verdict
+
+NOTHING = Affine(overhead_ms=0.0, ms_per_unit=0.0)
+LAYER = LayerProfile(
+    name="layer",
+    num_parameters=1,
+    trainable=True,
+    parameter_bytes=1000,
+    forward_ms=1.0,
+    backward_ms=2.0,
+    activation_bytes=10.0,
+    output_bytes=0.0,
+)
+PASSES = tuple(
+    PassCost(threads=1, busy=busy, rows=rows, pass_ms=rows * (1.0 if busy == 1 else 1.5), update_ms=3.0)
+    for busy in (1, 2)
+    for rows in (8, 64)
+)
+"""A millisecond for each sample, and half as much again if two workers compute at once."""
+PROFILE = Profile(
+    device="cpu",
+    layers=(LAYER, LAYER),
+    uncut="",
+    layer_rows=8,
+    passes=PASSES,
+    parameter_bytes=2000,
+    gradient_bytes=2**20,
+    optimizer_bytes=1.0,
+    activation_bytes=20.0,
+    data=Affine(overhead_ms=0.0, ms_per_unit=0.1),
+    loop_ms=0.5,
+    groups=(GroupCost(workers=2, all_reduce=Affine(overhead_ms=2.0, ms_per_unit=7.0)),),
+    message=NOTHING,
+    ddp_ms=1.0,
+    pipeline_ms=0.25,
+    action_ms=0.0,
+    free_bytes=10_000,
+)
+
+
+def plan(
+    strategy: str, mesh: Mesh, *, pipeline: PipelineLayout | None = None, batch: int = 64, devices: int = 1
+) -> Plan:
+    share = batch // mesh.data_parallel_size
+    return Plan(
+        run_name="test",
+        strategy=strategy,
+        job="job",
+        steps=10,
+        global_batch_size=batch,
+        grad_accumulation=1,
+        mesh=mesh,
+        device="cpu",
+        cpus_per_worker=1,
+        gpus_per_worker=0,
+        devices_per_worker=1,
+        one_node=False,
+        threads_per_worker=1,
+        spares=0,
+        workers=tuple(
+            WorkerPlan(global_rank=r, dp_rank=mesh.dp_rank(r), pp_rank=mesh.pp_rank(r), samples_per_step=share)
+            for r in range(mesh.world_size)
+        ),
+        pipeline=pipeline,
+    )
+
+
+def two_stages(microbatches: int) -> PipelineLayout:
+    return PipelineLayout(schedule="GPipe", num_stages=2, num_microbatches=microbatches, stage_ranks=(0, 1))
+
+
+def gpipe(layout: PipelineLayout) -> Sequence[Sequence[Action]]:
+    numbers = range(layout.num_microbatches)
+    return [[*(("F", s, i) for i in numbers), *(("B", s, i) for i in numbers)] for s in (0, 1)]
+
+
+# Profiles -----------------------------------------------------------------------------------------
+
+
+def test_a_fit_of_points_on_a_line_is_that_line() -> None:
+    line = fit([(1, 5.0), (2, 7.0), (10, 23.0)])
+    assert (line.overhead_ms, line.ms_per_unit) == pytest.approx((3.0, 2.0))
+    assert fit([(4, 5.0)]) == Affine(overhead_ms=5.0, ms_per_unit=0.0)
+
+
+@pytest.mark.parametrize("points", [[(1, 1.0), (2, 4.0)], [(1, 4.0), (2, 1.0)]])
+def test_a_fit_has_no_negative_part(points: list[tuple[float, float]]) -> None:
+    line = fit(points)
+    assert line.overhead_ms >= 0
+    assert line.ms_per_unit >= 0
+
+
+def test_interpolation_goes_on_beyond_the_ends() -> None:
+    points = [(2.0, 4.0), (1.0, 2.0), (4.0, 12.0)]
+    assert [interpolate(points, x) for x in (1, 1.5, 3, 5, 0.5)] == pytest.approx([2, 3, 8, 16, 1])
+    assert interpolate([(3.0, 7.0)], 100) == 7
+
+
+def test_passes_are_those_of_the_nearest_threads_between_sizes_and_busy_workers() -> None:
+    assert PROFILE.pass_ms(16, threads=1, busy=1) == pytest.approx(16)
+    assert PROFILE.pass_ms(16, threads=8, busy=2) == pytest.approx(24)
+    four = dataclasses.replace(
+        PROFILE, passes=(PASSES[0], dataclasses.replace(PASSES[0], busy=3, pass_ms=PASSES[0].pass_ms * 3))
+    )
+    assert four.pass_ms(8, threads=1, busy=2) == pytest.approx(16)
+
+
+# Predictions --------------------------------------------------------------------------------------
+
+
+def test_single_is_a_pass_an_update_and_the_input() -> None:
+    prediction = predict(PROFILE, plan("single", Mesh()), gpipe)
+    assert prediction == Prediction(
+        compute_ms=64 + 3.0, exchange_ms=0.0, idle_ms=0.0, input_ms=0.5 + 6.4, memory_bytes=2000 * 3 + 20 * 64
+    )
+
+
+def test_ddp_computes_its_share_beside_the_others_and_exchanges_gradients() -> None:
+    prediction = predict(PROFILE, plan("ddp", Mesh(data_parallel_size=2)), gpipe)
+    assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0)
+    assert prediction.exchange_ms == pytest.approx(1.0 + 7.0), "one message, whose overhead ddp_ms has"
+    assert prediction.input_ms == pytest.approx(0.5 + 3.2)
+
+
+def test_on_gpus_gradients_are_exchanged_during_the_backward_pass() -> None:
+    profile = dataclasses.replace(PROFILE, device="cuda")
+    assert predict(profile, plan("ddp", Mesh(data_parallel_size=2)), gpipe).exchange_ms == pytest.approx(1.0)
+
+
+def test_model_parallel_computes_one_stage_at_a_time() -> None:
+    grid = Mesh(pipeline_parallel_size=2)
+    prediction = predict(PROFILE, plan("model_parallel", grid, pipeline=two_stages(1)), gpipe)
+    assert prediction.compute_ms + prediction.idle_ms == pytest.approx(64 + 1.5), "half of the update on each worker"
+    assert prediction.idle_ms == pytest.approx(32)
+
+
+def test_a_pipeline_is_slower_while_its_workers_compute_at_once() -> None:
+    grid = Mesh(pipeline_parallel_size=2)
+    alone = dataclasses.replace(PROFILE, passes=tuple(p for p in PASSES if p.busy == 1))
+    quick, slow = (predict(p, plan("pipeline", grid, pipeline=two_stages(4)), gpipe) for p in (alone, PROFILE))
+    assert quick.compute_ms + quick.idle_ms == pytest.approx(64 * 5 / 8 + 1.5)
+    assert 64 * 5 / 8 + 1.5 < slow.compute_ms + slow.idle_ms < 64 * 5 / 8 * 1.5 + 1.5
+
+
+def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -> None:
+    grid = Mesh(pipeline_parallel_size=2)
+    prediction = predict(PROFILE, plan("pipeline", grid, pipeline=two_stages(4)), gpipe)
+    assert prediction.memory_bytes == pytest.approx(1000 * 3 + 4 * 10 * 16)
+
+
+def test_a_model_that_is_too_large_for_a_worker_is_predicted_from_its_layers() -> None:
+    large = dataclasses.replace(PROFILE, passes=())
+    assert predict(large, plan("single", Mesh()), gpipe).compute_ms == pytest.approx(2 * 3.0 * 64 / 8)
+
+
+def test_memory_is_shared_by_the_workers_of_a_node_on_a_cpu() -> None:
+    replicas = plan("ddp", Mesh(data_parallel_size=2))
+    prediction = predict(PROFILE, replicas, gpipe)
+    assert memory_error(PROFILE, replicas, prediction, num_nodes=2) is None
+    assert "2 workers of a node" in (memory_error(PROFILE, replicas, prediction, num_nodes=1) or "")
+
+
+# Proposals and the choice -------------------------------------------------------------------------
+
+
+def test_proposals_are_every_grid_of_every_strategy() -> None:
+    assert worker_counts(1) == (1,)
+    assert worker_counts(6) == (1, 2, 4, 6)
+    found = [" ".join(p) for p in proposals(4, ["single", "ddp", "dp", "ddp_pipeline"], ["1F1B"])]
+    assert found[:4] == [
+        "strategy=single",
+        "strategy=ddp strategy.num_workers=2",
+        "strategy=ddp strategy.num_workers=4",
+        "strategy=dp strategy.num_workers=4",
+    ]
+    assert len(found) == 4 + 3
+    assert all("strategy.num_workers=4 strategy.pipeline_parallel_size=2" in p for p in found[4:])
+    assert list(proposals(1, ["single", "ddp", "dp", "pipeline"], ["1F1B"])) == [("strategy=single",)]
+
+
+def prediction(step_ms: float) -> Prediction:
+    return Prediction(compute_ms=step_ms, exchange_ms=0.0, idle_ms=0.0, input_ms=0.0, memory_bytes=0.0)
+
+
+def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> None:
+    contenders = [
+        Contender(overrides=("strategy=single",), prediction=prediction(30)),
+        Contender(overrides=("strategy=ddp",), prediction=prediction(20)),
+        Contender(overrides=("strategy=dp",), prediction=prediction(10), refused="too large"),
+        Contender(overrides=("strategy=pipeline",), prediction=prediction(25)),
+    ]
+    measured = []
+    for step_ms in (28.0, 22.0):
+        index = next_to_measure(contenders, 2)
+        assert index is not None
+        measured.append(index)
+        contenders[index] = dataclasses.replace(contenders[index], measured_ms=step_ms)
+    assert measured == [1, 3]
+    assert next_to_measure(contenders, 2) is None
+    winner = best(contenders)
+    assert winner is contenders[3]
+    assert "1.27 times as fast as that of ddp" in reason(contenders)
+    assert verdict(contenders).startswith("auto chooses pipeline")
+    lines = table(contenders).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:5]] == ["pipeline", "ddp", "single"]
+    assert lines[-1] == "- dp: refused: too large"
+
+
+def test_nothing_is_measured_if_the_prediction_is_trusted() -> None:
+    assert next_to_measure([Contender(overrides=("strategy=single",), prediction=prediction(1))], 0) is None
+    assert next_to_measure([Contender(overrides=("strategy=single",))], 0) is None
+
+
+def test_without_predictions_all_are_measured() -> None:
+    contenders = [Contender(overrides=(f"strategy={name}",)) for name in ("single", "ddp", "dp")]
+    for _ in contenders:
+        index = next_to_measure(contenders, 2)
+        assert index is not None
+        contenders[index] = dataclasses.replace(contenders[index], measured_ms=1.0 + index)
+    assert next_to_measure(contenders, 2) is None
+    assert best(contenders) is contenders[0]
+
+
+def test_if_a_measured_contender_fails_the_next_one_is_measured() -> None:
+    contenders = [
+        Contender(overrides=("strategy=ddp",), prediction=prediction(1), refused="it failed"),
+        Contender(overrides=("strategy=dp",), prediction=prediction(2), measured_ms=2.0),
+        Contender(overrides=("strategy=single",), prediction=prediction(3)),
+    ]
+    assert next_to_measure(contenders, 2) == 2
+
+
+def test_no_contender_is_the_best_of_none() -> None:
+    assert best([Contender(overrides=("strategy=single",), refused="no")]) is None
+    only = [Contender(overrides=("strategy=single",), prediction=prediction(1))]
+    assert reason(only) == "no other strategy can train this job here"
