@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
     from orchestrator.driver import job_submission
     from orchestrator.driver.preflight.submitted import checked, visible_secrets
-    from orchestrator.records.git import carried, git_facts
+    from orchestrator.records.git import git_facts
 
     address = _address(options.address)
     working_dir = options.working_dir.resolve()
@@ -75,13 +75,11 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
         [*_launch_options(options), *options.overrides],
         working_dir=working_dir,
         source=source,
-        env=carried(source),
         suffix=f"{datetime.now():%m%d-%H%M%S}-{os.urandom(2).hex()}",
         redactor=redactor,
     )
     job_submission.JobServer(address).submit(submission)
-    commit = source.get("git_commit", "")[:9] + (" with changes" if source.get("git_dirty") == "true" else "")
-    print(f"submitted {submission.id} to {address}{commit and f' (git {commit})'}")
+    print(f"submitted {submission.id} to {address}")
     print(f"  follow   orchestrator submit --attach {submission.id}{_option(options.address)}")
     print(f"  stop     ray job stop {submission.id}{_option(options.address)}", flush=True)
     return 0 if options.no_wait else _follow(submission.id, options.address)

@@ -8,7 +8,7 @@ import math
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -20,6 +20,7 @@ from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.text import size
+from orchestrator.records.git import GitFacts, carried
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 RECONNECT_TIMEOUT_S = 60.0
@@ -59,8 +60,7 @@ def make_submission(
     words: Sequence[str],
     *,
     working_dir: Path,
-    source: Mapping[str, str],
-    env: Mapping[str, str],
+    source: GitFacts | None,
     suffix: str,
     redactor: Redactor,
 ) -> Submission:
@@ -70,8 +70,7 @@ def make_submission(
         configs: the configuration of each run that the words start; several form a sweep.
         words: the arguments of ``orchestrator launch``.
         working_dir: the directory that travels.
-        source: facts on the code there, which become metadata.
-        env: further environment variables of the job.
+        source: the version of the code there, which becomes metadata.
         suffix: what makes the id unique, such as the time.
         redactor: masks secrets in the metadata.
     """
@@ -82,14 +81,18 @@ def make_submission(
         id="".join(c if c.isalnum() or c in "-_." else "-" for c in f"{name}-{suffix}"),
         entrypoint=shlex.join(["python", "-m", "orchestrator.launch", *words]),
         working_dir=working_dir,
-        env={"RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(grace_s) + _STOP_MARGIN_S), "PYTHONUNBUFFERED": "1", **env},
+        env={
+            "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(grace_s) + _STOP_MARGIN_S),
+            "PYTHONUNBUFFERED": "1",
+            **carried(source),
+        },
         metadata={
             "run": name,
             "strategy": ",".join(dict.fromkeys(c.strategy.name for c in configs)),
             "job": ",".join(dict.fromkeys(c.job_name for c in configs)),
             "command": shlex.join(masked(w, redactor) for w in words),
             "tracking": redactor.text(str(first.tracking.uri)),
-            **source,
+            **({} if source is None else {f"git_{name}": str(value) for name, value in asdict(source).items()}),
         },
     )
 

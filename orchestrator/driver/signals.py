@@ -17,7 +17,8 @@ import psutil
 from orchestrator.protocol.events import Sink
 
 SAME_SIGNAL_S = 0.2
-"""The same signal within this time is the first one again: `ray job stop` and a supervisor may both send it."""
+"""On the command line, the same signal within this time is the first one again: ``ray job stop`` sends it to every
+process of a job, and ``--restarts`` passes it on."""
 
 
 class StopSignals:
@@ -84,7 +85,7 @@ class StopSignals:
         if os.getpid() != self._pid:
             return  # a child between fork and exec
         first = self.received is None
-        if not first and number == self.received and self.seconds_ago < SAME_SIGNAL_S:
+        if not first and self._owns_process and number == self.received and self.seconds_ago < SAME_SIGNAL_S:
             return
         received = signal.Signals(number)
         self.cause, self._received_at, self.received = received.name, time.monotonic(), received

@@ -6,41 +6,52 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 VARIABLE = "ORCHESTRATOR_GIT"
 """Carries the facts to where the code has no repository, such as the directory of a submitted job."""
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 2.0
 
 
-def git_facts(directory: Path) -> Mapping[str, str]:
-    """Return ``git_commit``, ``git_branch`` and ``git_dirty`` (``true`` or ``false``) of the code in ``directory``.
+@dataclass(frozen=True, kw_only=True)
+class GitFacts:
+    """``dirty``: whether files of the commit have been changed."""
 
-    Empty without a repository or without git. A submitted job has the facts of the directory that it came from.
+    commit: str
+    branch: str
+    dirty: bool
+
+
+def git_facts(directory: Path) -> GitFacts | None:
+    """Return the facts of the code in ``directory``; None without a repository, or if git is missing or slow.
+
+    A submitted job has the facts of the directory that it came from.
     """
-    if carried := os.environ.get(VARIABLE):
-        try:
-            return {str(k): str(v) for k, v in json.loads(carried).items()}
-        except (ValueError, AttributeError):
-            return {}
-    commit = _git(directory, "rev-parse", "HEAD")
-    if not commit:
-        return {}
-    changed = _git(directory, "status", "--porcelain", "--untracked-files=no")
-    branch = _git(directory, "rev-parse", "--abbrev-ref", "HEAD")
-    return {"git_commit": commit, "git_branch": branch or "", "git_dirty": str(changed != "").lower()}
-
-
-def carried(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable that carries ``facts`` to a job; nothing if there are none."""
-    return {VARIABLE: json.dumps(dict(facts))} if facts else {}
-
-
-def _git(directory: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", *words], cwd=directory, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
-        )
+        if carried := os.environ.get(VARIABLE):
+            return GitFacts(**json.loads(carried))
+        commit, branch = _git(directory, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").splitlines()
+        changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError):
+        return None
+    return GitFacts(commit=commit, branch=branch, dirty=bool(changes))
+
+
+def name_in_repository(file: Path) -> str | None:
+    """Return the path of ``file`` in the repository that tracks it, None if none does."""
+    try:
+        return _git(file.parent, "ls-files", "--error-unmatch", "--full-name", "--", file.name)
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def carried(facts: GitFacts | None) -> Mapping[str, str]:
+    """Return the environment variable that carries ``facts`` to a job; nothing if there are none."""
+    return {} if facts is None else {VARIABLE: json.dumps(asdict(facts))}
+
+
+def _git(directory: Path, *words: str) -> str:
+    command = ["git", "-C", str(directory), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     return done.stdout.strip()

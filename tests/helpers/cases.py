@@ -92,10 +92,12 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         train=case.train,
         data=schema.DataConfig(num_workers=0),
         checkpoint=schema.CheckpointConfig(every=0, keep=3),
+        sweep=schema.SweepConfig(unfit="refuse"),
         recovery=RECOVERY,
         tracking=schema.TrackingConfig(
             uri=None,
             experiment="test",
+            log_model=False,
             request_timeout_s=1,
             upload_every_s=0,
             flush_timeout_s=1,

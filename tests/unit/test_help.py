@@ -130,7 +130,7 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
         ("cluster.add", ["cluster.address="]),
         ("launch strategy=s", ["strategy=single"]),
         ("comp", ["compare"]),
-        ("s", ["seed=", "show", "storage.", "strategy.", "strategy=", "sweep.", "sync"]),
+        ("s", ["seed=", "show", "stop", "storage.", "strategy.", "strategy=", "submit", "sweep.", "sync"]),
         ("strategy=ddp comp", []),
         ("compare out", []),
     ],

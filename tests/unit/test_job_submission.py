@@ -11,7 +11,9 @@ from orchestrator import submit
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.job_submission import make_submission, size_errors
 from orchestrator.driver.preflight.submitted import checked
-from orchestrator.records.git import carried, git_facts
+from orchestrator.records.git import GitFacts, carried, git_facts
+
+FACTS = GitFacts(commit="abc", branch="main", dirty=False)
 
 
 def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: Path) -> None:
@@ -22,14 +24,13 @@ def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: P
         configs,
         words,
         working_dir=tmp_path,
-        source={"git_commit": "abc"},
-        env={"A": "b"},
+        source=FACTS,
         suffix="1",
         redactor=redactor,
     )
     assert job.id == "first-try-1"
     assert shlex.split(job.entrypoint) == ["python", "-m", "orchestrator.launch", *words]
-    assert job.env == {"RAY_JOB_STOP_WAIT_TIME_S": "60", "PYTHONUNBUFFERED": "1", "A": "b"}
+    assert job.env == {"RAY_JOB_STOP_WAIT_TIME_S": "60", "PYTHONUNBUFFERED": "1", **carried(FACTS)}
     assert job.metadata["strategy"] == "ddp"
     assert job.metadata["git_commit"] == "abc"
 
@@ -37,9 +38,7 @@ def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: P
 def test_a_sweep_is_one_job(tmp_path: Path) -> None:
     words = ["strategy=ddp,single", "job=digits"]
     configs = checked(words, tmp_path, Redactor(), sweep=True)
-    job = make_submission(
-        configs, ["-m", *words], working_dir=tmp_path, source={}, env={}, suffix="1", redactor=Redactor()
-    )
+    job = make_submission(configs, ["-m", *words], working_dir=tmp_path, source=None, suffix="1", redactor=Redactor())
     assert job.id == "digits-sweep-of-2-1"
     assert job.metadata["strategy"] == "ddp,single"
 
@@ -48,7 +47,7 @@ def test_a_secret_of_the_command_is_masked_in_the_metadata(tmp_path: Path) -> No
     words = ["tracking.uri=https://me:hunter22@host"]
     redactor = Redactor()
     configs = checked(words, tmp_path, redactor, sweep=False)
-    job = make_submission(configs, words, working_dir=tmp_path, source={}, env={}, suffix="1", redactor=redactor)
+    job = make_submission(configs, words, working_dir=tmp_path, source=None, suffix="1", redactor=redactor)
     assert "hunter22" not in str(job.metadata)
 
 
@@ -82,8 +81,7 @@ def test_no_dashboard_at_the_address(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_job_has_the_git_facts_of_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert git_facts(tmp_path) == {}
-    facts = {"git_commit": "abc", "git_branch": "main", "git_dirty": "false"}
-    for name, value in carried(facts).items():
+    assert git_facts(tmp_path) is None
+    for name, value in carried(FACTS).items():
         monkeypatch.setenv(name, value)
-    assert git_facts(tmp_path) == facts
+    assert git_facts(tmp_path) == FACTS

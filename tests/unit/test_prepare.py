@@ -330,12 +330,20 @@ def test_a_damaged_record_is_skipped_by_auto_and_refused_by_name(tmp_path: Path)
 
 
 def test_a_run_that_is_done_needs_more_steps(tmp_path: Path) -> None:
-    an_earlier_run(tmp_path, steps=[20])
-    (error,) = refused(config_of(tmp_path, "resume=auto", "train.steps=20"))
+    run = an_earlier_run(tmp_path, steps=[20], state="finished")
+    (error,) = refused(config_of(tmp_path, f"resume={run.path}", "train.steps=20"))
     assert error.startswith("train.steps=20: ")
     assert "raise it" in error
-    found, _ = resume(config_of(tmp_path, "resume=auto", "train.steps=21"))
+    found, _ = resume(config_of(tmp_path, f"resume={run.path}", "train.steps=21"))
     assert found is not None
+
+
+def test_a_run_that_ended_after_its_last_step_lacks_only_its_end(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path, steps=[20])
+    found, _ = resume(config_of(tmp_path, "resume=auto", "train.steps=20"))
+    assert found is not None
+    (error,) = refused(config_of(tmp_path, "resume=auto", "train.steps=19"))
+    assert error.startswith("train.steps=19: ")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,7 @@ def output_dir(tmp_path: Path) -> Path:
 def test_runs_are_listed_with_their_state_the_newest_first(
     output_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     (output_dir / "2026-05-01" / "12-33-01-x").mkdir()
     (output_dir / "2026-05-01" / "12-33-01-x" / "run.json").write_text("{")
     assert runs.main(["--output-dir", str(output_dir)]) == 0

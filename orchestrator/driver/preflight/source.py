@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import getpass
 import inspect
-import subprocess
+import os
 from pathlib import Path
 
 from orchestrator.job import Job
-
-_GIT_TIMEOUT_S = 2.0
+from orchestrator.records.git import VARIABLE, git_facts, name_in_repository
 
 
 def source_of(job: Job) -> dict[str, str]:
@@ -23,18 +22,16 @@ def source_of(job: Job) -> dict[str, str]:
         file = Path(inspect.getfile(type(job))).resolve()
     except (OSError, TypeError):  # a class of a notebook or of standard input
         return found
-    try:
-        name = _git(file.parent, "ls-files", "--error-unmatch", "--full-name", "--", file.name)
-        commit, branch = _git(file.parent, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").splitlines()
-        changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
+    name = name_in_repository(file)
+    facts = git_facts(file.parent) if name or VARIABLE in os.environ else None
+    if facts is None:
         return found
     return {
         **found,
-        "source.name": name,
-        "source.git.commit": commit,
-        "source.git.branch": branch,
-        "source.git.dirty": str(bool(changes)).lower(),
+        **({"source.name": name} if name else {}),
+        "source.git.commit": facts.commit,
+        "source.git.branch": facts.branch,
+        "source.git.dirty": str(facts.dirty).lower(),
     }
 
 
@@ -43,9 +40,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
         return "unknown"
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
-    return done.stdout.strip()
