@@ -184,11 +184,11 @@ def two_ranks() -> Recovery:
         for result in (one, two):
             if result.status != "FINISHED":
                 raise RuntimeError(f"a run on a shared GPU failed: {result.reason}")
-        alone, points = ([point for point, _ in read_lines(r.run_dir / "metrics.jsonl")] for r in (one, two))
+        points = [point for point, _ in read_lines(two.run_dir / "metrics.jsonl")]
     allocated = {p["step"]: p["train/allocated_mb"] for p in points if "train/allocated_mb" in p}
     before, after = allocated[10], allocated[STEPS]
     return Recovery(
-        loss=points[-1]["train/loss"] / alone[-1]["train/loss"],
+        loss=two.summary["final_loss"] / one.summary["final_loss"],
         memory=after / before if before else 1.0,
         seconds=two.summary["recovery_s"],
     )
