@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.tracking.mlflow import PARENT_TAG, SWEEP_TAG, UID_TAG, connect
 
 _SUMMARY = "summary/"
+_NEWEST_FIRST = ["attributes.start_time DESC"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ def newest_runs(
     Args:
         uri: the tracking URI.
         most: the number of runs.
-        sweep: yield all runs of the sweep whose id begins with it instead.
+        sweep: yield all runs of the sweep whose id begins with it instead, or of the newest one for ``last``.
         request_timeout_s: the timeout of a request to the server.
 
     Raises:
@@ -50,12 +51,15 @@ def newest_runs(
     experiments = [str(e.experiment_id) for e in client.search_experiments()]
     condition = f"tags.`{UID_TAG}` LIKE '%'"
     if sweep is not None:
-        parents = client.search_runs(experiments, f"tags.`{SWEEP_TAG}` LIKE '{sweep}%'", max_results=1)
+        pattern = "%" if sweep == "last" else f"{sweep}%"
+        parents = client.search_runs(
+            experiments, f"tags.`{SWEEP_TAG}` LIKE '{pattern}'", max_results=1, order_by=_NEWEST_FIRST
+        )
         if not parents:
             return
         condition = f"tags.`{PARENT_TAG}` = '{parents[0].info.run_id}'"
         most = 1000
-    for run in client.search_runs(experiments, condition, max_results=most, order_by=["attributes.start_time DESC"]):
+    for run in client.search_runs(experiments, condition, max_results=most, order_by=_NEWEST_FIRST):
         yield TrackedRun(client=client, run_id=str(run.info.run_id), record=_record(run))
 
 
