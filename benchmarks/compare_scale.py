@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def main() -> None:
         words = ["--output-dir", str(output_dir), "--last", str(arguments.runs)]
         print(f"{arguments.runs} runs of {arguments.points} points, median of {ROUNDS} (goal: {GOAL_S:g} s)")
         for name, options in (("table, picture and page", []), ("table", ["--no-picture"]), ("JSON", ["--json"])):
-            print(f"  {name}: {statistics.median(timed([*words, *options]) for _ in range(ROUNDS)):.2f} s")
+            wall_s, cpu_s = zip(*(timed([*words, *options]) for _ in range(ROUNDS)), strict=True)
+            print(f"  {name}: {statistics.median(wall_s):.2f} s, of which CPU {statistics.median(cpu_s):.2f} s")
 
 
 def generate(output_dir: Path, *, num_runs: int, points: int) -> None:
@@ -79,13 +81,14 @@ def _write_run(run_dir: RunDir, *, strategy: str, seed: int, width: int, points:
             file.write(f"{{{line}}}\n")
 
 
-def timed(words: list[str]) -> float:
-    """Return the seconds of one command."""
-    began = time.perf_counter()
+def timed(words: list[str]) -> tuple[float, float]:
+    """Return the seconds of one command: by the clock, and of its CPU time."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "orchestrator.compare", *words], stdout=subprocess.DEVNULL, check=True, timeout=120
     )
-    return time.perf_counter() - began
+    wall_s, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import csv
 import functools
 import itertools
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from orchestrator.config.options import finite, positive
 from orchestrator.display.comparison import CURVE_METRICS, CompareError, Curve, Run, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_page import write_page
@@ -91,12 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="orchestrator compare", description="Show runs side by side: as a table, as a picture and as a page."
     )
     parser.add_argument("runs", nargs="*", help="run directories or their URLs (default: the newest runs)")
-    parser.add_argument("--last", type=_positive, default=5, metavar="N", help="number of newest runs (default: 5)")
+    parser.add_argument("--last", type=positive, default=5, metavar="N", help="number of newest runs (default: 5)")
     parser.add_argument("--sweep", metavar="ID", help="the runs of a sweep, by the beginning of its id; or `last`")
     parser.add_argument("--mlflow", metavar="URI", help="read the runs from this MLflow server instead")
     parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
     parser.add_argument("--group", action="store_true", help="one row for the repeats of a run: mean and spread")
-    parser.add_argument("--target-loss", type=_finite, metavar="X", help="show the time to this training loss")
+    parser.add_argument("--target-loss", type=finite, metavar="X", help="show the time to this training loss")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of a table")
     form.add_argument("--csv", action="store_true", help="print CSV instead of a table")
@@ -108,22 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-picture", action="store_true", help="write neither picture nor page")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
-    return int(text)
-
-
-def _finite(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text}: expected a number")
-    return value
 
 
 def _chosen_runs(options: argparse.Namespace) -> list[Run]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TextIO, cast
 
 from orchestrator.config.build import ConfigError
@@ -76,25 +76,26 @@ def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
 def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int:
     # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.config.compose import preset_sweep
+    from orchestrator.config.overrides import expand_sweep, values
 
     preset = preset_sweep(overrides)
-    if sweep:
-        return _sweep(overrides, preset, redactor)
-    if preset:
-        raise ConfigError(["experiment: this one is a sweep of several runs; add -m"])
+    if preset and not sweep:
+        raise ConfigError([f"experiment={values(overrides)['experiment']}: a sweep of several runs; add -m"])
+    runs = expand_sweep(overrides, preset) if sweep else [list(overrides)]
+    if len(runs) > 1:
+        return _sweep(overrides, runs, redactor)
     from orchestrator.driver.session import check_all, run_all
 
-    results = run_all(check_all([list(overrides)], redactor), owns_process=True)
+    results = run_all(check_all(runs, redactor), owns_process=True)
     return max((result.exit_code for result in results), default=0)
 
 
-def _sweep(overrides: Sequence[str], preset: Mapping[str, str], redactor: Redactor) -> int:
-    from orchestrator.config.overrides import expand_sweep
+def _sweep(overrides: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:
     from orchestrator.driver.session import check_all, run_all
     from orchestrator.driver.sweep import open_sweep
 
-    sweep, runs = open_sweep(overrides, expand_sweep(overrides, preset), redactor)
-    candidates = check_all(runs, redactor, sweep=sweep)
+    sweep, remaining = open_sweep(overrides, runs, redactor)
+    candidates = check_all(remaining, redactor, sweep=sweep)
     try:
         run_all(candidates, owns_process=True, sweep=sweep)
     finally:

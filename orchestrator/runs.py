@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from orchestrator.config.options import positive
 from orchestrator.display.comparison import CompareError, Run, read_run
 from orchestrator.display.run_list import plain, run_list
 from orchestrator.display.text import writable
@@ -26,7 +27,7 @@ STATES = ("running", "finished", "failed", "killed", "died")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator runs", description="List the newest runs, the newest first.")
-    parser.add_argument("--last", type=int, default=20, metavar="N", help="number of runs (default: 20)")
+    parser.add_argument("--last", type=positive, default=20, metavar="N", help="number of runs (default: 20)")
     parser.add_argument("--state", choices=STATES, help="only runs in this state; died: without an end and a driver")
     parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -111,14 +111,14 @@ class Comparison:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """Return one sentence for each job: which run was the fastest, and how the losses compare."""
+    """Return one sentence for each job: which run that finished was the fastest, and how the losses compare."""
     grouped = comparison.grouped
     works = dict.fromkeys(run.work for run in grouped.runs)
     return [sentence for work in works if (sentence := _verdict(grouped, work))]
 
 
 def _verdict(comparison: Comparison, work: str) -> str | None:
-    runs = [run for run in comparison.runs if run.work == work and run.value(RATE)]
+    runs = [run for run in comparison.runs if run.work == work and run.state == "finished" and run.value(RATE)]
     if not runs:
         return None
     fastest = max(runs, key=lambda run: run.value(RATE) or 0.0)

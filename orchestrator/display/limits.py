@@ -12,6 +12,11 @@ from orchestrator.protocol.metrics import summary_value
 _WORTH_NAMING_PCT = 10.0
 """Smaller shares of the time are not worth a change."""
 
+_BATCH = "train.global_batch_size"
+
+_HANDOVER_MS = 1.0
+"""A loader process needs about so long to hand over a batch: it does not shorten a shorter wait."""
+
 _LARGE_OVERHEAD = 0.25
 _SMALL_OVERHEAD = 0.1
 """Time for messages between stages, relative to computation: larger micro-batches are worth it above the first, and
@@ -73,23 +78,25 @@ class _Settings:
     def more_microbatches(self) -> str:
         """The override that doubles the micro-batches, or the batch if they are of one sample."""
         pipeline = self._plan.get("pipeline") or {}
-        microbatches, batch = pipeline.get("num_microbatches"), self.get("train.global_batch_size")
+        microbatches, batch = pipeline.get("num_microbatches"), self.get(_BATCH)
         if not isinstance(microbatches, int) or not isinstance(batch, int):
             return "a larger strategy.num_microbatches"
         pieces = 2 * microbatches * (self.get("train.grad_accumulation") or 1)
         replicas = (self._plan.get("mesh") or {}).get("data_parallel_size", 1)
         if batch % (pieces * replicas):
-            return self.times("train.global_batch_size")
+            return self.times(_BATCH)
         return f"strategy.num_microbatches={2 * microbatches}"
 
 
 def _losses(summary: Mapping[str, Any], settings: _Settings) -> Iterator[_Loss]:
     if (pct := summary_value(summary, "data_wait_pct")) is not None:
         loaders = settings.get("data.num_workers") or 0
+        wait_ms = pct / 100 * (summary_value(summary, "step_ms_p50") or math.inf)
+        loaders_help = loaders > 0 or wait_ms >= _HANDOVER_MS
         yield _Loss(
             share_pct=pct,
             reason=f"waiting for samples, {pct:.0f}% of a step",
-            advice=f"data.num_workers={2 * max(loaders, 1)}",
+            advice=f"data.num_workers={2 * max(loaders, 1)}" if loaders_help else settings.times(_BATCH),
         )
     if (pct := summary_value(summary, "bubble_pct")) is not None:
         yield _bubble(summary, pct, settings)
@@ -146,7 +153,7 @@ def _less_communication(settings: _Settings) -> str:
         return "strategy.consistency=stale" if synchronous else settings.times("strategy.num_shards")
     if settings.strategy == "ddp" and settings.on_gpus and settings.get("strategy.comm_hook") == "none":
         return "strategy.comm_hook=bf16"
-    return settings.times("train.global_batch_size")
+    return settings.times(_BATCH)
 
 
 def _computation(summary: Mapping[str, Any], settings: _Settings) -> str:

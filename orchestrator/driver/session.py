@@ -103,7 +103,7 @@ def check_all(
     for overrides in runs:
         run_errors: list[str] = []
         candidate = _check(overrides, address_error, run_errors, redactor, job)
-        run_errors = [redactor.text(error) for error in run_errors]
+        run_errors = list(dict.fromkeys(redactor.text(error) for error in run_errors))
         if sweep is not None and run_errors and sweep.leaves_out(overrides, run_errors):
             continue
         errors += run_errors

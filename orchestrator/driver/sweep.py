@@ -30,6 +30,7 @@ from orchestrator.records.output_dir import OutputDir, fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.sweep_dir import SweepDir, all_sweeps, runs_of
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.storage.remote import StorageError
 from orchestrator.strategies import registry
 
 NOT_STARTED = 2
@@ -99,9 +100,16 @@ class Sweep:
         """Record the sweep before its first run. ``planned``: the overrides of the runs to execute, in order."""
         self._numbers = [self._number(overrides) for overrides in planned]
         self._unfinished = list(self._numbers)
-        runs = [list(run) for run in self.runs]
+        numbers = range(1, len(self.runs) + 1)
+        left_out = [n for n in numbers if n not in self._numbers and n not in self.finished]
+        record = {
+            "id": self.sweep_id,
+            "name": self.name,
+            "runs": [list(run) for run in self.runs],
+            "left_out": left_out,
+        }
         try:
-            self.directory.write_record(id=self.sweep_id, name=self.name, started=time.time(), runs=runs)
+            self.directory.write_record(record)
         except OSError as e:
             raise ConfigError([f"{self.directory.path}: cannot be written ({e.strerror or e})"]) from e
 
@@ -193,8 +201,7 @@ def open_sweep(
         redactor: learns the secrets of the overrides.
 
     Raises:
-        ConfigError: two runs are equal; or every run of the sweep to resume is finished.
-        StorageError: the store with the runs cannot be used.
+        ConfigError: two runs are equal; or the store with the sweep to resume cannot be used.
     """
     for run in runs:
         redactor.learn(values(run))
@@ -204,7 +211,10 @@ def open_sweep(
     sweep = Sweep(words=words, runs=identities, output=_output(runs[0]), redactor=redactor)
     if not all("resume=auto" in run for run in runs):
         return sweep, [list(run) for run in runs]
-    return _resumed(sweep, runs)
+    try:
+        return _resumed(sweep, runs)
+    except StorageError as e:
+        raise ConfigError([str(e)]) from e
 
 
 def _resumed(sweep: Sweep, runs: Sequence[Sequence[str]]) -> tuple[Sweep, list[list[str]]]:
@@ -219,7 +229,7 @@ def _resumed(sweep: Sweep, runs: Sequence[Sequence[str]]) -> tuple[Sweep, list[l
         sweep.runs = [tuple(run) for run in record["runs"]]
         found = runs_of(sweep.output, record["id"])
         finished = {n: run_dir for n, run_dir in found.items() if run_dir.read_record().get("state") == "finished"}
-        if len(finished) == len(sweep.runs):
+        if len(finished) + len(record["left_out"]) == len(sweep.runs):
             break
         sweep.sweep_id, sweep.finished = record["id"], finished
         sweep.say(f"sweep {sweep.sweep_id[:8]}: {len(finished)} of {count(len(sweep.runs), 'run')} finished before")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,14 @@ class SweepDir:
         """
         return read_json(self.path / _RECORD)
 
-    def write_record(self, **values: Any) -> None:
+    def write_record(self, record: Mapping[str, Any]) -> None:
         """Write the record of the sweep.
 
         Raises:
             OSError: it cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / _RECORD, values)
+        write_json(self.path / _RECORD, record)
         self.upload(self.path / _RECORD)
 
     def upload(self, *files: Path) -> None:

@@ -10,6 +10,7 @@ from orchestrator.tracking.mlflow import UID_TAG, connect
 from orchestrator.tracking.tags import SWEEP_ID
 
 _SUMMARY = "summary/"
+_NEWEST_FIRST = ["attributes.start_time DESC"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def newest_runs(
     Args:
         uri: the tracking URI.
         most: the number of runs.
-        sweep: yield all runs of the sweep whose id begins with it instead.
+        sweep: yield all runs of the sweep whose id begins with it instead, or of the newest one for ``last``.
         request_timeout_s: the timeout of a request to the server.
 
     Raises:
@@ -51,9 +52,14 @@ def newest_runs(
     experiments = [str(e.experiment_id) for e in client.search_experiments()]
     condition = f"tags.`{UID_TAG}` LIKE '%'"
     if sweep is not None:
-        condition += f" AND tags.{SWEEP_ID} LIKE '{sweep}%'"
+        pattern = "%" if sweep == "last" else f"{sweep}%"
+        in_sweep = f"{condition} AND tags.{SWEEP_ID} LIKE '{pattern}'"
+        newest = client.search_runs(experiments, in_sweep, max_results=1, order_by=_NEWEST_FIRST)
+        if not newest:
+            return
+        condition += f" AND tags.{SWEEP_ID} = '{newest[0].data.tags[SWEEP_ID]}'"
         most = 1000
-    for run in client.search_runs(experiments, condition, max_results=most, order_by=["attributes.start_time DESC"]):
+    for run in client.search_runs(experiments, condition, max_results=most, order_by=_NEWEST_FIRST):
         yield TrackedRun(client=client, run_id=str(run.info.run_id), record=_record(run))
 
 

@@ -16,7 +16,8 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert launch.main(["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32"]) == 0
+    words = ["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32", "tracking.flush_timeout_s=60"]
+    assert launch.main(words) == 0
     records = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
     assert [r["strategy"] for r in records] == ["single", "ddp"]
 

@@ -47,8 +47,10 @@ def test_runs_are_read_from_mlflow_alone(
     single, ddp = json.loads(capsys.readouterr().out)["runs"]
     assert (single["strategy"], ddp["strategy"], ddp["workers"], ddp["state"]) == ("single", "ddp", 2, "finished")
     assert (ddp["relative_speed"], ddp["scaling_efficiency"], ddp["seconds_to_target_loss"]) == (1.75, 0.875, 2.0)
-    assert main([*words, "--sweep", "ab"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["runs"]) == 2
+    for sweep in ("ab", "last"):
+        assert main([*words, "--sweep", sweep]) == 0
+        assert len(json.loads(capsys.readouterr().out)["runs"]) == 2
+    assert main([*words, "--sweep", "none"]) == 2
     monkeypatch.chdir(tmp_path)
     assert main(["--mlflow", uri, "--last", "1", "--picture", "one.png"]) == 0
     assert (tmp_path / "one.html").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -144,6 +145,8 @@ def test_verdict_names_the_fastest_run_and_the_losses(losses: tuple[float, float
     start = "fastest: ddp x2 with 170 samples/s, 1.70x single x1 (85% scaling efficiency)"
     assert verdict(Comparison(runs)) == [f"{start}; {end}"]
     assert verdict(Comparison([run("ddp", 2)])) == []
+    failed = dataclasses.replace(run("hogwild", 2, 900.0), state="failed")
+    assert verdict(Comparison([*runs, failed])) == verdict(Comparison(runs))
 
 
 def test_verdict_names_runs_that_are_as_fast_within_the_noise() -> None:

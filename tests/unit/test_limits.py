@@ -30,6 +30,11 @@ def record(strategy: str, *, device: str = "cpu", microbatches: int | None = Non
             "limited by waiting for samples, 35% of a step; try data.num_workers=4",
         ),
         (
+            {"data_wait_pct": 46.0, "step_ms_p50": 1.2},
+            record("single", data__num_workers=0),
+            "limited by waiting for samples, 46% of a step; try train.global_batch_size=128",
+        ),
+        (
             {"comm_pct": 45.0},
             record("ddp"),
             "limited by waiting for other ranks, 45% of a step; try train.global_batch_size=128",

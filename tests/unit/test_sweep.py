@@ -82,6 +82,14 @@ def test_a_complete_sweep_and_one_of_other_runs_are_not_resumed(tmp_path: Path) 
     assert [s.path.name for s in all_sweeps(OutputDir(tmp_path))] == [first.sweep_id]
 
 
+def test_runs_that_were_left_out_do_not_keep_a_sweep_unfinished(tmp_path: Path) -> None:
+    first, runs = opened(tmp_path)
+    first.begin(runs[:2])
+    for number in (1, 2):
+        execute(first, number)
+    assert opened(tmp_path, "resume=auto")[0].sweep_id != first.sweep_id
+
+
 def test_an_error_ends_only_its_own_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*, sweep: Mapping[str, str] | None) -> RunResult:
         raise ConfigError(["output_dir: cannot be written"])
