@@ -202,10 +202,11 @@ class Worker:
                 self.loop = None  # free its obsolete model now, because two models may not fit into memory
             elif self.loop is not None:
                 self.loop.reassign(assignment)  # before anything can fail, so that a failure reports the new ranks
-            self._join(assignment, startup)
+            store = self._join(assignment, startup)
             if self.loop is None:
                 self.loop = self._make_loop(assignment, self.job)
-            outcome = self.loop.run(startup)
+            wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
+            outcome = self.loop.run(startup, wait_for_others=wait_for_others)
             clean = True
             return outcome
         except BaseException as e:
@@ -249,18 +250,20 @@ class Worker:
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
 
-    def _join(self, assignment: Assignment, startup: dict[str, float]) -> None:
-        """Form the process group of a generation."""
+    def _join(self, assignment: Assignment, startup: dict[str, float]) -> dist.TCPStore:
+        """Form the process group of a generation. Return its store."""
         began = time.perf_counter()
         rank = assignment.global_rank
         step = 0 if self.loop is None else self.loop.position.step
         self.outbox.enter(step, "join")
         inject_fault(assignment.faults, rank=rank, phase="join", step=step)
-        self.store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
+        store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
+        self.store = store
         self.outbox.enter(step, "connect")
-        rendezvous.connect(assignment, self.store, node_ip=ray.util.get_node_ip_address(), device=self.device)
+        rendezvous.connect(assignment, store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         self.gate.check(assignment.generation)  # an abort before this has found no groups
         startup["rendezvous_s"] = time.perf_counter() - began
+        return store
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
         name = assignment.config.strategy.name

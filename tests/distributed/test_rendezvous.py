@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Timer
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ from helpers.cases import assignment
 from helpers.gang import HOST, SOON_S
 from helpers.training import CPU
 from orchestrator.worker import rendezvous
+from orchestrator.worker.control import AbandonedError, PeersMissingError, StepGate
 from orchestrator.worker.teardown import Teardown
 
 
@@ -54,6 +57,49 @@ def test_missing_ranks_are_named(gang, store):
         assert answer.error is None, answer.trace
         assert "ranks [2, 4]" in answer.value
         assert "cluster.rendezvous_timeout_s" in answer.value
+
+
+def slow_to_build(rank: int, port: int, build_s: float, limit_s: float) -> str | None:
+    """Rank 1 takes longer to build its model than the collective timeout allows."""
+    orders = assignment(rank=rank, world_size=2, generation=1, store_port=port, run_dir="")
+    config = orders.config
+    config = replace(
+        config,
+        cluster=replace(config.cluster, collective_timeout_s=1),
+        recovery=replace(config.recovery, build_max_s=limit_s, hang_min_s=0.1, hang_max_s=0.1),
+    )
+    orders = replace(orders, environment=replace(orders.environment, config=config))
+    gate = StepGate(timeout_s=5)
+    store = rendezvous.join(orders, store=None)
+    rendezvous.connect(orders, store, node_ip=HOST, device=CPU)
+    time.sleep(build_s * rank)
+    try:
+        rendezvous.wait_until_built(orders, store, gate)
+        assert sum_of_ranks() == 1.0
+    except PeersMissingError as e:
+        return str(e)
+    finally:
+        rendezvous.leave()
+    return None
+
+
+def test_a_rank_that_is_slow_to_build_is_not_waited_for_in_a_collective_operation(gang, store):
+    answers = gang.ask(slow_to_build, store.port, 2.0, 20.0, world_size=2, grouped=False)
+    assert [a.value for a in answers] == [None, None], answers[0].trace
+
+
+def test_a_rank_that_never_builds_is_named(gang, store):
+    answers = gang.ask(slow_to_build, store.port, 3.0, 0.5, world_size=2, grouped=False)
+    assert answers[0].value.startswith("ranks [1] were not ready to train within 0.5 s; ")
+    assert answers[0].value.endswith("recovery.build_max_s")
+
+
+def test_a_wait_for_a_slow_rank_ends_with_the_generation(store):
+    orders = assignment(rank=0, world_size=2, generation=3, store_port=store.port, run_dir="")
+    gate = StepGate(timeout_s=5)
+    Timer(0.2, gate.abandon, [3]).start()
+    with pytest.raises(AbandonedError):
+        rendezvous.wait_until_built(orders, store, gate)
 
 
 def two_generations(rank: int, port: int) -> list[float]:

@@ -8,9 +8,13 @@ import traceback
 
 from orchestrator.protocol.messages import Stacks
 
-_WAITS_IN = ("/torch/distributed/", "/torch/autograd/", "/orchestrator/strategies/", "/orchestrator/state/transport.py")
+_WAITS_IN = (
+    *("/torch/distributed/", "/torch/autograd/", "/orchestrator/strategies/", "/orchestrator/state/transport.py"),
+    "/orchestrator/worker/rendezvous.py",
+)
 """The innermost frame of a rank that waits for others is in a collective operation, in the backward pass, which
-averages gradients, or in a strategy that waits for a message or a lock. The code of a job is in none of these."""
+averages gradients, in a strategy that waits for a message or a lock, or in the wait before the first of these. The code
+of a job is in none of these."""
 
 
 def all_stacks(training_thread: int | None) -> Stacks:
