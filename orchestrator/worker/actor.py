@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -19,11 +20,14 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.compat import deferred_dynamo
+from orchestrator.compat.torch import flight_record
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
+from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import (
     Assignment,
+    FlightRecord,
     Heartbeat,
     Outcome,
     PendingCheckpoint,
@@ -84,6 +88,7 @@ class Worker:
         self.loop: Loop | None = None
         self.log: Path | None = None
         self.training_thread: int | None = None
+        self.joined_ns: int | None = None  # when the NCCL groups of this generation were formed
 
     def __repr__(self) -> str:
         return self.label
@@ -136,7 +141,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:
         """Return what the threads of this process are doing."""
-        return all_stacks(self.training_thread)
+        return all_stacks(self.training_thread, flight=self._flight_record())
 
     @ray.method(concurrency_group="control")
     def finish(self, timeout_s: float) -> PendingCheckpoint | None:
@@ -260,10 +265,24 @@ class Worker:
         store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
         self.store = store
         self.outbox.enter(step, "connect")
+        self.joined_ns = time.time_ns() if assignment.backend == "nccl" else None
         rendezvous.connect(assignment, store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         self.gate.check(assignment.generation)  # an abort before this has found no groups
         startup["rendezvous_s"] = time.perf_counter() - began
         return store
+
+    def _flight_record(self) -> FlightRecord | None:
+        """Return what this rank has enqueued with NCCL; None with gloo, or if torch's record cannot be read."""
+        if self.joined_ns is None:
+            return None
+        try:
+            dump = flight_record("nccl")
+            return FlightRecord(
+                enqueued=enqueued_in(dump, since_ns=self.joined_ns), dump=zlib.compress(dump.encode(), level=1)
+            )
+        except Exception:  # its format may change with torch
+            traceback.print_exc()
+            return None
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
         name = assignment.config.strategy.name

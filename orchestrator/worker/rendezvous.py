@@ -19,6 +19,8 @@ from orchestrator.worker.process import interfaces
 LOOPBACK = "127.0.0.1"
 """The address of a store whose ranks are all on one node."""
 _JOINED, _BUILT = "joined", "built"
+FLIGHT_RECORDS = 1000
+"""The number of operations that torch's flight recorder keeps on a rank: those of several steps."""
 POLL_S = 0.5
 """The interval at which a waiting rank checks whether to give up."""
 
@@ -100,6 +102,8 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
     if assignment.backend == "nccl":
         # By default, torch ends the process of a rank that waits for a lost one. Here the driver watches.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDS))
     interfaces.choose(LOOPBACK if assignment.store_host == LOOPBACK else node_ip)
     dist.init_process_group(
         assignment.backend,

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from helpers.cases import assignment
 from helpers.gang import HOST, SOON_S
 from helpers.training import CPU
+from orchestrator.compat.torch import flight_record
+from orchestrator.policy.flight import awaited
+from orchestrator.protocol.flight import Enqueued, enqueued_in
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import AbandonedError, PeersMissingError, StepGate
 from orchestrator.worker.teardown import Teardown
@@ -164,6 +167,35 @@ def after_an_abort(rank: int, port: int) -> float:
 def test_a_group_can_be_formed_after_an_abort(gang, store):
     answers = gang.ask(after_an_abort, store.port, world_size=3, grouped=False, timeout_s=SOON_S)
     assert [a.value for a in answers] == [3.0] * 3, answers[0].trace
+
+
+def recorded(rank: int, port: int) -> Enqueued:
+    """Rank 1 does not take part in the last sum. The groups of an earlier generation have the same names."""
+    kept = join(rank, 3, 1, port)
+    for _ in range(7):
+        sum_of_ranks()
+    rendezvous.leave()
+    since_ns = time.time_ns()
+    kept = join(rank, 3, 2, port)
+    side = dist.new_group([1, 2])
+    sum_of_ranks()
+    if rank > 0:
+        dist.all_reduce(torch.ones(1), group=side)
+    pending = [] if rank == 1 else [dist.all_reduce(torch.ones(1), async_op=True)]
+    found = enqueued_in(flight_record("gloo"), since_ns=since_ns)
+    kept.add("recorded", 1)
+    while kept.add("recorded", 0) < 3:
+        time.sleep(0.01)
+    del side, pending
+    rendezvous.leave()
+    return found
+
+
+def test_the_record_of_each_rank_tells_who_has_not_enqueued_the_last_operation(gang, store):
+    answers = gang.ask(recorded, store.port, world_size=3, grouped=False, timeout_s=SOON_S)
+    ranks = {rank: answer.value for rank, answer in enumerate(answers)}
+    assert [ranks[rank].last["0"] for rank in range(3)] == [2, 1, 2], answers[0].trace
+    assert awaited(ranks) == (1, "operation 2 of group 0 (gloo:all_reduce)")
 
 
 def with_own_store(rank: int, port: int) -> float:
