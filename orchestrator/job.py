@@ -150,7 +150,7 @@ class Job(abc.ABC):
         optimizer alone. A loss over all samples of the global batch has to gather them: ``orchestrator.gather_batch``.
 
         Every worker has to call the same optimizers in the same order, or it waits for the others until
-        ``cluster.collective_timeout_s``. Do not pass a closure to ``step()``. If the step changes other tensors than
+        that counts as a hang. Do not pass a closure to ``step()``. If the step changes other tensors than
         parameters and buffers, such as a teacher that follows the student, do so after the last ``step()``.
 
         Args:
@@ -290,8 +290,8 @@ class Job(abc.ABC):
 
         This is called on one rank every ``train.eval_every`` steps, after the evaluation, and at the end. Each sample
         becomes a file in the run directory, ``samples/step-000100-<name>.txt`` or ``.png``, and is uploaded to MLflow.
-        The texts of the last call are shown on the console. Training waits meanwhile: the other ranks wait at most
-        ``cluster.collective_timeout_s``.
+        The texts of the last call are shown on the console. Training waits meanwhile, at most
+        ``recovery.hang_max_s``.
 
         The model is in evaluation mode, and gradients are off. Training is the same as without samples: torch's random
         generators and the modes of the modules are restored, and a change of a parameter or a buffer ends the run. An

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d_bindings
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -51,6 +52,7 @@ __all__ = [
     "data_parallel_replica",
     "ddp_comm_ms",
     "end_loader_processes",
+    "flight_record",
     "flop_formula",
     "has_run_compiled_code",
     "is_view",
@@ -251,6 +253,13 @@ def abort_process_groups() -> Sequence[dist.ProcessGroup]:
     groups = list(distributed_c10d._world.pg_names)
     distributed_c10d._abort_process_group()
     return groups
+
+
+def flight_record(backend: Literal["gloo", "nccl"]) -> str:
+    """Return what the flight recorder of this process has recorded of a backend, as JSON, with all operations."""
+    name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
+    dump: Callable[[], bytes] = getattr(c10d_bindings, name)
+    return dump().decode(errors="replace")
 
 
 # DistributedDataParallel

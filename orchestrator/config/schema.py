@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 LARGEST_SEED = 2**63 - 1
+LONGEST_HANG_FACTOR = 4
+"""After two hangs at the same step, the hang detector waits there for this many times ``recovery.hang_max_s``."""
 
 
 def option(
@@ -132,7 +134,10 @@ class ClusterConfig:
     )
     pending_timeout_s: float = option("maximum wait for resources, in seconds", above=0)
     rendezvous_timeout_s: float = option("maximum wait for all ranks to join the process group, in seconds", above=0)
-    collective_timeout_s: float = option("timeout of a collective operation, in seconds", above=0)
+    collective_timeout_s: float = option(
+        "timeout of a collective operation, in seconds: the last resort, above every limit of the hang detector",
+        above=0,
+    )
     heartbeat_s: float = option("seconds between two polls of the workers by the driver", above=0)
     heartbeat_timeout_s: float = option("seconds without an answer after which a worker counts as lost", above=0)
     stopped_timeout_s: float = option(
@@ -169,7 +174,7 @@ class RecoveryConfig:
     hang_min_s: float = option("seconds without progress before which no worker counts as hanging", above=0)
     hang_max_s: float = option(
         "seconds without progress after which a worker counts as hanging in training, evaluation or a checkpoint; also "
-        "the limit of the first batch of a data loader, and while the usual time is unknown",
+        "the limit of the first batch of a data loader, while the usual time is unknown, and of a write that stalls",
         above=0,
     )
     build_max_s: float = option(
@@ -187,6 +192,11 @@ class RecoveryConfig:
             raise ValueError(
                 f"recovery.hang_min_s={self.hang_min_s:g}: above recovery.hang_max_s={self.hang_max_s:g}; lower it"
             )
+
+    @property
+    def loader_timeout_s(self) -> float:
+        """How long a batch may take to load; below ``hang_max_s``, so that the error of the loader is reported."""
+        return 0.9 * self.hang_max_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +274,13 @@ class Config:
         # Run directories, actors and MLflow runs have this name.
         if self.name is not None and not re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name):
             raise ValueError(f"name={self.name}: expected 1 to 100 characters without slashes or control characters")
+        longest_s = LONGEST_HANG_FACTOR * self.recovery.hang_max_s
+        if (timeout_s := self.cluster.collective_timeout_s) <= longest_s:
+            raise ValueError(
+                f"cluster.collective_timeout_s={timeout_s:g}: the ranks that wait for one that hangs would give up "
+                f"before it is found; set it above {longest_s:g}, {LONGEST_HANG_FACTOR} times "
+                f"recovery.hang_max_s={self.recovery.hang_max_s:g}, or lower that"
+            )
 
     @property
     def job_name(self) -> str:

@@ -23,6 +23,7 @@ from orchestrator.driver.calls import (
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.growth import Growth
+from orchestrator.driver.hang_report import write_stacks
 from orchestrator.driver.node_watch import NodeWatch, kernel_oom_kills
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import HEARTBEAT_WAIT_S, Telemetry
@@ -472,22 +473,12 @@ class Generation:
             hanging,
             waiting={rank: stack.waiting for rank, stack in stacks.items()},
             steps=self._telemetry.last_step,
+            enqueued={rank: stack.flight.enqueued for rank, stack in stacks.items() if stack.flight is not None},
         )
         self.hung_at = self._telemetry.last_step.get(rank, 0)
         what = self._hang_detector.describe(rank, now)
-        self._terminate(rank, hang(what, why, stacks=self._write_stacks(stacks), time=time.time()))
-
-    def _write_stacks(self, stacks: Mapping[int, Stacks]) -> str:
-        """Write the stacks of all ranks to a file. Return its path, or why there is none."""
-        path = self._run_dir.stacks_file(self.number)
-        try:
-            path.write_text("\n".join(self._stack(r, stacks.get(r)) for r in range(self._plan.world_size)))
-        except OSError as e:
-            return f"not written ({e.strerror})"
-        return self._run_dir.location_of(path)
-
-    def _stack(self, rank: int, stacks: Stacks | None) -> str:
-        return f"==== {self._plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"
+        report = write_stacks(self._run_dir, self.number, self._plan, stacks)
+        self._terminate(rank, hang(what, why, stacks=report, time=time.time()))
 
     def _terminate(self, rank: int, failure: Failure) -> None:
         """Kill a rank's process. This closes its connections, which frees the ranks that wait for it."""

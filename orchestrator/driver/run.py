@@ -364,14 +364,16 @@ class Run:
                 stopping = self._stop.received is not None
                 if writing != before and not stopping:
                     progressed_at = time.monotonic()
-                key = "stop_grace_s" if stopping else "collective_timeout_s"
-                if time.monotonic() - progressed_at > getattr(cluster, key):
+                key, limit_s = "recovery.hang_max_s", self.config.recovery.hang_max_s
+                if stopping:
+                    key, limit_s = "cluster.stop_grace_s", cluster.stop_grace_s
+                if time.monotonic() - progressed_at > limit_s:
                     break
                 self._lease.check()
             everyone = range(self._plan.world_size)
             self._handle(self._telemetry.collect(self._gang, wait_s=FINAL_HEARTBEAT_S, ranks=everyone).events)
         for pending in writing.values():
-            failed = CheckpointFailed(step=pending.step, reason=f"it was not written in time (cluster.{key})")
+            failed = CheckpointFailed(step=pending.step, reason=f"it was not written in time ({key})")
             self._events.emit(failed)
             self._handle([failed])
 

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RecoveryConfig
+from orchestrator.policy.flight import awaited
+from orchestrator.protocol.flight import Enqueued
 from orchestrator.protocol.messages import Heartbeat, Phase
 
 
@@ -140,17 +142,28 @@ class WatchedTime:
         return self._seconds
 
 
-def culprit(ranks: Collection[int], *, waiting: Mapping[int, bool], steps: Mapping[int, int]) -> tuple[int, str]:
+def culprit(
+    ranks: Collection[int],
+    *,
+    waiting: Mapping[int, bool],
+    steps: Mapping[int, int],
+    enqueued: Mapping[int, Enqueued],
+) -> tuple[int, str]:
     """Return the rank in ``ranks`` that most likely causes the hang, and why.
 
     Args:
         ranks: the ranks that hang, or wait for one that hangs.
         waiting: for each rank that answers, whether it waits in a collective operation.
         steps: the last completed step of each rank.
+        enqueued: what each rank with a GPU has enqueued, which tells more than ``waiting``; empty with gloo.
     """
     silent = [rank for rank in ranks if rank not in waiting]
     if silent:
         return min(silent), "its process does not answer: it was stopped, or holds the interpreter lock"
+
+    found = awaited({rank: enqueued[rank] for rank in ranks if rank in enqueued})
+    if found is not None:
+        return found[0], f"it has not enqueued {found[1]}, in which the others wait"
 
     def progress(rank: int) -> tuple[int, int]:
         return steps.get(rank, 0), rank

@@ -12,6 +12,7 @@ from orchestrator.config.schema import Config
 from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
+from orchestrator.protocol.flight import Enqueued
 from orchestrator.protocol.metrics import Metric
 from orchestrator.storage.remote import Remote
 from orchestrator.timeline.spans import Span
@@ -239,11 +240,26 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlightRecord:
+    """What a worker has enqueued with NCCL; ``dump`` is the JSON of torch's flight recorder, compressed with zlib."""
+
+    enqueued: Enqueued
+    dump: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """The stacks of all Python threads of a worker; ``waiting`` if its training thread waits for other ranks."""
+    """What a worker does that makes no progress.
+
+    Args:
+        text: the stacks of all its Python threads.
+        waiting: whether its training thread waits for other ranks.
+        flight: what it has enqueued with NCCL; None with gloo.
+    """
 
     text: str
     waiting: bool
+    flight: FlightRecord | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

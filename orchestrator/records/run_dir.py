@@ -101,6 +101,10 @@ class RunDir:
         """The file with the stacks of all ranks from when one of this generation hung."""
         return self.path / "logs" / f"stacks-generation-{generation}.txt"
 
+    def flight_file(self, generation: int, rank: int) -> Path:
+        """The dump of torch's flight recorder on one rank, from when one of this generation hung."""
+        return self.path / "logs" / f"flight-generation-{generation}-rank-{rank}.json"
+
     @property
     def spools(self) -> Path:
         """Where workers keep the points that the driver has not received yet, as long as the run lasts."""

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -19,11 +20,14 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.compat import deferred_dynamo
+from orchestrator.compat.torch import flight_record
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
+from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import (
     Assignment,
+    FlightRecord,
     Heartbeat,
     Outcome,
     PendingCheckpoint,
@@ -87,6 +91,7 @@ class Worker:
         self.loop: Loop | None = None
         self.log: Path | None = None
         self.training_thread: int | None = None
+        self.joined_ns: int | None = None  # when the NCCL groups of this generation were formed
 
     def __repr__(self) -> str:
         return self.label
@@ -139,7 +144,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:
         """Return what the threads of this process are doing."""
-        return all_stacks(self.training_thread)
+        return all_stacks(self.training_thread, flight=self._flight_record())
 
     @ray.method(concurrency_group="control")
     def finish(self, timeout_s: float) -> PendingCheckpoint | None:
@@ -205,10 +210,11 @@ class Worker:
                 self._discard_loop()
             elif self.loop is not None:
                 self.loop.reassign(assignment)  # before anything can fail, so that a failure reports the new ranks
-            self._join(assignment, startup)
+            store = self._join(assignment, startup)
             if self.loop is None:
                 self.loop = self._make_loop(assignment, self.job)
-            outcome = self.loop.run(startup)
+            wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
+            outcome = self.loop.run(startup, wait_for_others=wait_for_others)
             clean = True
             return outcome
         except BaseException as e:
@@ -252,18 +258,34 @@ class Worker:
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
 
-    def _join(self, assignment: Assignment, startup: dict[str, float]) -> None:
-        """Form the process group of a generation."""
+    def _join(self, assignment: Assignment, startup: dict[str, float]) -> dist.TCPStore:
+        """Form the process group of a generation. Return its store."""
         began = time.perf_counter()
         rank = assignment.global_rank
         step = 0 if self.loop is None else self.loop.position.step
         self.outbox.enter(step, "join")
         inject_fault(assignment.faults, rank=rank, phase="join", step=step)
-        self.store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
+        store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
+        self.store = store
         self.outbox.enter(step, "connect")
-        rendezvous.connect(assignment, self.store, node_ip=ray.util.get_node_ip_address(), device=self.device)
+        self.joined_ns = time.time_ns() if assignment.backend == "nccl" else None
+        rendezvous.connect(assignment, store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         self.gate.check(assignment.generation)  # an abort before this has found no groups
         startup["rendezvous_s"] = time.perf_counter() - began
+        return store
+
+    def _flight_record(self) -> FlightRecord | None:
+        """Return what this rank has enqueued with NCCL; None with gloo, or if torch's record cannot be read."""
+        if self.joined_ns is None:
+            return None
+        try:
+            dump = flight_record("nccl")
+            return FlightRecord(
+                enqueued=enqueued_in(dump, since_ns=self.joined_ns), dump=zlib.compress(dump.encode(), level=1)
+            )
+        except Exception:  # its format may change with torch
+            traceback.print_exc()
+            return None
 
     def _discard_loop(self) -> None:
         """Free the obsolete model and end its threads now, because two models may not fit into memory."""

@@ -21,7 +21,7 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.metrics import NonFiniteError
 
-_LIMIT = "cluster.collective_timeout_s is the limit"
+_LIMIT = "recovery.hang_max_s is the limit"
 
 
 class Checkpoints:
@@ -32,7 +32,7 @@ class Checkpoints:
         self._run_dir = run_dir
         self._strategy = strategy
         self._outbox = outbox
-        self._timeout_s = config.cluster.collective_timeout_s
+        self._timeout_s = config.recovery.hang_max_s
         self._stall_ms = 0.0
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
         self._fence = Fence(
@@ -54,7 +54,7 @@ class Checkpoints:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
 
         The last snapshot waits for the previous write. Any other waits at most half of
-        ``cluster.collective_timeout_s`` and is then skipped.
+        ``recovery.hang_max_s`` and is then skipped.
 
         Args:
             step: the last completed step.

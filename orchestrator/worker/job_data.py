@@ -107,7 +107,7 @@ class JobData:
             grad_accumulation=config.train.grad_accumulation,
             num_workers=config.data.num_workers,
             pin_memory=self._device.type == "cuda",
-            timeout_s=config.cluster.collective_timeout_s,
+            timeout_s=config.recovery.loader_timeout_s,
             weights=self.datasets.weights,
             read=self._strategy.reads_data,
         )
@@ -130,7 +130,7 @@ class JobData:
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
             num_workers=config.data.num_workers,
             pin_memory=self._device.type == "cuda",
-            timeout_s=config.cluster.collective_timeout_s,
+            timeout_s=config.recovery.loader_timeout_s,
             read=self._strategy.reads_data,
         ):
             self._gate.check(self._assignment.generation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,13 +116,14 @@ class Loop:
         if self._data is not None:
             self._data.reassign(assignment)
 
-    def run(self, startup: dict[str, float]) -> Outcome:
+    def run(self, startup: dict[str, float], *, wait_for_others: Callable[[], None] = lambda: None) -> Outcome:
         """Train this rank's part of a generation, whose process group has been formed.
 
         The first call builds the model and the datasets. Later calls continue with those of the generation before.
 
         Args:
             startup: receives the duration of each part of the startup, in seconds, up to the end of the first step.
+            wait_for_others: waits until all ranks are ready for collective operations, however long they take.
 
         Returns:
             ``"done"`` or ``"stopped"``, with the state that this rank can provide to the next generation.
@@ -143,12 +144,14 @@ class Loop:
             if is_stream(sample_source):
                 sample_source = self.job.dataset("train")  # a stream may count its iterators
             self.strategy.setup(sample_source)
+        checkpoint = self._loaded_checkpoint()
+        wait_for_others()
         self.strategy.attach()
         if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
         for text in self.strategy.setup_warnings():
             self._warner.warn(text, topic=text)
-        self._restore_state()
+        self._restore_state(checkpoint)
         self.strategy.confirm()
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
@@ -259,13 +262,27 @@ class Loop:
         train = self.config.train
         return step % train.log_every == 0 or step in (1, train.steps)
 
-    def _load(self, checkpoint: Path) -> TrainState:
-        """Load a checkpoint, after its download if it is on a store and not on this node."""
-        store = CheckpointStore(checkpoint.parent, self._run_dir.remote_checkpoints)
-        return load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
+    def _loaded_checkpoint(self) -> TrainState | None:
+        """Load the checkpoint that the generation starts from, on rank 0, after its download if it is on a store.
 
-    def _restore_state(self) -> None:
-        """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one."""
+        Returns:
+            Its state; None on the other ranks, and without a checkpoint.
+        """
+        assignment = self.assignment
+        if assignment.checkpoint is None or assignment.sources is not None or self.rank != 0:
+            return None
+        checkpoint = Path(assignment.checkpoint)
+        store = CheckpointStore(checkpoint.parent, self._run_dir.remote_checkpoints)
+        state = load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
+        if self.config.train.ema_decay is None:
+            forget_average(state)
+        return state
+
+    def _restore_state(self, checkpoint: TrainState | None) -> None:
+        """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one.
+
+        ``checkpoint``: the loaded one on rank 0; None on the others, and without one.
+        """
         assert self._data is not None
         assignment, position = self.assignment, self.position
         if assignment.sources is not None:
@@ -276,10 +293,7 @@ class Loop:
                 samples_consumed=position.samples_consumed,
             )
         elif assignment.checkpoint is not None:
-            state = self._load(Path(assignment.checkpoint)) if self.rank == 0 else None
-            if state is not None and self.config.train.ema_decay is None:
-                forget_average(state)
-            meta = self.strategy.restore(state, source=0)
+            meta = self.strategy.restore(checkpoint, source=0)
             self._data.restore(meta)
         else:
             self.strategy.sync_initial_state()

@@ -18,7 +18,9 @@ from orchestrator.worker.process import interfaces
 
 LOOPBACK = "127.0.0.1"
 """The address of a store whose ranks are all on one node."""
-_ALL_JOINED = "all-joined"
+_JOINED, _BUILT = "joined", "built"
+FLIGHT_RECORDS = 1000
+"""The number of operations that torch's flight recorder keeps on a rank: those of several steps."""
 POLL_S = 0.5
 """The interval at which a waiting rank checks whether to give up."""
 
@@ -56,7 +58,7 @@ def join(assignment: Assignment, *, store: dist.TCPStore | None, gate: StepGate 
         PeersMissingError: ranks did not join in time; the message names them.
         AbandonedError: the driver has ended the generation.
     """
-    config, world_size = assignment.config.cluster, assignment.plan.world_size
+    config = assignment.config.cluster
     if store is None:
         store = dist.TCPStore(
             assignment.store_host,
@@ -65,12 +67,31 @@ def join(assignment: Assignment, *, store: dist.TCPStore | None, gate: StepGate 
             wait_for_workers=False,
             timeout=timedelta(seconds=config.rendezvous_timeout_s),
         )
-    own = _store_of_generation(store, assignment)
-    own.set(_joined(assignment.global_rank), "1")
-    if own.add("joined", 1) == world_size:
-        own.set(_ALL_JOINED, "1")
-    _wait_for_all(own, world_size, gate, assignment.generation, timeout_s=config.rendezvous_timeout_s)
+    try:
+        _meet(_JOINED, assignment, store, gate, timeout_s=config.rendezvous_timeout_s)
+    except _MissingError as e:
+        raise PeersMissingError(
+            f"ranks {e.ranks} did not join within {config.rendezvous_timeout_s:g} s; "
+            "see their logs, or raise cluster.rendezvous_timeout_s"
+        ) from e
     return store
+
+
+def wait_until_built(assignment: Assignment, store: dist.TCPStore, gate: StepGate) -> None:
+    """Wait until all ranks have what they need for their first collective operation, whose timeout is shorter.
+
+    Raises:
+        PeersMissingError: ranks did not build their model in time; the message names them.
+        AbandonedError: the driver has ended the generation.
+    """
+    timeout_s = assignment.config.recovery.build_max_s
+    try:
+        _meet(_BUILT, assignment, store, gate, timeout_s=timeout_s)
+    except _MissingError as e:
+        raise PeersMissingError(
+            f"ranks {e.ranks} were not ready to train within {timeout_s:g} s; see their logs, or raise "
+            "recovery.build_max_s"
+        ) from e
 
 
 def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, device: torch.device) -> None:
@@ -81,6 +102,8 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
     if assignment.backend == "nccl":
         # By default, torch ends the process of a rank that waits for a lost one. Here the driver watches.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDS))
     interfaces.choose(LOOPBACK if assignment.store_host == LOOPBACK else node_ip)
     dist.init_process_group(
         assignment.backend,
@@ -107,25 +130,31 @@ def _store_of_generation(store: dist.TCPStore, assignment: Assignment) -> dist.P
     return dist.PrefixStore(f"generation-{assignment.generation}", store)
 
 
-def _joined(rank: int) -> str:
-    return f"joined-{rank}"
+class _MissingError(Exception):
+    """These ``ranks`` have not come to a meeting."""
+
+    def __init__(self, ranks: Sequence[int]):
+        super().__init__(ranks)
+        self.ranks = ranks
 
 
-def _wait_for_all(
-    store: dist.Store, world_size: int, gate: StepGate | None, generation: int, *, timeout_s: float
-) -> None:
-    """Wait until every rank has joined. Each waits for a single key, which the last one sets."""
+def _meet(place: str, assignment: Assignment, store: dist.TCPStore, gate: StepGate | None, *, timeout_s: float) -> None:
+    """Wait until every rank has come to ``place``. Each waits for a single key, which the last one sets.
+
+    Raises:
+        _MissingError: some ranks did not come in time.
+        AbandonedError: the driver has ended the generation.
+    """
+    own, world_size = _store_of_generation(store, assignment), assignment.plan.world_size
+    own.set(f"{place}-{assignment.global_rank}", "1")
+    if own.add(place, 1) == world_size:
+        own.set(f"all-{place}", "1")
     deadline = time.monotonic() + timeout_s
     while True:
         if gate is not None:
-            gate.check(generation)
+            gate.check(assignment.generation)
         try:
-            return store.wait([_ALL_JOINED], timedelta(seconds=min(POLL_S, timeout_s)))
+            return own.wait([f"all-{place}"], timedelta(seconds=min(POLL_S, timeout_s)))
         except dist.DistStoreError as e:
-            if time.monotonic() < deadline:
-                continue
-            missing = [rank for rank in range(world_size) if not store.check([_joined(rank)])]
-            raise PeersMissingError(
-                f"ranks {missing} did not join within {timeout_s:g} s; "
-                "see their logs, or raise cluster.rendezvous_timeout_s"
-            ) from e
+            if time.monotonic() >= deadline:
+                raise _MissingError([r for r in range(world_size) if not own.check([f"{place}-{r}"])]) from e

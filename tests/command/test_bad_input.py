@@ -189,6 +189,7 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
         ("recovery.chaos=[kill]", "recovery.chaos=kill: expected <kind>@<step>:<rank>"),
         ("recovery.chaos=[kill@5:2]", "recovery.chaos=kill@5:2: no rank 2 among 2 workers; ranks begin at 0"),
         ("recovery.hang_min_s=400", "recovery.hang_min_s=400: above recovery.hang_max_s=300; lower it"),
+        ("recovery.hang_max_s=400", "cluster.collective_timeout_s=1500: the ranks that wait for one that hangs would "),
     ],
 )
 def test_words_are_refused(words: str, said: str, refused: Refused) -> None:

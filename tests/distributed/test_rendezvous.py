@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Timer
 
 import psutil
 import pytest
@@ -13,7 +15,11 @@ import torch.distributed as dist
 from helpers.cases import assignment
 from helpers.gang import HOST, SOON_S
 from helpers.training import CPU
+from orchestrator.compat.torch import flight_record
+from orchestrator.policy.flight import awaited
+from orchestrator.protocol.flight import Enqueued, enqueued_in
 from orchestrator.worker import rendezvous
+from orchestrator.worker.control import AbandonedError, PeersMissingError, StepGate
 from orchestrator.worker.teardown import Teardown
 
 
@@ -54,6 +60,49 @@ def test_missing_ranks_are_named(gang, store):
         assert answer.error is None, answer.trace
         assert "ranks [2, 4]" in answer.value
         assert "cluster.rendezvous_timeout_s" in answer.value
+
+
+def slow_to_build(rank: int, port: int, build_s: float, limit_s: float) -> str | None:
+    """Rank 1 takes longer to build its model than the collective timeout allows."""
+    orders = assignment(rank=rank, world_size=2, generation=1, store_port=port, run_dir="")
+    config = orders.config
+    config = replace(
+        config,
+        cluster=replace(config.cluster, collective_timeout_s=1),
+        recovery=replace(config.recovery, build_max_s=limit_s, hang_min_s=0.1, hang_max_s=0.1),
+    )
+    orders = replace(orders, environment=replace(orders.environment, config=config))
+    gate = StepGate(timeout_s=5)
+    store = rendezvous.join(orders, store=None)
+    rendezvous.connect(orders, store, node_ip=HOST, device=CPU)
+    time.sleep(build_s * rank)
+    try:
+        rendezvous.wait_until_built(orders, store, gate)
+        assert sum_of_ranks() == 1.0
+    except PeersMissingError as e:
+        return str(e)
+    finally:
+        rendezvous.leave()
+    return None
+
+
+def test_a_rank_that_is_slow_to_build_is_not_waited_for_in_a_collective_operation(gang, store):
+    answers = gang.ask(slow_to_build, store.port, 2.0, 20.0, world_size=2, grouped=False)
+    assert [a.value for a in answers] == [None, None], answers[0].trace
+
+
+def test_a_rank_that_never_builds_is_named(gang, store):
+    answers = gang.ask(slow_to_build, store.port, 3.0, 0.5, world_size=2, grouped=False)
+    assert answers[0].value.startswith("ranks [1] were not ready to train within 0.5 s; ")
+    assert answers[0].value.endswith("recovery.build_max_s")
+
+
+def test_a_wait_for_a_slow_rank_ends_with_the_generation(store):
+    orders = assignment(rank=0, world_size=2, generation=3, store_port=store.port, run_dir="")
+    gate = StepGate(timeout_s=5)
+    Timer(0.2, gate.abandon, [3]).start()
+    with pytest.raises(AbandonedError):
+        rendezvous.wait_until_built(orders, store, gate)
 
 
 def two_generations(rank: int, port: int) -> list[float]:
@@ -118,6 +167,35 @@ def after_an_abort(rank: int, port: int) -> float:
 def test_a_group_can_be_formed_after_an_abort(gang, store):
     answers = gang.ask(after_an_abort, store.port, world_size=3, grouped=False, timeout_s=SOON_S)
     assert [a.value for a in answers] == [3.0] * 3, answers[0].trace
+
+
+def recorded(rank: int, port: int) -> Enqueued:
+    """Rank 1 does not take part in the last sum. The groups of an earlier generation have the same names."""
+    kept = join(rank, 3, 1, port)
+    for _ in range(7):
+        sum_of_ranks()
+    rendezvous.leave()
+    since_ns = time.time_ns()
+    kept = join(rank, 3, 2, port)
+    side = dist.new_group([1, 2])
+    sum_of_ranks()
+    if rank > 0:
+        dist.all_reduce(torch.ones(1), group=side)
+    pending = [] if rank == 1 else [dist.all_reduce(torch.ones(1), async_op=True)]
+    found = enqueued_in(flight_record("gloo"), since_ns=since_ns)
+    kept.add("recorded", 1)
+    while kept.add("recorded", 0) < 3:
+        time.sleep(0.01)
+    del side, pending
+    rendezvous.leave()
+    return found
+
+
+def test_the_record_of_each_rank_tells_who_has_not_enqueued_the_last_operation(gang, store):
+    answers = gang.ask(recorded, store.port, world_size=3, grouped=False, timeout_s=SOON_S)
+    ranks = {rank: answer.value for rank, answer in enumerate(answers)}
+    assert [ranks[rank].last["0"] for rank in range(3)] == [2, 1, 2], answers[0].trace
+    assert awaited(ranks) == (1, "operation 2 of group 0 (gloo:all_reduce)")
 
 
 def with_own_store(rank: int, port: int) -> float:

@@ -31,7 +31,7 @@ HOST = "127.0.0.1"
 SIZE = 4
 START_TIMEOUT_S = 60.0
 SOON_S = 15.0
-"""Limit of calls in which no rank may wait for another until the collective timeout of 20 s (`cases.assignment`)."""
+"""Limit of calls in which no rank may wait for another until the collective timeout (`cases.CLUSTER`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,8 +66,8 @@ def test_a_last_checkpoint_that_is_never_written_is_no_success(run: Callable[...
     freezer = threading.Thread(target=freeze)
     freezer.start()
     try:
-        result = run("strategy=ddp", "train.steps=20", "checkpoint.every=0", "cluster.collective_timeout_s=4",
-                     "cluster.stop_grace_s=2")  # fmt: skip
+        result = run("strategy=ddp", "train.steps=20", "checkpoint.every=0", "recovery.hang_max_s=4",
+                     "recovery.hang_min_s=4", "cluster.stop_grace_s=2")  # fmt: skip
     finally:
         ended.set()
         freezer.join(timeout=30)

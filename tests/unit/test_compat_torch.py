@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,22 @@ def test_all_groups_are_aborted_together() -> None:
     assert len(groups) == 2
     assert side in groups
     assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_flight_record_has_what_was_enqueued() -> None:
+    before_ns = time.time_ns()
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+    entries = [e for e in json.loads(compat.flight_record("gloo"))["entries"] if e["time_created_ns"] >= before_ns]
+    assert [e["profiling_name"] for e in entries] == ["gloo:all_reduce"] * 2
+    expected = {"process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "retired", "state"}
+    assert all(expected <= entry.keys() for entry in entries)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+def test_nccl_has_a_flight_record_of_its_own() -> None:
+    assert {"pg_config", "version"} <= json.loads(compat.flight_record("nccl")).keys()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -16,6 +16,7 @@ from helpers.cases import RECOVERY
 from helpers.runs import wait_for
 from orchestrator.config.redact import Redactor
 from orchestrator.policy.hang import HangDetector, WatchedTime, culprit, limit_of
+from orchestrator.protocol.flight import Enqueued
 from orchestrator.protocol.messages import Heartbeat, Phase
 from orchestrator.worker import control
 from orchestrator.worker.control import Outbox
@@ -152,10 +153,20 @@ def test_time_without_watching_does_not_count() -> None:
 
 def test_who_is_to_blame() -> None:
     steps = {0: 7, 1: 7, 2: 6}
-    assert culprit([0, 1, 2], waiting={0: True, 2: False}, steps=steps)[0] == 1
-    assert culprit([0, 1, 2], waiting={0: True, 1: False, 2: True}, steps=steps)[0] == 1
-    assert culprit([0, 1, 2], waiting={0: True, 1: True, 2: True}, steps=steps)[0] == 2
-    assert culprit([0, 2], waiting={0: True, 1: False, 2: True}, steps=steps)[0] == 2
+    assert culprit([0, 1, 2], waiting={0: True, 2: False}, steps=steps, enqueued={})[0] == 1
+    assert culprit([0, 1, 2], waiting={0: True, 1: False, 2: True}, steps=steps, enqueued={})[0] == 1
+    assert culprit([0, 1, 2], waiting={0: True, 1: True, 2: True}, steps=steps, enqueued={})[0] == 2
+    assert culprit([0, 2], waiting={0: True, 1: False, 2: True}, steps=steps, enqueued={})[0] == 2
+
+
+def test_what_ranks_have_enqueued_tells_more_than_their_stacks() -> None:
+    enqueued = {rank: Enqueued(last={"0": 9 - (rank == 2)}, operation={"0": "nccl:all_reduce"}) for rank in range(3)}
+    waiting = {0: False, 1: True, 2: True}
+    rank, why = culprit([0, 1, 2], waiting=waiting, steps={}, enqueued=enqueued)
+    assert rank == 2
+    assert why == "it has not enqueued operation 9 of group 0 (nccl:all_reduce), in which the others wait"
+    assert culprit([0, 1, 2], waiting={0: True, 2: True}, steps={}, enqueued=enqueued)[0] == 1, "it does not answer"
+    assert culprit([0, 1], waiting=waiting, steps={}, enqueued=enqueued)[0] == 0, "both have enqueued the same"
 
 
 # What a worker reports ----------------------------------------------------------------------------
@@ -280,7 +291,7 @@ def first_verdict(
                 detector.observe(other, outboxes[other].collect({}, waiting=other in waiting), next_round)
             if hanging := detector.hanging(unfinished, next_round):
                 waits = {r: r in waiting for r in hanging}
-                return next_round, culprit(hanging, waiting=waits, steps={})[0]
+                return next_round, culprit(hanging, waiting=waits, steps={}, enqueued={})[0]
             next_round += ROUND_S
         try:
             work = next(ranks[rank])

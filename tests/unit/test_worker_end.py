@@ -15,8 +15,8 @@ from helpers.cases import Case, assignment
 from helpers.faulty_jobs import OUT_OF_MEMORY
 from helpers.quick_jobs import digits
 from orchestrator.worker import failures
-from orchestrator.worker.actor import _close, _recoverable_steps
-from orchestrator.worker.control import AbandonedError
+from orchestrator.worker.actor import Worker, _close, _recoverable_steps
+from orchestrator.worker.control import AbandonedError, StepGate
 from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.metrics import NonFiniteError
 from orchestrator.worker.teardown import ReleaseError, Teardown
@@ -97,6 +97,21 @@ def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: st
     teardown.start(nothing, clean=False)
     teardown.begin(3, backend=backend)
     assert not teardown.has_aborted
+
+
+def test_the_generation_is_marked_as_ended_before_its_groups_are_aborted() -> None:
+    """Otherwise a number read in between would be taken for valid."""
+    gate = StepGate(timeout_s=1)
+    aborted: list[int] = []
+
+    def abort(generation: int) -> None:
+        with pytest.raises(AbandonedError):
+            gate.check(generation)
+        aborted.append(generation)
+
+    worker: Any = SimpleNamespace(gate=gate, teardown=SimpleNamespace(abort=abort))
+    Worker.abandon(worker, 3, ())
+    assert aborted == [3]
 
 
 CONNECTION = dist.DistBackendError("NCCL communicator was aborted")

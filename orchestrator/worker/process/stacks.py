@@ -6,18 +6,23 @@ import sys
 import threading
 import traceback
 
-from orchestrator.protocol.messages import Stacks
+from orchestrator.protocol.messages import FlightRecord, Stacks
 
-_WAITS_IN = ("/torch/distributed/", "/torch/autograd/", "/orchestrator/strategies/", "/orchestrator/state/transport.py")
+_WAITS_IN = (
+    *("/torch/distributed/", "/torch/autograd/", "/orchestrator/strategies/", "/orchestrator/state/transport.py"),
+    "/orchestrator/worker/rendezvous.py",
+)
 """The innermost frame of a rank that waits for others is in a collective operation, in the backward pass, which
-averages gradients, or in a strategy that waits for a message or a lock. The code of a job is in none of these."""
+averages gradients, in a strategy that waits for a message or a lock, or in the wait before the first of these. The code
+of a job is in none of these."""
 
 
-def all_stacks(training_thread: int | None) -> Stacks:
+def all_stacks(training_thread: int | None, *, flight: FlightRecord | None) -> Stacks:
     """Return the Python stacks of all threads, the training thread first.
 
     Args:
         training_thread: its identifier, as ``threading.get_ident`` returns it; None if it has not started.
+        flight: what this process has enqueued with NCCL; None with gloo.
     """
     names = {t.ident: t.name for t in threading.enumerate()}
     frames = sys._current_frames()
@@ -25,7 +30,7 @@ def all_stacks(training_thread: int | None) -> Stacks:
     for ident in sorted(frames, key=lambda i: i != training_thread):
         role = "training thread" if ident == training_thread else f"thread {names.get(ident, ident)}"
         parts.append(f"{role}:\n{''.join(traceback.format_stack(frames[ident]))}")
-    return Stacks(text="\n".join(parts), waiting=is_waiting(training_thread))
+    return Stacks(text="\n".join(parts), waiting=is_waiting(training_thread), flight=flight)
 
 
 def is_waiting(training_thread: int | None) -> bool:
