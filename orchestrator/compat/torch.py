@@ -67,6 +67,7 @@ __all__ = [
     "storage_key",
     "unset_fake_temporarily",
     "version_of",
+    "watching_compilation",
     "without_buffer_broadcasts",
     "without_fake_tensor_logs",
 ]
@@ -206,6 +207,32 @@ def calls_through(call: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+# torch.compile
+
+
+@contextlib.contextmanager
+def watching_compilation(begin: Callable[[bool], None], end: Callable[[], None]) -> Iterator[None]:
+    """Call ``begin(again)`` before ``torch.compile`` compiles code in this block, and ``end()`` after it.
+
+    ``again`` tells whether the code has been compiled before, for other inputs or in another mode.
+    """
+    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+    def on_start(args: CallbackArgs) -> None:
+        begin(args.callback_trigger is CallbackTrigger.DYNAMO and not args.compile_id.endswith("/0"))
+
+    def on_end(args: CallbackArgs) -> None:
+        end()
+
+    callback_handler.register_start_callback(on_start)
+    callback_handler.register_end_callback(on_end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(on_start)
+        callback_handler.remove_end_callback(on_end)
 
 
 # Arithmetic

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
 
 from orchestrator.config.schema import TrainConfig
@@ -18,6 +20,22 @@ def constructor_of(job: Job, train: TrainConfig, precision: Precision) -> Callab
     """Return a constructor of the job's model in ``precision``, which recomputes its blocks if ``train`` says so."""
     build = precision.converted(in_train_mode(job.model))
     return recomputing(build) if train.activation_checkpointing == "blocks" else build
+
+
+def compile_in_place(module: nn.Module, train: TrainConfig) -> None:
+    """Let later calls of ``module`` run compiled code, if ``train`` says so. The names of its tensors do not change.
+
+    ``nn.Module.compile`` does not serve: up to torch 2.13 it compiles nothing of an ``nn.Sequential``, because the
+    compiler skips functions that are defined in torch. It inlines them when they are called by another function.
+    """
+    if train.compile is False:
+        return
+    forward = module.forward
+
+    def inlined(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    module.forward = torch.compile(inlined, mode="default" if train.compile is True else train.compile)
 
 
 def recompute_note(job: Job, train: TrainConfig) -> str | None:

@@ -38,6 +38,9 @@ from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
 from orchestrator.strategies.replicated.whole_model import WholeModel, forward_module
 
+SMALLEST_COMPILED_BUCKET_MB = 1.0
+"""The size of the first bucket of ``DistributedDataParallel``, in MiB."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig(StrategyConfig):
@@ -72,6 +75,11 @@ class DDP(WholeModel):
             errors.append(
                 "strategy.comm_hook=powersgd: it carries errors of gradients to the next step, which has another scale "
                 "of the loss with train.precision=fp16; set that to bf16 or fp32"
+            )
+        if config.train.compile is not False and options.bucket_mb < SMALLEST_COMPILED_BUCKET_MB:
+            errors.append(
+                f"strategy.bucket_mb={options.bucket_mb:g}: torch.compile cuts the backward pass at the buckets, which "
+                f"have to be larger than the first one; set it to {SMALLEST_COMPILED_BUCKET_MB:g} or more"
             )
         return check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
 
