@@ -45,6 +45,8 @@ __all__ = [
     "adopt_user_state",
     "broadcast_ddp_buffers",
     "calls_through",
+    "copies_of",
+    "copy_all",
     "data_parallel_replica",
     "ddp_comm_ms",
     "end_loader_processes",
@@ -245,6 +247,25 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
     for tensor in tensors:
         if tensor.is_sparse:
             tensor.mul_(factor)
+
+
+def copy_all(sources: Sequence[Tensor], *, to: Sequence[Tensor]) -> None:
+    """Copy each tensor to the one at its place, on a GPU in few kernels."""
+    assert len(sources) == len(to)
+    if sources:
+        torch._foreach_copy_(list(to), list(sources))
+
+
+def copies_of(tensors: Sequence[Tensor], *, into: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+    """Return copies of the tensors: ``into``, earlier ones that are no longer needed, if they are alike."""
+    if [_likeness(tensor) for tensor in tensors] != [_likeness(tensor) for tensor in into]:
+        return [tensor.clone() for tensor in tensors]
+    copy_all(tensors, to=into)
+    return into
+
+
+def _likeness(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 # Files

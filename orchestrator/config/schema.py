@@ -50,8 +50,9 @@ class TrainConfig:
         "bf16, fp16: autocast of forward pass and loss, with fp16 scaling the loss; bf16-true: also parameters and "
         "gradients; tf32: fp32 with faster matrix products on GPUs"
     )
-    activation_checkpointing: Literal["none", "blocks"] = option(
-        "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory"
+    activation_checkpointing: Literal["none", "blocks", "selective"] = option(
+        "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory; "
+        "selective: but keep the results of their matrix products and convolutions"
     )
     compile: bool | Literal["max-autotune-no-cudagraphs"] = option(
         "compile the model with torch.compile; max-autotune-no-cudagraphs: and choose the fastest kernels by trial"

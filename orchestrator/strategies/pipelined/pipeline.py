@@ -86,6 +86,13 @@ class Pipeline(OptimizerStep):
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        assert plan.pipeline is not None
+        schedule = SCHEDULES[plan.pipeline.schedule]
+        if config.train.activation_checkpointing == "selective" and schedule.splits_backward:
+            errors.append(
+                f"train.activation_checkpointing=selective: {schedule.name} computes backward passes in halves, and "
+                "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
+            )
         return check_stages(config, job, plan, errors, size_key=cls.size_key)
 
     @classmethod
@@ -351,9 +358,8 @@ class Pipeline(OptimizerStep):
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
 
-    def _buffers(self) -> list[Tensor]:
-        """Return the current buffers of this rank's stages, including those that are not saved."""
-        return list(nn.ModuleList(stage.module for stage in self.stages).buffers())
+    def _modules(self) -> Sequence[nn.Module]:
+        return [stage.module for stage in self.stages]
 
     def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
         """Return the weights of the micro-batches and of the global batch, on the rank that has the loss."""

@@ -32,8 +32,9 @@ from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.fused_updates import sparse_parameters
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in, has_sparse_gradients
+from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
 from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
 from orchestrator.strategies.replicated.whole_model import WholeModel, forward_module
@@ -128,7 +129,7 @@ class DDP(WholeModel):
             replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
         elif self._powersgd is not None:
             replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
-        elif has_sparse_gradients(self.model):
+        elif sparse_parameters([self.model]):
             replica.register_comm_hook(None, lambda _, bucket: average(bucket))
 
     def sync_initial_state(self) -> None:
