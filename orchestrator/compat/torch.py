@@ -49,6 +49,8 @@ __all__ = [
     "adopt_user_state",
     "broadcast_ddp_buffers",
     "calls_through",
+    "copies_of",
+    "copy_all",
     "data_parallel_replica",
     "ddp_comm_ms",
     "end_loader_processes",
@@ -72,6 +74,7 @@ __all__ = [
     "storage_key",
     "unset_fake_temporarily",
     "version_of",
+    "watching_compilation",
     "without_buffer_broadcasts",
     "without_fake_tensor_logs",
 ]
@@ -213,6 +216,32 @@ def calls_through(call: Callable[..., Any]) -> Iterator[None]:
         nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
+# torch.compile
+
+
+@contextlib.contextmanager
+def watching_compilation(begin: Callable[[bool], None], end: Callable[[], None]) -> Iterator[None]:
+    """Call ``begin(again)`` before ``torch.compile`` compiles code in this block, and ``end()`` after it.
+
+    ``again`` tells whether the code has been compiled before, for other inputs or in another mode.
+    """
+    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+    def on_start(args: CallbackArgs) -> None:
+        begin(args.callback_trigger is CallbackTrigger.DYNAMO and not args.compile_id.endswith("/0"))
+
+    def on_end(args: CallbackArgs) -> None:
+        end()
+
+    callback_handler.register_start_callback(on_start)
+    callback_handler.register_end_callback(on_end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(on_start)
+        callback_handler.remove_end_callback(on_end)
+
+
 # Arithmetic
 
 
@@ -223,6 +252,25 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
     for tensor in tensors:
         if tensor.is_sparse:
             tensor.mul_(factor)
+
+
+def copy_all(sources: Sequence[Tensor], *, to: Sequence[Tensor]) -> None:
+    """Copy each tensor to the one at its place, on a GPU in few kernels."""
+    assert len(sources) == len(to)
+    if sources:
+        torch._foreach_copy_(list(to), list(sources))
+
+
+def copies_of(tensors: Sequence[Tensor], *, into: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+    """Return copies of the tensors: ``into``, earlier ones that are no longer needed, if they are alike."""
+    if [_likeness(tensor) for tensor in tensors] != [_likeness(tensor) for tensor in into]:
+        return [tensor.clone() for tensor in tensors]
+    copy_all(tensors, to=into)
+    return into
+
+
+def _likeness(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 # Files

@@ -53,8 +53,12 @@ class TrainConfig:
         "bf16, fp16: autocast of forward pass and loss, with fp16 scaling the loss; bf16-true: also parameters and "
         "gradients; tf32: fp32 with faster matrix products on GPUs"
     )
-    activation_checkpointing: Literal["none", "blocks"] = option(
-        "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory"
+    activation_checkpointing: Literal["none", "blocks", "selective"] = option(
+        "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory; "
+        "selective: but keep the results of their matrix products and convolutions"
+    )
+    compile: bool | Literal["max-autotune-no-cudagraphs"] = option(
+        "compile the model with torch.compile; max-autotune-no-cudagraphs: and choose the fastest kernels by trial"
     )
     on_nonfinite: Literal["stop", "skip"] = option("on a NaN or infinite gradient, stop the run or skip the update")
     ema_decay: float | None = option(
@@ -67,6 +71,11 @@ class TrainConfig:
             raise ValueError(
                 f"train.ema_decay={self.ema_decay:g}: an average in bfloat16 loses its small updates; set it to null, "
                 "or train.precision=bf16"
+            )
+        if self.compile is not False and self.activation_checkpointing != "none":
+            raise ValueError(
+                f"train.activation_checkpointing={self.activation_checkpointing}: torch.compile cannot see through the "
+                "blocks that are computed again; set it to none, or train.compile=false"
             )
 
 
@@ -178,8 +187,8 @@ class RecoveryConfig:
         above=0,
     )
     build_max_s: float = option(
-        "seconds after which a worker counts as hanging while it loads the job, builds the model and the datasets, or "
-        "ends the run",
+        "seconds after which a worker counts as hanging while it loads the job, builds the model and the datasets, "
+        "compiles the model, or ends the run",
         above=0,
     )
     replace_stragglers: bool = option("replace a worker that is persistently slower than the others")

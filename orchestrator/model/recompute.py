@@ -1,6 +1,7 @@
 """Activation checkpointing: blocks whose forward pass runs again in the backward pass, instead of keeping activations.
 
-Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
+Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost". Selective: Korthikanti et al., MLSys 2023, "Reducing
+Activation Recomputation in Large Transformer Models".
 """
 
 from __future__ import annotations
@@ -8,15 +9,27 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from orchestrator.compat.torch import FakeTensor, own_buffers
 from orchestrator.model.batch import tensors_in
+
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+    }
+)
+"""The operators whose results ``selective`` keeps. None of them is random: one that is left out of the recomputation
+would let those after it draw other numbers."""
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -33,13 +46,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [b for child in children for b in ([child] if child in repeated else blocks_of(child))]
 
 
-def recomputing(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return a constructor whose model recomputes its blocks in the backward pass."""
+def recomputing(build: Callable[[], nn.Module], *, selective: bool = False) -> Callable[[], nn.Module]:
+    """Return a constructor whose model recomputes its blocks in the backward pass.
+
+    ``selective``: except for the results of matrix products and convolutions, which are kept.
+    """
 
     def built() -> nn.Module:
         model = build()
         blocks = blocks_of(model)
-        classes = {kind: _recomputed(kind) for kind in map(type, blocks)}
+        classes = {kind: _recomputed(kind, selective=selective) for kind in map(type, blocks)}
         for block in blocks:
             # The class and not the instance, because a copy of a module has its class, and its own parameters.
             block.__class__ = classes[type(block)]
@@ -48,17 +64,35 @@ def recomputing(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return built
 
 
-def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of ``kind`` whose instances keep only the inputs of their forward pass."""
+def _recomputed(kind: type[nn.Module], *, selective: bool) -> type[nn.Module]:
+    """Return a subclass of ``kind`` whose instances keep the inputs of their forward pass, and what is selected."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(kind.forward, self, **kwargs)
         if not torch.is_grad_enabled() or any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
             return plain(*args)
-        contexts = contextlib.nullcontext(), _BufferCopies(self)
-        return checkpoint(plain, *args, use_reentrant=False, context_fn=lambda: contexts)
+
+        def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+            if not selective:
+                return contextlib.nullcontext(), _BufferCopies(self)
+            keeping, using = create_selective_checkpoint_contexts(_policy)
+            return keeping, _both(_BufferCopies(self), using)
+
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextlib.contextmanager
+def _both(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class _BufferCopies(contextlib.AbstractContextManager[None]):

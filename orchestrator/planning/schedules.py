@@ -25,6 +25,7 @@ class Schedule:
             the stages r, r + p, r + 2p, ...
         least_microbatches: the minimum number of micro-batches: one, or as many as stages.
         whole_rounds: whether micro-batches run in rounds of equal size, about ``p`` each.
+        splits_backward: whether it computes gradients of activations and of parameters at different times.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Schedule:
     v_shaped: bool = False
     least_microbatches: Literal["one", "stages"] = "one"
     whole_rounds: bool = False
+    splits_backward: bool = False
 
     def stage_ranks(self, num_stages: int, pipeline_parallel_size: int) -> tuple[int, ...]:
         """Return the ``pp_rank`` of each stage."""
@@ -78,9 +80,11 @@ SCHEDULES = {
         Schedule(name="1F1B", stages_per_rank=1, least_microbatches="stages"),
         Schedule(name="Interleaved1F1B", stages_per_rank=2, more_stages=True, whole_rounds=True),
         Schedule(name="LoopedBFS", stages_per_rank=2, more_stages=True),
-        Schedule(name="InterleavedZeroBubble", stages_per_rank=2, more_stages=True, whole_rounds=True),
-        Schedule(name="ZBVZeroBubble", stages_per_rank=2, v_shaped=True),
-        Schedule(name="DualPipeV", stages_per_rank=2, v_shaped=True, least_microbatches="stages"),
+        Schedule(
+            name="InterleavedZeroBubble", stages_per_rank=2, more_stages=True, whole_rounds=True, splits_backward=True
+        ),
+        Schedule(name="ZBVZeroBubble", stages_per_rank=2, v_shaped=True, splits_backward=True),
+        Schedule(name="DualPipeV", stages_per_rank=2, v_shaped=True, least_microbatches="stages", splits_backward=True),
     )
 }
 

@@ -29,7 +29,7 @@ def limit_of(config: RecoveryConfig, heartbeat: Heartbeat, *, earlier_hangs: Seq
     match heartbeat.phase:
         case "join":
             limit_s, key = math.inf, "cluster.rendezvous_timeout_s"  # which the rank itself obeys
-        case "start" | "build" | "end":
+        case "start" | "build" | "compile" | "end":
             limit_s, key = config.build_max_s, "recovery.build_max_s"
         case "train" | "eval" if usual_s is not None:
             least = max(

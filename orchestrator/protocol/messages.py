@@ -23,7 +23,9 @@ ANY_RANK = -1
 RecoverableSteps = Mapping[int, tuple[int, ...]]
 """For each rank whose state a worker holds, or for :data:`ANY_RANK`, the steps after which it holds that state."""
 
-Phase = Literal["start", "join", "connect", "build", "train", "eval", "sample", "checkpoint", "callback", "end"]
+Phase = Literal[
+    "start", "join", "connect", "build", "train", "eval", "sample", "checkpoint", "callback", "compile", "end"
+]
 """What a worker does. In ``sample`` and ``callback`` it runs code of the job that may take any time."""
 
 

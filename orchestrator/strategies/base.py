@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
+from orchestrator.config.text import to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
@@ -124,8 +125,15 @@ class Strategy(LayoutRules, abc.ABC):
             errors += training_step_errors(config, job, supported=cls.runs_training_step)
             if not cls.runs_training_step:
                 return ()
+        if config.train.compile is not False and (reason := cls.why_not_compiled(plan)) is not None:
+            errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
         note = recompute_note(job, config.train)
         return (*cls.check_job(config, job, plan, errors), *([] if note is None else [note]))
+
+    @classmethod
+    def why_not_compiled(cls, plan: Plan) -> str | None:
+        """Return why this strategy cannot train a compiled model and what to set instead; None if it can."""
+        return None
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:

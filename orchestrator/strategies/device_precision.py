@@ -20,8 +20,16 @@ def prepare_device(precision: str, device: torch.device) -> None:
     name, has_bf16 = torch.cuda.get_device_name(device), torch.cuda.is_bf16_supported(including_emulation=False)
     if error := precision_error(precision, device_name=name, has_bf16=has_bf16):
         raise PrecisionError(error)
-    if precision == "tf32":
-        torch.set_float32_matmul_precision("high")
+    set_tf32(precision == "tf32")
+
+
+def set_tf32(enabled: bool) -> None:
+    """Choose whether GPUs compute float32 matrix products and convolutions in TF32.
+
+    By default torch computes convolutions in TF32, but not matrix products.
+    """
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
+    torch.backends.cudnn.allow_tf32 = enabled
 
 
 def precision_error(precision: str, *, device_name: str, has_bf16: bool) -> str | None:

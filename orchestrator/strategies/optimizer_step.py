@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orchestrator.compat.torch import multiply
+from orchestrator.compat.torch import copies_of, copy_all, multiply
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch, to_device
 from orchestrator.model.precision import Precision
@@ -21,6 +21,7 @@ from orchestrator.state.joint import AnyScheduler
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.device_precision import prepare_device
+from orchestrator.strategies.fused_updates import fuse_updates, sparse_parameters
 from orchestrator.strategies.job_metrics import add_metrics, has_train_metrics, train_metrics
 from orchestrator.strategies.loss_scale import LossScale
 from orchestrator.strategies.memory import TensorSize, sizes_of
@@ -57,10 +58,16 @@ class OptimizerStep(Strategy):
 
     def use(self, optimizer: Optimizer) -> None:
         """Update the parameters with ``optimizer``, by the schedule of the job."""
+        self._fuse(optimizer)
         self.optimizer = optimizer
         self.scheduler = self.job.scheduler(optimizer, self.context.train.steps)
         if (decay := self.context.train.ema_decay) is not None:
             keep_average(optimizer, decay)
+
+    def _fuse(self, optimizer: Optimizer) -> None:
+        """Let the optimizer update all parameters with one kernel, on a GPU."""
+        if self.context.device.type == "cuda":
+            fuse_updates(optimizer, device_type="cuda", sparse=sparse_parameters(self._modules()))
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         context, train = self.context, self.context.train
@@ -69,7 +76,7 @@ class OptimizerStep(Strategy):
         scale = self.loss_scale
         may_skip = train.on_nonfinite == "skip" or scale is not None
         may_be_undone = may_skip or context.mesh.world_size > 1
-        self._buffers_before = [b.clone() for b in self._buffers()] if may_be_undone else []
+        self._buffers_before = copies_of(self._buffers(), into=self._buffers_before) if may_be_undone else []
         self._in_step = True
         self._metrics = {} if want_metrics and has_train_metrics(self.job) else None
         self.optimizer.zero_grad()
@@ -140,8 +147,7 @@ class OptimizerStep(Strategy):
 
     def forget_step(self) -> None:
         """Undo a step that made no update: restore the buffers that its forward pass changed."""
-        for buffer, before in zip(self._buffers(), self._buffers_before, strict=True):
-            buffer.copy_(before)
+        copy_all(self._buffers_before, to=self._buffers())
         self._in_step = False
 
     @abc.abstractmethod
@@ -178,8 +184,12 @@ class OptimizerStep(Strategy):
         if self._metrics is not None:
             add_metrics(self._metrics, train_metrics(self.job, output, target))
 
+    def _modules(self) -> Sequence[nn.Module]:
+        """Return what is trained on this rank."""
+        return [self.model]
+
     def _buffers(self) -> Sequence[Tensor]:
-        return list(self.model.buffers())
+        return list(nn.ModuleList(self._modules()).buffers())
 
     def _clip(self, norm: Tensor) -> None:
         assert self.context.train.clip_norm is not None

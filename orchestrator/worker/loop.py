@@ -26,6 +26,7 @@ from orchestrator.strategies.confirmation import confirmation
 from orchestrator.strategies.datasets import is_stream, known_length
 from orchestrator.strategies.weight_average import forget_average
 from orchestrator.worker.checkpoints import Checkpoints
+from orchestrator.worker.compile_meter import CompileMeter
 from orchestrator.worker.context import context_of, seed_step
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import epoch_of
@@ -86,6 +87,7 @@ class Loop:
         self._data: JobData | None = None
         self._warner = Warner(outbox)
         self._flop_meter = FlopMeter(device, at_step=None)
+        self._compile_meter = CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
         self._reports = JobReports(
@@ -155,7 +157,7 @@ class Loop:
         self.strategy.confirm()
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
-        with self._nonfinite_advice():
+        with self._nonfinite_advice(), self._compile_meter.watching():
             stopped = self._train(self._data, startup)
             if not stopped:
                 self._evaluate()
@@ -186,10 +188,11 @@ class Loop:
     def _train(self, data: JobData, startup: dict[str, float]) -> bool:
         """Train up to the last step. Return True if the driver stops the run before."""
         began = time.perf_counter()
-        total_steps, position = self.config.train.steps, self.position
+        total_steps, position, compile_meter = self.config.train.steps, self.position, self._compile_meter
         first_step = position.step + 1
         # Counting takes time, and the first step ends the start of a run or a recovery.
-        self._flop_meter = FlopMeter(self.device, at_step=first_step + 1 if self.strategy.counts_flops else None)
+        counts_flops = self.strategy.counts_flops and self.config.train.compile is False
+        self._flop_meter = FlopMeter(self.device, at_step=first_step + 1 if counts_flops else None)
         window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
@@ -207,7 +210,9 @@ class Loop:
                 if result.skipped and self.rank == 0:
                     self.outbox.put_event(Warned(message=f"step {step} skipped: gradient not finite"))
                 if step == first_step:
-                    startup["first_step_s"] = time.perf_counter() - began
+                    startup["first_step_s"] = time.perf_counter() - began - compile_meter.seconds
+                    if compile_meter.seconds:
+                        startup["compile_s"] = compile_meter.seconds
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                 if self._is_logged(step):
                     self._log(window, result, known_length(data.datasets.train))
@@ -224,13 +229,15 @@ class Loop:
         batch = next(batches)
         window.data_wait_s += time.perf_counter() - waiting_since
         self._inject_fault("train", step)
+        compiled_s = self._compile_meter.seconds
         with self._flop_meter.counting(step):
             result = self.strategy.train_step(
                 batch,
                 want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
                 want_metrics=self._is_logged(step),
             )
-        window.add(step, result.loss_sum, result.weight, skipped=result.skipped)
+        compiled = self._compile_meter.seconds > compiled_s
+        window.add(step, result.loss_sum, result.weight, skipped=result.skipped, compiled=compiled)
         self.position.step = step
         self.position.samples_consumed += self.config.train.global_batch_size
         self._enter("train")
@@ -321,7 +328,11 @@ class Loop:
             sums=result.metrics,
             comm_ms=self.strategy.comm_ms(),
             spans=self.strategy.spans(),
-            metrics={**lr_of_groups(self.strategy.group_lrs), **self.strategy.metrics()},
+            metrics={
+                **lr_of_groups(self.strategy.group_lrs),
+                **self._compile_meter.metrics(),
+                **self.strategy.metrics(),
+            },
             flops=self._flop_meter.step,
         )
         self.strategy.confirm()

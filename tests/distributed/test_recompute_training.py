@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -63,13 +64,16 @@ STARTS = {"1F1B-2": (1,), "ZBVZeroBubble-2": (0, 1, 2), "GPipe-2x2": (1,)}
 
 
 @pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("name", ["single", "ddp-2", *STARTS])
-def test_losses_and_models_are_equal(gang: Gang, name: str, listed: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "blocks") for name in ("single", "ddp-2", *STARTS)), ("ddp-2", "selective"), ("1F1B-2", "selective")],
+)
+def test_losses_and_models_are_equal(gang: Gang, name: str, mode: Any, listed: bool) -> None:
     layout = LAYOUTS[name]
     prefix = "blocks." if listed else "block"
     cut = {"split": tuple(f"{prefix}{i}" for i in STARTS[name])} if name in STARTS else {}
     case = layout.of(Case(job=BlockDigits(hidden=24, listed=listed), train=having(steps=6, grad_accumulation=2)), **cut)
-    recomputed = replace(case, train=having(case.train, activation_checkpointing="blocks"))
+    recomputed = replace(case, train=having(case.train, activation_checkpointing=mode))
     kept = gang.run(train, case, world_size=layout.world_size)
     again = gang.run(train, recomputed, world_size=layout.world_size)
     assert torch.equal(losses(again), losses(kept))

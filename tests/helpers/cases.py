@@ -23,6 +23,7 @@ TRAIN = schema.TrainConfig(
     clip_norm=None,
     precision="fp32",
     activation_checkpointing="none",
+    compile=False,
     on_nonfinite="stop",
     ema_decay=None,
     deterministic=False,

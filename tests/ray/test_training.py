@@ -52,6 +52,21 @@ def test_digits_at_defaults(run: Callable[..., Any]) -> None:
 
 
 @pytest.mark.campaign
+def test_a_compiled_pipeline_has_equal_losses_and_continues_without_the_compiler(run: Callable[..., Any]) -> None:
+    words = ("strategy=pipeline", "job.depth=3", "train.log_every=1", "train.eval_every=0")
+    compiled = run(*words, "train.steps=8", "train.compile=true")
+    assert compiled.exit_code == 0, compiled.reason
+    plain = run(*words, "train.steps=8")
+    curve = losses(plain.run_dir)
+    assert losses(compiled.run_dir) == {step: pytest.approx(loss, rel=1e-4) for step, loss in curve.items()}
+    (seconds,) = {value for step, value in series(compiled.run_dir, "perf/compile_s").items() if step > 1}
+    assert seconds > 0
+    assert set(series(compiled.run_dir, "perf/recompiles").values()) == {0}
+    resumed = run(*words, "train.steps=10", f"resume={compiled.run_dir}")
+    assert resumed.exit_code == 0, resumed.reason
+
+
+@pytest.mark.campaign
 def test_equal_loss_at_uneven_shares(run: Callable[..., Any]) -> None:
     common = ("train.steps=20", "train.log_every=1", "train.global_batch_size=65", "job.hidden=64")
     alone = losses(run("strategy=single", *common).run_dir)

@@ -18,7 +18,7 @@ from orchestrator.model.precision import Precision, summable
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
-from orchestrator.strategies.device_precision import precision_error
+from orchestrator.strategies.device_precision import precision_error, set_tf32
 from orchestrator.strategies.loss_scale import GROWTH_STEPS, INITIAL, LossScale
 
 ASYNC = replace(PARAMETER_SERVER, consistency="async")
@@ -47,6 +47,18 @@ def test_a_checkpoint_keeps_the_scale() -> None:
     scale = LossScale(8.0, 5)
     assert LossScale.of_state(scale.state()) == scale
     assert LossScale.of_state(None) == LossScale()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_matrix_products_and_convolutions_are_computed_in_the_same_type(enabled: bool) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        set_tf32(enabled)
+        assert (torch.get_float32_matmul_precision() == "high") == enabled
+        assert torch.backends.cudnn.allow_tf32 == enabled
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def test_bfloat16_converts_what_is_floating_and_nothing_else() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.cases import having
 from helpers.quick_jobs import digits
@@ -67,6 +68,22 @@ def test_gradients_and_statistics_are_equal_and_less_is_kept() -> None:
     assert all(torch.equal(a, b) for a, b in zip(own_buffers, buffers, strict=True))
     assert recomputed[1].norm.num_batches_tracked == 2
     assert own_size_bytes < size_bytes / 3
+
+
+def test_selective_repeats_no_matrix_product_and_keeps_less_than_everything() -> None:
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+    def measured(model: nn.Module) -> tuple[int, list[Tensor | None]]:
+        torch.manual_seed(2)
+        with FlopCounterMode(display=False) as counter:
+            model(inputs).square().mean().backward()
+        return counter.get_total_flops(), [p.grad for p in model.parameters()]
+
+    flops, gradients = measured(build())
+    selected, own_gradients = measured(recomputing(build, selective=True)())
+    recomputed, _ = measured(recomputing(build)())
+    assert selected == flops < recomputed
+    assert all(torch.equal(a, b) for a, b in zip(own_gradients, gradients, strict=True)), "dropout should be repeated"
 
 
 def test_a_model_looks_as_before() -> None:

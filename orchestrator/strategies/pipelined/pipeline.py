@@ -32,13 +32,14 @@ from orchestrator.model.stages import Shared, Stage, state_of
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
+from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.optimizer_step import OptimizerStep
@@ -85,7 +86,22 @@ class Pipeline(OptimizerStep):
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        assert plan.pipeline is not None
+        schedule = SCHEDULES[plan.pipeline.schedule]
+        if config.train.activation_checkpointing == "selective" and schedule.splits_backward:
+            errors.append(
+                f"train.activation_checkpointing=selective: {schedule.name} computes backward passes in halves, and "
+                "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
+            )
         return check_stages(config, job, plan, errors, size_key=cls.size_key)
+
+    @classmethod
+    def why_not_compiled(cls, plan: Plan) -> str | None:
+        assert plan.pipeline is not None
+        name = plan.pipeline.schedule
+        if not SCHEDULES[name].splits_backward:
+            return None
+        return f"{name} computes backward passes in halves, and compiled code cannot; use strategy.schedule=1F1B"
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -166,6 +182,8 @@ class Pipeline(OptimizerStep):
     def _build(self, builder: StageBuilder, cut: Cut) -> None:
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks)
         self.stages, self._shared = built.stages, built.shared
+        for stage in self.stages:
+            compile_in_place(stage.module, self.context.train)
         self.parameters = [p for p in self.state_module().parameters() if p.requires_grad]
         self.use(_optimizer_of(self.job, self.parameters))
         self._cut = cut
@@ -340,9 +358,8 @@ class Pipeline(OptimizerStep):
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
 
-    def _buffers(self) -> list[Tensor]:
-        """Return the current buffers of this rank's stages, including those that are not saved."""
-        return list(nn.ModuleList(stage.module for stage in self.stages).buffers())
+    def _modules(self) -> Sequence[nn.Module]:
+        return [stage.module for stage in self.stages]
 
     def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
         """Return the weights of the micro-batches and of the global batch, on the rank that has the loss."""

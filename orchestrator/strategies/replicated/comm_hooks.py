@@ -26,11 +26,6 @@ POWERSGD_WARM_UP_STEPS = 10
 """Steps at the start of a run that average full gradients, because these change too fast for the factors to follow."""
 
 
-def has_sparse_gradients(model: nn.Module) -> bool:
-    """Return whether ``DistributedDataParallel`` expects sparse gradients of the model."""
-    return any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse for module in model.modules())
-
-
 def average(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks, as ``DistributedDataParallel`` does without a hook, but also with NCCL."""
     if bucket.buffer().is_sparse:

@@ -32,11 +32,15 @@ from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.fused_updates import sparse_parameters
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in, has_sparse_gradients
+from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
 from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
 from orchestrator.strategies.replicated.whole_model import WholeModel, forward_module
+
+SMALLEST_COMPILED_BUCKET_MB = 1.0
+"""The size of the first bucket of ``DistributedDataParallel``, in MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,11 @@ class DDP(WholeModel):
             errors.append(
                 "strategy.comm_hook=powersgd: it carries errors of gradients to the next step, which has another scale "
                 "of the loss with train.precision=fp16; set that to bf16 or fp32"
+            )
+        if config.train.compile is not False and options.bucket_mb < SMALLEST_COMPILED_BUCKET_MB:
+            errors.append(
+                f"strategy.bucket_mb={options.bucket_mb:g}: torch.compile cuts the backward pass at the buckets, which "
+                f"have to be larger than the first one; set it to {SMALLEST_COMPILED_BUCKET_MB:g} or more"
             )
         return check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
 
@@ -120,7 +129,7 @@ class DDP(WholeModel):
             replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
         elif self._powersgd is not None:
             replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
-        elif has_sparse_gradients(self.model):
+        elif sparse_parameters([self.model]):
             replica.register_comm_hook(None, lambda _, bucket: average(bucket))
 
     def sync_initial_state(self) -> None:

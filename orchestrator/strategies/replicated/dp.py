@@ -21,6 +21,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, num_rows, split_batch, tensors_in
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums, StepResult
 from orchestrator.strategies.job_metrics import add_metrics, train_metrics
@@ -63,6 +64,10 @@ class DP(WholeModel):
             devices_per_worker=num_workers,
             notes=("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster",),
         )
+
+    @classmethod
+    def why_not_compiled(cls, plan: Plan) -> str | None:
+        return "it copies the model in every step, and compiled code belongs to the original; use strategy=ddp"
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)

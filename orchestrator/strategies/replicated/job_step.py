@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.compat.torch import version_of
+from orchestrator.compat.torch import copies_of, version_of
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
 from orchestrator.planning.mesh import even_shares
@@ -63,6 +63,7 @@ class JobStep(WholeModel):
         trained = {p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]}
         self._frozen = [p for p in self.model.parameters() if p not in trained]
         for name, optimizer in self.optimizers.items():
+            self._fuse(optimizer)
             optimizer.register_step_pre_hook(functools.partial(self._before_update, name))
             optimizer.register_step_post_hook(_forget_casts)
             if train.ema_decay is not None:
@@ -85,7 +86,7 @@ class JobStep(WholeModel):
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         (batch,) = microbatches
         batch = to_device(batch, self.context.device)
-        self._buffers_before = [b.clone() for b in self._buffers()] if self._has_peers else []
+        self._buffers_before = copies_of(self._buffers(), into=self._buffers_before) if self._has_peers else []
         self._frozen_versions_before = self._frozen_versions()
         self._wants_norm, self._norms, self._waited_s = want_grad_norm, {}, 0.0
         self._in_step = True

@@ -21,9 +21,10 @@ from orchestrator.model.precision import summable
 from orchestrator.planning.mesh import even_shares
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.job_metrics import checked_metrics
 from orchestrator.strategies.optimizer_step import OptimizerStep
+from orchestrator.strategies.training_step import models_of
 
 
 class WholeModel(OptimizerStep):
@@ -32,6 +33,10 @@ class WholeModel(OptimizerStep):
     def setup(self, train_set: Dataset[Any]) -> None:
         torch.manual_seed(self.context.seed)
         self.model = constructor_of(self.job, self.context.train, self.precision)().to(self.context.device)
+        for model in models_of(self.model).values():
+            # Inside of DistributedDataParallel, so that an evaluation runs compiled code too. The compiler knows of the
+            # buckets and cuts the backward pass at them.
+            compile_in_place(model, self.context.train)
         self.forward_model: nn.Module = forward_module(self.job, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._set_up_optimizer()

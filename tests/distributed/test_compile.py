@@ -1,0 +1,105 @@
+"""``train.compile``: the same losses, the same names in checkpoints, and a cost that is counted apart."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.cases import DDP, Case, config_of, having, plan_of
+from helpers.gang import Gang
+from helpers.layouts import SGD, Layout, layout, pipeline
+from helpers.loops import Ran, run_loop
+from helpers.quick_jobs import digits
+from helpers.step_toys import Distillation
+from helpers.training import Steps, losses, train
+from helpers.zoo_cells import STRATEGIES
+from orchestrator.compat.torch import watching_compilation
+from orchestrator.job import Job
+from orchestrator.protocol.events import FirstStepDone
+from orchestrator.protocol.messages import TrainPoint
+from orchestrator.strategies import registry
+
+SECONDS = 300.0
+"""For a C++ compiler, which is called a few times, on a busy machine."""
+
+COMPILED = having(steps=6, global_batch_size=32, compile=True)
+
+
+def compiled(rank: int, case: Case, cache_dir: str) -> tuple[Steps, int]:
+    """What the rank saw, and how often something was compiled there."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir
+    compilations: list[bool] = []
+    with watching_compilation(compilations.append, lambda: None):
+        return train(rank, case), len(compilations)
+
+
+IN_TWO_BUCKETS = digits(hidden=600, depth=3)
+PARAMETER_SERVER = layout(*STRATEGIES["parameter_server sync"])
+BUCKETS_OF_1_MB = Layout(options=replace(DDP, bucket_mb=1.0), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("job", "where"),
+    [
+        pytest.param(IN_TWO_BUCKETS, BUCKETS_OF_1_MB, id="ddp"),
+        pytest.param(digits(), PARAMETER_SERVER, id="parameter-server", marks=pytest.mark.campaign),
+        pytest.param(Distillation(), BUCKETS_OF_1_MB, id="training-step", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_compiled_model_has_the_losses_and_the_names_of_the_plain_one(
+    gang: Gang, tmp_path_factory: pytest.TempPathFactory, job: Job, where: Layout
+) -> None:
+    case = where.of(Case(job=job, train=COMPILED))
+    cache_dir = str(tmp_path_factory.getbasetemp() / "inductor")
+    counted = gang.run(compiled, case, cache_dir, world_size=where.world_size, timeout_s=SECONDS)
+    ranks = [seen for seen, _ in counted]
+    assert all(count > 0 for seen, count in counted if seen.model), "a shard has no model"
+    plain = gang.run(train, replace(case, train=having(COMPILED, compile=False)), world_size=where.world_size)
+    torch.testing.assert_close(losses(ranks), losses(plain), rtol=10 * SGD, atol=0)
+    assert [rank.model.keys() for rank in ranks] == [rank.model.keys() for rank in plain]
+
+
+def compiled_loop(rank: int, case: Case, run_dir: str, cache_dir: str) -> Ran:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir
+    torch.compiler.reset()
+    return run_loop(rank, case, 1, run_dir, None, 0)
+
+
+def test_the_time_of_the_compiler_is_no_time_of_a_step(
+    gang: Gang, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    case = Case(job=digits(), train=having(COMPILED, steps=4, eval_every=2))
+    cache_dir = str(tmp_path_factory.getbasetemp() / "inductor")
+    (ran,) = gang.run(compiled_loop, case, str(tmp_path), cache_dir, world_size=1, timeout_s=SECONDS)
+    points = [point for point in ran.points if isinstance(point, TrainPoint)]
+    assert [len(point.step_ms) for point in points] == [0, 1, 1, 1], "the first step compiles the model"
+    seconds = [point.metrics["perf/compile_s"].value for point in points]
+    again = [point.metrics["perf/recompiles"].value for point in points]
+    assert 0 < seconds[0] == seconds[1] < seconds[2] == seconds[3], "an evaluation compiles it again"
+    assert again == [0, 0, 1, 1]
+    (first_step,) = [event for event in ran.events if isinstance(event, FirstStepDone)]
+    assert first_step.startup["compile_s"] == pytest.approx(seconds[0])
+    assert first_step.startup["first_step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        ("dp", "train.compile=true: strategy=dp: it copies the model in every step"),
+        ("pipeline", "train.compile=true: strategy=pipeline: ZBVZeroBubble computes backward passes in halves"),
+        ("ddp", "strategy.bucket_mb=0.001: torch.compile cuts the backward pass at the buckets"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(strategy: str, reason: str) -> None:
+    errors: list[str] = []
+    case = Case(job=digits(depth=4), train=COMPILED)
+    options, world_size = {"dp": STRATEGIES["dp"], "ddp": (DDP, 2), "pipeline": (pipeline("ZBVZeroBubble", 4), 2)}[
+        strategy
+    ]
+    config = config_of(replace(case, options=options, alone=options), world_size)
+    registry.load(strategy).check(config, case.job, plan_of(config), errors)
+    assert [error for error in errors if error.startswith(reason)]
