@@ -125,7 +125,7 @@ class MlflowBackend:
         _log_params_and_tags(client, run, params={}, tags=run_tags(record))
         client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
         if sweep := record.get("sweep"):
-            mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep, ending)
+            mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep)
         for name in _ARTIFACT_FILES:
             if (path := run_dir.path / name).is_file():
                 client.log_artifact(run_id, str(path))
