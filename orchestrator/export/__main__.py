@@ -36,7 +36,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.state import checkpoint, tensor_file
 from orchestrator.strategies.datasets import is_stream
 
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1_000_000_000
 """Weights that are larger stay in the checkpoint."""
 
 _EXAMPLE_SIZE = 4

@@ -126,6 +126,8 @@ class MlflowBackend:
         client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
         if sweep := record.get("sweep"):
             mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep)
+        if plan := record.get("plan"):
+            client.log_dict(run_id, plan, "plan.json")
         for name in _ARTIFACT_FILES:
             if (path := run_dir.path / name).is_file():
                 client.log_artifact(run_id, str(path))

@@ -15,7 +15,9 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert launch.main(["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32"]) == 0
+    assert (
+        launch.main(["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32", "tracking.log_model=false"]) == 0
+    )
     records = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
     assert [r["strategy"] for r in records] == ["single", "ddp"]
 
