@@ -100,7 +100,11 @@ class Setting:
         if self.tracking_uri is None:
             tracking = ("tracking=none",)
         else:
-            tracking = (f"tracking.uri={self.tracking_uri}", f"tracking.experiment={self.experiment}")
+            tracking = (
+                f"tracking.uri={self.tracking_uri}",
+                f"tracking.experiment={self.experiment}",
+                "tracking.log_model=false",
+            )
         return (*self.layout.overrides, *OVERRIDES, *tracking, f"output_dir={self.output_dir}")
 
 

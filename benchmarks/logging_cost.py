@@ -14,7 +14,7 @@ from rounds import Claim, argument_parser, interleave, rates_table, ratios, repo
 ROUNDS = 5
 NEVER = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=100_000)
 EVERY = replace(NEVER, log_every=1)
-SQLITE = ("tracking.uri=sqlite:///mlflow.db",)
+SQLITE = ("tracking.uri=sqlite:///mlflow.db", "tracking.log_model=false")
 
 
 def main() -> None:

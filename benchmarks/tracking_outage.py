@@ -58,7 +58,12 @@ def main() -> None:
 
 def tracked(address: str, uri: str) -> Arm:
     """Return the arm that logs to the server at ``uri`` once a second, so that the training feels its state."""
-    tracking = (f"tracking.uri={uri}", "tracking.upload_every_s=1", "tracking.flush_timeout_s=2")
+    tracking = (
+        f"tracking.uri={uri}",
+        "tracking.upload_every_s=1",
+        "tracking.flush_timeout_s=2",
+        "tracking.log_model=false",
+    )
     return ours(WORKLOAD, address=address, tracking=tracking)
 
 

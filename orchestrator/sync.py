@@ -11,10 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.config.redact import redact_text
 from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError
 from orchestrator.tracking.mlflow import MlflowBackend
+from orchestrator.tracking.model import lacks_model, upload_model
 from orchestrator.tracking.transfer import (
     Transfer,
     count_points,
@@ -56,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if error := validate_uri(uri):
         return _refuse(error)
 
+    backend = MlflowBackend(
+        absolute_uri(uri, Path.cwd()), request_timeout_s=tracking.get("request_timeout_s", _DEFAULT_REQUEST_TIMEOUT_S)
+    )
     with exclusive(run_dir) as acquired:
         if not acquired:
             return _refuse("this run is still being uploaded by its own process; try again later")
@@ -63,15 +68,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if driver_alive and run_dir.remote is not None:
             return _refuse(f"{run_dir.location} is still running; its driver uploads it, so try again at its end")
         mark_killed(run_dir, reason="the driver process died without reporting an end")
-        timeout_s = tracking.get("request_timeout_s", _DEFAULT_REQUEST_TIMEOUT_S)
-        backend = MlflowBackend(absolute_uri(uri, Path.cwd()), request_timeout_s=timeout_s)
         exit_code = _upload(Transfer(run_dir, backend), run_dir, given_uri=args.uri, driver_alive=driver_alive)
         try:
             push_records(run_dir)
         except StorageError as e:
             print(f"the progress of this upload is not stored: {e}", file=sys.stderr)
             return 1
-        return exit_code
+    if exit_code == 0 and tracking.get("log_model"):
+        return _upload_model(run_dir, backend)
+    return exit_code
+
+
+def _upload_model(run_dir: RunDir, backend: MlflowBackend) -> int:
+    """Upload the model of a run that has finished, if the server lacks it; returns the exit code."""
+    ending = final_ending(run_dir)
+    if ending is None or not lacks_model(run_dir, ending):
+        return 0
+    try:
+        upload_model(run_dir, backend, ending)
+    except Exception as e:  # of any type: the job's code, MLflow, database drivers, HTTP
+        print(f"the model is not uploaded: {type(e).__name__}: {redact_text(str(e))}", file=sys.stderr)
+        return 1
+    print("uploaded the model")
+    return 0
 
 
 def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, driver_alive: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -163,6 +164,20 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
+
+
+def recorded_job(path: Path) -> JobSpec:
+    """Return the job of the recorded configuration ``path``.
+
+    Raises:
+        ValueError: it names no class.
+    """
+    errors: list[str] = []
+    recorded = OmegaConf.to_container(OmegaConf.load(path))
+    spec = _job_spec(recorded.get("job") if isinstance(recorded, dict) else None, errors)
+    if spec is None:
+        raise ValueError(errors[0])
+    return spec
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:

@@ -59,5 +59,8 @@ class TrackingBackend(Protocol):
     def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
         """Store the summary, the final status, the description and the artifacts of a run that has ended."""
 
+    def log_model(self, run_id: str, folder: Path) -> None:
+        """Store the final model of a run and what identifies its data, as ``orchestrator.export`` wrote them."""
+
     def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
         """Store the report of the sweep that a run belongs to; ``sweep`` has its id and name."""

@@ -32,6 +32,7 @@ from orchestrator.records.journal import Ending, read_ending
 from orchestrator.records.process import is_alive
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.mlflow import MlflowBackend
+from orchestrator.tracking.model import EXPORT_TIMEOUT_S, lacks_model, upload_model
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed
 from orchestrator.tracking.uri import sqlite_path
 
@@ -39,6 +40,7 @@ POLL_S = 1.0
 MAX_PAUSE_S = 30.0
 _MAX_PAUSE_AT_END_S = 2.0
 _OPTIONS_TIMEOUT_S = 10.0
+_MODEL_UPLOAD_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class FollowerOptions:
     disk or in a process list.
 
     ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
-    :func:`~orchestrator.records.process.this_process` there.
+    :func:`~orchestrator.records.process.this_process` there. ``log_model`` uploads the model of a run that finishes,
+    whose class is found in ``import_paths``.
     """
 
     uri: str
@@ -57,6 +60,8 @@ class FollowerOptions:
     events_offset: int
     driver: Mapping[str, Any]
     secrets: Sequence[str] = ()
+    log_model: bool = False
+    import_paths: Sequence[str] = ()
 
 
 def main() -> int:
@@ -67,10 +72,15 @@ def main() -> int:
         return 1
     if os.fork():
         os._exit(0)  # the driver's child ends here; the follower is the orphaned grandchild
-    _detach()
+    driver_pipe = _detach()
     uploads = list(zip(run_dirs, all_options, strict=True))
     if len(uploads) == 1:
-        return _upload(*uploads[0])
+        run_dir, options = uploads[0]
+        exit_code = _upload(run_dir, options)
+        os.close(driver_pipe)  # the driver need not wait for the model
+        if options.log_model:
+            _upload_model(run_dir, options)
+        return exit_code
     for upload in uploads:
         if (child := os.fork()) == 0:
             return _upload(*upload)
@@ -85,14 +95,16 @@ def _read_options(count: int) -> list[FollowerOptions]:
     return [FollowerOptions(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def _detach() -> None:
+def _detach() -> int:
+    """Leave the driver's session and priority; returns a descriptor whose closing tells the driver to go on."""
     os.nice(19)
     _yield_cpu(True)
     os.write(sys.stdout.fileno(), f"{os.getpid()}\n".encode())  # at once, also with PYTHONUNBUFFERED
     # The duplicate keeps the pipe open as long as this process lives; output of libraries must not fill the pipe.
-    os.dup(sys.stdout.fileno())
+    driver_pipe = os.dup(sys.stdout.fileno())
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
+    return driver_pipe
 
 
 def _yield_cpu(idle: bool) -> None:
@@ -152,6 +164,29 @@ def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
     if not driver.alive():
         with contextlib.suppress(OSError):
             run_dir.update_record(mlflow_run_id=transfer.cursor.run_id)
+
+
+def _upload_model(run_dir: RunDir, options: FollowerOptions) -> None:
+    """Upload the model of a run that has finished, at the lowest priority: the next run of a sweep may train already.
+
+    If this fails, ``orchestrator sync`` uploads the model.
+    """
+    ending = final_ending(run_dir)
+    if ending is None or not lacks_model(run_dir, ending):
+        return
+    _yield_cpu(True)
+    deadline = _exit_after(EXPORT_TIMEOUT_S + _MODEL_UPLOAD_TIMEOUT_S)
+    backend = MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s)
+    with contextlib.suppress(Exception):  # of any type: the job's code, MLflow, database drivers, HTTP
+        upload_model(
+            run_dir,
+            backend,
+            ending,
+            secrets=options.secrets,
+            import_paths=options.import_paths,
+            lock_timeout_s=options.flush_timeout_s,
+        )
+    deadline.cancel()
 
 
 def _has_points(run_dir: RunDir) -> bool:

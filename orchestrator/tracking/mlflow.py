@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.journal import Ending, Sample, clean_name
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking import mlflow_sweep, views
+from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
 from orchestrator.tracking.database import create_database
 from orchestrator.tracking.sweep_report import TEXT
@@ -44,6 +44,7 @@ def connect(uri: str, *, request_timeout_s: float) -> MlflowClient:
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, math.ceil(request_timeout_s)))
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+    os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # opt-in only
     from mlflow.tracking import MlflowClient
 
@@ -124,7 +125,9 @@ class MlflowBackend:
         _log_params_and_tags(client, run, params={}, tags=run_tags(record))
         client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
         if sweep := record.get("sweep"):
-            mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep, ending)
+            mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep)
+        if plan := record.get("plan"):
+            client.log_dict(run_id, plan, "plan.json")
         for name in _ARTIFACT_FILES:
             if (path := run_dir.path / name).is_file():
                 client.log_artifact(run_id, str(path))
@@ -132,6 +135,9 @@ class MlflowBackend:
             folder = run_dir.path / name
             if folder.is_dir() and any(p.is_file() for p in folder.rglob("*")):
                 client.log_artifacts(run_id, str(folder), artifact_path=name)
+
+    def log_model(self, run_id: str, folder: Path) -> None:
+        mlflow_model.log_model(self._connected(), run_id, folder)
 
     def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
         client = self._connected()

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.records.journal import Ending
 from orchestrator.tracking.sweep_report import TEXT
 from orchestrator.tracking.tags import COLOR, DESCRIPTION, SWEEP_ID
 from orchestrator.tracking.views import experiment_tags, obsolete_tags, sweep_view
@@ -46,15 +45,16 @@ def open_sweep(
         client.update_run(own.info.run_id, status="RUNNING")
 
 
-def end_sweep(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], ending: Ending) -> None:
-    """Give the sweep the worst status of its runs, unless one of them is still running."""
+def end_sweep(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]) -> None:
+    """Give the sweep the worst status and the last end of its runs, unless one of them is still running."""
     own = _own_run(client, experiment_id, sweep)
     assert own is not None, "open_sweep creates it"
     found = client.search_runs([experiment_id], f"tags.{SWEEP_ID} = '{sweep['id']}'")
-    statuses = {run.info.status for run in found if run.info.run_id != own.info.run_id}
+    runs = [run.info for run in found if run.info.run_id != own.info.run_id]
+    statuses = {run.status for run in runs}
     if "RUNNING" not in statuses:
         worst = next((s for s in ("FAILED", "KILLED") if s in statuses), "FINISHED")
-        client.set_terminated(own.info.run_id, worst, round(ending.time * 1000))
+        client.set_terminated(own.info.run_id, worst, max(run.end_time for run in runs))
 
 
 def close_sweep(

@@ -31,11 +31,11 @@ _BYTES_TO_TELL_TEXT = 8192
 class Cursor:
     """What the server at ``uri`` (redacted) has of a run.
 
-    ``points`` counts the uploaded values, from the first ``offset`` bytes of ``metrics.jsonl``. ``samples_offset`` is
-    the byte of ``events.jsonl`` after the last uploaded sample. ``closed_at`` is the time of the ending that has been
-    uploaded with its artifacts, None if none has. ``sweep_at`` is the age of the uploaded report of the sweep, None if
-    none has been. ``page`` is the address of the page with the charts, None if there is none. ``error`` says
-    why the last attempt failed.
+    ``page`` is the address of the page with the charts, None if there is none. ``points`` counts the uploaded values,
+    from the first ``offset`` bytes of ``metrics.jsonl``. ``samples_offset`` is the byte of ``events.jsonl`` after the
+    last uploaded sample. ``closed_at`` is the time of the ending that has been uploaded with its artifacts, and
+    ``model_at`` of the one with its model; None if none has. ``sweep_at`` is the age of the uploaded report of the
+    sweep, None if none has been. ``error`` says why the last attempt failed.
     """
 
     uri: str = ""
@@ -45,6 +45,7 @@ class Cursor:
     points: int = 0
     samples_offset: int = 0
     closed_at: float | None = None
+    model_at: float | None = None
     sweep_at: float | None = None
     error: str | None = None
 
@@ -108,6 +109,22 @@ class Transfer:
             self._opened = False  # the run may have been deleted on the server
             self._advance(error=self._describe(e))
             raise
+
+    def push_model(self, folder: Path, ending: Ending) -> None:
+        """Upload the final model of a run that :meth:`push` has closed with ``ending``.
+
+        Secrets in the texts of ``folder`` are masked there: MLflow refuses links, and a copy of the weights is large.
+
+        Raises:
+            Exception: whatever the backend raised.
+        """
+        assert self.cursor.run_id is not None
+        for path in filter(_is_text, list(folder.iterdir())):
+            masked = path.with_name(f".{path.name}")
+            self._redactor.copy_file(path, masked)
+            masked.replace(path)
+        self._backend.log_model(self.cursor.run_id, folder)
+        self._advance(model_at=ending.time)
 
     def _upload_samples(self, run_id: str) -> None:
         with tempfile.TemporaryDirectory(prefix="upload-") as folder:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,8 @@ def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[st
     ``secrets``: texts to mask in what is uploaded.
     """
     if tracking.uri is not None:
+        # The run's own follower uploads the model.
+        tracking = replace(tracking, log_model=False)
         _upload_in_background({run_dir: _options(tracking, secrets, events_offset=0)})
 
 
@@ -222,6 +224,8 @@ def _options(tracking: TrackingConfig, secrets: Sequence[str], *, events_offset:
         events_offset=events_offset,
         driver=this_process(),
         secrets=tuple(secrets),
+        log_model=tracking.log_model,
+        import_paths=tuple(str(Path(path).resolve()) for path in sys.path),
     )
 
 

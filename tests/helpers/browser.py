@@ -58,9 +58,9 @@ class Page:
         """Return the text of the page, as a reader sees it."""
         return str(self.evaluate("document.body.innerText"))
 
-    def screenshot(self, path: Path) -> None:
-        image = self._call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(image["data"]))
+    def screenshot(self) -> bytes:
+        """Return the visible part of the page as a PNG."""
+        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1

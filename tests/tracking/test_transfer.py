@@ -40,6 +40,9 @@ class MemoryBackend:
     def close_run(self, run_id, record, ending, run_dir):
         self._call("close", ending.status)
 
+    def log_model(self, run_id, folder):
+        self._call("model", folder)
+
     def log_sweep(self, run_id, sweep, files):
         self._call("sweep", [file.name for file in files])
 

@@ -33,6 +33,7 @@ RULES = {
     "tuning":       ("planning timeline model",                                                ""),
     "strategies":   ("job config planning timeline protocol compat state model tuning",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
+    "export":       ("job compat config records state model strategies",                       "torch mlflow"),
     "tracking":     ("config protocol records",                                                "(mlflow)"),
     "display":      ("planning protocol records",                                              ""),
     "worker":       ("job storage config planning timeline protocol records compat state "
@@ -47,7 +48,8 @@ RULES = {
 KNOWS = {
     ("config", "hydra"): {"config.overrides", "config.compose"},
     ("config", "omegaconf"): {"config.compose"},
-    ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep"},
+    ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
+    ("export", "mlflow"): {"export.loader"},
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {"compat.ray"},
     ("compat", "hydra"): {"compat.hydra"},

@@ -1,0 +1,132 @@
+"""Export the final model of a run: ``python -m orchestrator.export <run directory> <new folder>``.
+
+The folder receives ``facts.json`` (:class:`Facts`). If there is a checkpoint, it also receives:
+
+- ``model.safetensors``: the weights.
+- ``model.pt2``, ``example.npz``, ``loader.py``: the graph, an example input and the code that loads them; or
+- ``README.md``, if the model cannot run without its code.
+
+A process of its own, because the export imports torch's compiler, takes seconds, and runs code of the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from orchestrator.config.compose import recorded_job
+from orchestrator.config.job_loader import load_job
+from orchestrator.config.schema import JobSpec
+from orchestrator.export.dataset import dataset_facts
+from orchestrator.export.program import NotExportedError, export_program, prediction_inputs
+from orchestrator.job import Job
+from orchestrator.model.batch import split_batch
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state import checkpoint, tensor_file
+from orchestrator.strategies.datasets import is_stream
+
+MAX_BYTES = 1_000_000_000
+"""Weights that are larger stay in the checkpoint."""
+
+_EXAMPLE_SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known about the final model and the data of a run.
+
+    ``dataset`` is the result of :func:`~orchestrator.export.dataset.dataset_facts`, None if the job cannot be built.
+    ``step`` is that of the weights, None if there are none. ``problem`` says why there is no graph or there are no
+    weights, None if there are both.
+    """
+
+    dataset: Mapping[str, Any] | None = None
+    step: int | None = None
+    problem: str | None = None
+
+
+def main(run_dir: RunDir, folder: Path) -> None:
+    """Write the folder."""
+    folder.mkdir()
+    facts = _export_run(run_dir, folder)
+    (folder / "facts.json").write_text(json.dumps(asdict(facts)))
+
+
+def _export_run(run_dir: RunDir, folder: Path) -> Facts:
+    spec = recorded_job(run_dir.config_file)
+    errors: list[str] = []
+    job = load_job(spec, errors)
+    dataset = None if job is None else job.dataset("train")
+    facts = Facts(dataset=None if job is None else dataset_facts(spec, dataset))
+    newest = next(reversed(checkpoint.list_checkpoints(run_dir.checkpoints)), None)
+    if newest is None:
+        return replace(facts, problem="there is no checkpoint on the machine of the driver")
+    manifest = checkpoint.read_manifest(newest)
+    name = checkpoint.FILES[0]
+    entry = manifest["files"][name]
+    if entry["bytes"] > MAX_BYTES:
+        limit = f"the limit is {MAX_BYTES / 1e9:.1f} GB"
+        return replace(facts, problem=f"{newest.name}/{name} has {entry['bytes'] / 1e9:.1f} GB, {limit}")
+    facts = replace(facts, step=int(manifest["step"]))
+    weights = folder / "model.safetensors"
+    shutil.copyfile(newest / name, weights)
+    try:
+        if job is None:
+            raise NotExportedError(" ".join(errors))
+        _export(job, dataset, tensor_file.read(weights, entry[checkpoint.HASH], entry["bytes"]), folder)
+    except NotExportedError as e:
+        (folder / "README.md").write_text(_readme(spec, problem=str(e)))
+        return replace(facts, problem=str(e))
+    return facts
+
+
+def _export(job: Job, dataset: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    inputs = prediction_inputs(split_batch(_example_batch(job, dataset))[0])
+    torch.manual_seed(0)
+    model = job.model()
+    own = model.state_dict()
+    tensors = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in tensors.items()}
+    program = export_program(job, model, tensors, inputs)
+    torch.export.save(program, folder / "model.pt2")
+    named = {"": inputs} if isinstance(inputs, Tensor) else inputs
+    arrays: dict[str, Any] = {f"input:{name}": tensor.numpy() for name, tensor in named.items()}
+    with (folder / "example.npz").open("wb") as file:
+        np.savez(file, **arrays)
+    shutil.copyfile(Path(__file__).with_name("loader.py"), folder / "loader.py")
+
+
+def _example_batch(job: Job, dataset: Any) -> Any:
+    if is_stream(dataset):
+        samples = [sample for sample, _ in zip(dataset, range(_EXAMPLE_SIZE), strict=False)]
+    else:
+        samples = [dataset[i % len(dataset)] for i in range(_EXAMPLE_SIZE)]
+    return (job.collate or default_collate)(samples)
+
+
+def _readme(spec: JobSpec, *, problem: str) -> str:
+    fields = ", ".join(f"{name}={value!r}" for name, value in spec.fields.items())
+    module, _, name = spec.target.rpartition(".")
+    return (
+        f"`model.safetensors` has the weights of the model. It cannot run without its code: {problem}\n\n"
+        "    from safetensors.torch import load_file\n"
+        f"    from {module} import {name}\n\n"
+        f"    model = {name}({fields}).model()\n"
+        '    model.load_state_dict(load_file("model.safetensors"))\n'
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(RunDir(Path(sys.argv[1])), Path(sys.argv[2]))
+    os._exit(0)  # threads of a dataset must not keep this process
