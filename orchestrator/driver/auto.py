@@ -42,6 +42,8 @@ from orchestrator.tuning.proposals import proposals
 
 FOLDER = "auto"
 """The directory below ``output_dir`` with the profiles, and with the runs that measure."""
+LONGEST_S = 300.0
+"""The least timeout of the first step of a run that measures, in which one rank works while the others wait."""
 WARM_UP = 1.25
 """A run has this many times the steps that are to be measured, because the first fifth does not count."""
 
@@ -173,7 +175,14 @@ class Chooser:
             train=replace(config.train, steps=steps, eval_every=0, log_every=log_every),
             checkpoint=replace(config.checkpoint, every=0, keep=1),
             tracking=replace(config.tracking, uri=None),
-            recovery=replace(config.recovery, max_failures=0, spares=0, chaos=()),
+            recovery=replace(
+                config.recovery,
+                max_failures=0,
+                spares=0,
+                chaos=(),
+                hang_max_s=max(LONGEST_S, config.recovery.hang_max_s),
+            ),
+            cluster=replace(config.cluster, collective_timeout_s=max(LONGEST_S, config.cluster.collective_timeout_s)),
         )
         brief_plan = replace(plan, run_name=brief.run_name, steps=steps, spares=0, faults=())
         result = self._run(brief, brief_plan, without_validation(self._job), keep)

@@ -120,7 +120,7 @@ class Auto(Strategy):
         """Measure on all ranks together. Collective."""
         context, job, train_set, control = self.context, self.job, self._train_set, self._control
         free_bytes = free_memory(context.device)
-        layers, uncut = layer_profiles(job, train_set, context)
+        layers, uncut = layer_profiles(job, train_set, context) if context.global_rank == 0 else ((), "")
         counts = worker_counts(context.mesh.world_size)
         activation_bytes = sum(layer.activation_bytes for layer in layers)
         whole = whole_model_cost(
