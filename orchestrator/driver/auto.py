@@ -136,11 +136,11 @@ class Chooser:
 
     def _with_prediction(self, contender: Contender, profile: Profile) -> Contender:
         _, plan = self._plans[contender.overrides]
-        if plan.pipeline is not None and not profile.layers:
-            return replace(contender, refused=profile.uncut)
+        if plan.pipeline is not None and (why := profile.division(plan.pipeline.num_stages).refused):
+            return replace(contender, refused=why)
         prediction = predict(profile, plan, _orders)
-        why = memory_error(profile, plan, prediction, num_nodes=len(self._nodes)) or ""
-        return replace(contender, prediction=prediction, refused=why)
+        error = memory_error(profile, plan, prediction, num_nodes=len(self._nodes))
+        return replace(contender, prediction=prediction, refused=error or "")
 
     def _profile(self) -> Profile:
         """Return the profile of an earlier run, or measure the job."""

@@ -15,6 +15,7 @@ from orchestrator.tuning.choose import Contender, best, next_to_measure, reason
 from orchestrator.tuning.predict import Prediction, memory_error, predict
 from orchestrator.tuning.profile import (
     Affine,
+    Division,
     GroupCost,
     LayerProfile,
     PassCost,
@@ -22,7 +23,7 @@ from orchestrator.tuning.profile import (
     fit,
     interpolate,
 )
-from orchestrator.tuning.proposals import proposals, worker_counts
+from orchestrator.tuning.proposals import proposals, stage_counts, worker_counts
 from orchestrator.tuning.report import table, verdict
 
 NOTHING = Affine(overhead_ms=0.0, ms_per_unit=0.0)
@@ -44,8 +45,7 @@ PASSES = tuple(
 """A millisecond for each sample, and half as much again if two workers compute at once."""
 PROFILE = Profile(
     device="cpu",
-    layers=(LAYER, LAYER),
-    uncut="",
+    divisions=(Division(num_stages=2, layers=(LAYER, LAYER), refused=""),),
     layer_rows=8,
     passes=PASSES,
     parameter_bytes=2000,
@@ -186,6 +186,12 @@ def test_memory_is_shared_by_the_workers_of_a_node_on_a_cpu() -> None:
 
 
 # Proposals and the choice -------------------------------------------------------------------------
+
+
+def test_the_model_is_divided_for_every_number_of_stages_that_is_proposed() -> None:
+    assert stage_counts(1, ["1F1B"]) == ()
+    assert stage_counts(2, ["1F1B", "Interleaved1F1B"]) == (2, 4)
+    assert stage_counts(6, ["Interleaved1F1B"]) == (2, 4, 6, 8, 12)
 
 
 def test_proposals_are_every_grid_of_every_strategy() -> None:
