@@ -171,7 +171,7 @@ class Chooser:
             name=f"{plan.job}-{plan.strategy}",
             resume="never",
             profile=False,
-            output_dir=f"{url}/{FOLDER}{question_mark}{query}",
+            output_dir=f"{url.rstrip('/')}/{FOLDER}{question_mark}{query}",
             train=replace(config.train, steps=steps, eval_every=0, log_every=log_every),
             checkpoint=replace(config.checkpoint, every=0, keep=1),
             tracking=replace(config.tracking, uri=None),

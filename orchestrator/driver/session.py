@@ -138,7 +138,7 @@ def _check(
         if (chosen := chosen_before(resume.run_dir)) is None:
             errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
             return None
-        return _check(with_strategy(typed, chosen), address_error, errors, redactor, job_argument)
+        return _check(_with_choice(typed, config, chosen), address_error, errors, redactor, job_argument)
     address = cluster.target_address(config.cluster)
     if address is None:
         sizes = _sizes(config, job, (_this_machine(),), errors, oversubscribe_cpus=True)
@@ -246,13 +246,7 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
     started_at = process_started_at() if owns_process else time.time()
     with StopSignals(owns_process=owns_process) as stop, _ray(candidates) as (nodes, all_sizes):
         if candidates[0].config.plan:
-            for candidate, sizes in zip(candidates, all_sizes, strict=True):
-                if candidate.is_auto:
-                    decision = _chooser(candidate, sizes.initial, nodes, stop).choose(measure=False)
-                    print(decision.text)
-                    sizes = decision.sizes
-                print(plan_table(sizes.initial, nodes))
-            return []
+            return _print_plans(candidates, all_sizes, nodes, stop)
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
@@ -269,6 +263,26 @@ def run_all(candidates: Sequence[Candidate], *, owns_process: bool = False) -> l
             if results[-1].status == "KILLED":
                 break
     return results
+
+
+def _print_plans(
+    candidates: Sequence[Candidate], all_sizes: Sequence[Sizes], nodes: tuple[Node, ...], stop: StopSignals
+) -> list[RunResult]:
+    """Print the plan of each run; with ``strategy=auto``, that of the best prediction.
+
+    Returns:
+        The run that should have measured a job, if it did not finish.
+    """
+    for candidate, sizes in zip(candidates, all_sizes, strict=True):
+        if candidate.is_auto:
+            try:
+                decision = _chooser(candidate, sizes.initial, nodes, stop).choose(measure=False)
+            except NotMeasuredError as e:
+                return [e.result]
+            print(decision.text)
+            sizes = decision.sizes
+        print(plan_table(sizes.initial, nodes))
+    return []
 
 
 def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> Chooser:
@@ -292,10 +306,14 @@ def _chosen(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: Sto
     """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
     decision = _chooser(candidate, plan, nodes, stop).choose()
     print(decision.text, flush=True)
-    overrides = with_strategy(candidate.overrides, decision.overrides)
-    if candidate.config.name is None:
-        overrides = (*overrides, f"name={quote_text(candidate.config.run_name)}")
+    overrides = _with_choice(candidate.overrides, candidate.config, decision.overrides)
     return replace(candidate, overrides=overrides, config=decision.config, decision=decision), decision.sizes
+
+
+def _with_choice(overrides: Sequence[str], config: Config, chosen: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides of a run with ``strategy=auto`` that has made its choice; it keeps its name."""
+    name = () if config.name is not None else (f"name={quote_text(config.run_name)}",)
+    return (*with_strategy(overrides, chosen), *name)
 
 
 def _sweep_name(candidates: Sequence[Candidate]) -> str:
