@@ -116,7 +116,7 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
     """``model_parallel``, ``pipeline`` and ``ddp_pipeline``: a replay of the schedule in the times of the stages."""
     stages, threads, rows = _stages(profile, layout.num_stages), plan.threads_per_worker, plan.microbatch_rows
     alone_ms = profile.pass_ms(rows, threads=threads, busy=1)
-    scale = alone_ms / math.fsum(layer.total_ms for layers in stages for layer in layers)
+    scale = max(0.0, alone_ms - profile.base_ms) / math.fsum(layer.total_ms for layers in stages for layer in layers)
     replicas = plan.mesh.data_parallel_size
 
     def duration_of(action: Action) -> float:

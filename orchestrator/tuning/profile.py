@@ -119,6 +119,7 @@ class Profile:
         loop_ms: the training loop of a worker, around a step.
         groups: the all-reduce, by the size of the group; empty with one worker.
         message: a message between two workers; the unit of size is a MiB.
+        base_ms: a pass of a model that computes nearly nothing, on one worker.
         ddp_ms: what ``ddp`` adds to a step, besides the transfer of the gradients.
         pipeline_ms: what a pipeline adds to a step.
         action_ms: what a pipeline adds to each pass of a stage over a micro-batch.
@@ -137,6 +138,7 @@ class Profile:
     loop_ms: float
     groups: tuple[GroupCost, ...]
     message: Affine
+    base_ms: float
     ddp_ms: float
     pipeline_ms: float
     action_ms: float

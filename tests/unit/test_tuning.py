@@ -56,6 +56,7 @@ PROFILE = Profile(
     loop_ms=0.5,
     groups=(GroupCost(workers=2, all_reduce=Affine(overhead_ms=2.0, ms_per_unit=7.0)),),
     message=NOTHING,
+    base_ms=0.0,
     ddp_ms=1.0,
     pipeline_ms=0.25,
     action_ms=0.0,
@@ -165,6 +166,14 @@ def test_a_pipeline_is_slower_while_its_workers_compute_at_once() -> None:
     quick, slow = (predict(p, plan("pipeline", grid, pipeline=two_stages(4)), gpipe) for p in (alone, PROFILE))
     assert quick.compute_ms + quick.idle_ms == pytest.approx(64 * 5 / 8 + 1.5)
     assert 64 * 5 / 8 + 1.5 < slow.compute_ms + slow.idle_ms < 64 * 5 / 8 * 1.5 + 1.5
+
+
+def test_a_pipeline_pays_for_a_step_once_and_for_its_own_work_at_each_pass() -> None:
+    grid = Mesh(pipeline_parallel_size=2)
+    alone = dataclasses.replace(PROFILE, passes=tuple(p for p in PASSES if p.busy == 1), base_ms=4.0, action_ms=0.5)
+    step = predict(alone, plan("pipeline", grid, pipeline=two_stages(4)), gpipe)
+    passes_in_a_row = 2 * (4 + 1)
+    assert step.compute_ms + step.idle_ms == pytest.approx((64 / 4 - 4.0) * 5 / 2 + 0.5 * passes_in_a_row + 1.5)
 
 
 def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -> None:

@@ -137,7 +137,7 @@ class Auto(Strategy):
         )
         groups: tuple[GroupCost, ...] = ()
         message = Affine(overhead_ms=0.0, ms_per_unit=0.0)
-        added = MachineryCost(ddp_ms=0.0, pipeline_ms=0.0, action_ms=0.0)
+        added = MachineryCost(base_ms=0.0, ddp_ms=0.0, pipeline_ms=0.0, action_ms=0.0)
         if control is not None:
             groups = tuple(
                 GroupCost(workers=n, all_reduce=all_reduce_cost(n, context, control)) for n in counts if n > 1
@@ -157,6 +157,7 @@ class Auto(Strategy):
             loop_ms=0.0,
             groups=groups,
             message=message,
+            base_ms=added.base_ms,
             ddp_ms=added.ddp_ms,
             pipeline_ms=added.pipeline_ms,
             action_ms=added.action_ms,
