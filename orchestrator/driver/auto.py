@@ -42,6 +42,8 @@ from orchestrator.tuning.proposals import proposals
 
 FOLDER = "auto"
 """The directory below ``output_dir`` with the profiles, and with the runs that measure."""
+LONGEST_S = 300.0
+"""The least timeout of the first step of a run that measures, in which one rank works while the others wait."""
 WARM_UP = 1.25
 """A run has this many times the steps that are to be measured, because the first fifth does not count."""
 
@@ -134,11 +136,11 @@ class Chooser:
 
     def _with_prediction(self, contender: Contender, profile: Profile) -> Contender:
         _, plan = self._plans[contender.overrides]
-        if plan.pipeline is not None and not profile.layers:
-            return replace(contender, refused=profile.uncut)
+        if plan.pipeline is not None and (why := profile.division(plan.pipeline.num_stages).refused):
+            return replace(contender, refused=why)
         prediction = predict(profile, plan, _orders)
-        why = memory_error(profile, plan, prediction, num_nodes=len(self._nodes)) or ""
-        return replace(contender, prediction=prediction, refused=why)
+        error = memory_error(profile, plan, prediction, num_nodes=len(self._nodes))
+        return replace(contender, prediction=prediction, refused=error or "")
 
     def _profile(self) -> Profile:
         """Return the profile of an earlier run, or measure the job."""
@@ -169,11 +171,18 @@ class Chooser:
             name=f"{plan.job}-{plan.strategy}",
             resume="never",
             profile=False,
-            output_dir=f"{url}/{FOLDER}{question_mark}{query}",
+            output_dir=f"{url.rstrip('/')}/{FOLDER}{question_mark}{query}",
             train=replace(config.train, steps=steps, eval_every=0, log_every=log_every),
             checkpoint=replace(config.checkpoint, every=0, keep=1),
             tracking=replace(config.tracking, uri=None),
-            recovery=replace(config.recovery, max_failures=0, spares=0, chaos=()),
+            recovery=replace(
+                config.recovery,
+                max_failures=0,
+                spares=0,
+                chaos=(),
+                hang_max_s=max(LONGEST_S, config.recovery.hang_max_s),
+            ),
+            cluster=replace(config.cluster, collective_timeout_s=max(LONGEST_S, config.cluster.collective_timeout_s)),
         )
         brief_plan = replace(plan, run_name=brief.run_name, steps=steps, spares=0, faults=())
         result = self._run(brief, brief_plan, without_validation(self._job), keep)

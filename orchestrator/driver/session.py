@@ -153,7 +153,7 @@ def _check(
         if (chosen := chosen_before(resume.run_dir)) is None:
             errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
             return None
-        return _check(with_strategy(typed, chosen), address_error, errors, redactor, job_argument)
+        return _check(_with_choice(typed, config, chosen), address_error, errors, redactor, job_argument)
     address = cluster.target_address(config.cluster)
     if address is None:
         if config.sweep.unfit == "skip":
@@ -268,13 +268,7 @@ def run_all(
     started_at = process_started_at() if owns_process else time.time()
     with StopSignals(owns_process=owns_process) as stop, _ray(candidates, sweep) as (nodes, planned):
         if candidates[0].config.plan:
-            for candidate, sizes in planned:
-                if candidate.is_auto:
-                    decision = _chooser(candidate, sizes.initial, nodes, stop).choose(measure=False)
-                    print(decision.text)
-                    sizes = decision.sizes
-                print(plan_table(sizes.initial, nodes))
-            return []
+            return _print_plans(planned, nodes, stop)
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
@@ -292,6 +286,26 @@ def run_all(
     if sweep is not None and results:
         report_sweep(RunDir(results[-1].run_dir), candidates[0].config.tracking, tuple(candidates[0].redactor.secrets))
     return results
+
+
+def _print_plans(
+    planned: Sequence[tuple[Candidate, Sizes]], nodes: tuple[Node, ...], stop: StopSignals
+) -> list[RunResult]:
+    """Print the plan of each run; with ``strategy=auto``, that of the best prediction.
+
+    Returns:
+        The run that should have measured a job, if it did not finish.
+    """
+    for candidate, sizes in planned:
+        if candidate.is_auto:
+            try:
+                decision = _chooser(candidate, sizes.initial, nodes, stop).choose(measure=False)
+            except NotMeasuredError as e:
+                return [e.result]
+            print(decision.text)
+            sizes = decision.sizes
+        print(plan_table(sizes.initial, nodes))
+    return []
 
 
 def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> Chooser:
@@ -315,10 +329,14 @@ def _chosen(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: Sto
     """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
     decision = _chooser(candidate, plan, nodes, stop).choose()
     print(decision.text, flush=True)
-    overrides = with_strategy(candidate.overrides, decision.overrides)
-    if candidate.config.name is None:
-        overrides = (*overrides, f"name={quote_text(candidate.config.run_name)}")
+    overrides = _with_choice(candidate.overrides, candidate.config, decision.overrides)
     return replace(candidate, overrides=overrides, config=decision.config, decision=decision), decision.sizes
+
+
+def _with_choice(overrides: Sequence[str], config: Config, chosen: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides of a run with ``strategy=auto`` that has made its choice; it keeps its name."""
+    name = () if config.name is not None else (f"name={quote_text(config.run_name)}",)
+    return (*with_strategy(overrides, chosen), *name)
 
 
 def _choose_and_run(

@@ -116,7 +116,7 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
     """``model_parallel``, ``pipeline`` and ``ddp_pipeline``: a replay of the schedule in the times of the stages."""
     stages, threads, rows = _stages(profile, layout.num_stages), plan.threads_per_worker, plan.microbatch_rows
     alone_ms = profile.pass_ms(rows, threads=threads, busy=1)
-    scale = alone_ms / math.fsum(layer.total_ms for layer in profile.layers)
+    scale = max(0.0, alone_ms - profile.base_ms) / math.fsum(layer.total_ms for layers in stages for layer in layers)
     replicas = plan.mesh.data_parallel_size
 
     def duration_of(action: Action) -> float:
@@ -159,7 +159,7 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
 
 def _stages(profile: Profile, num_stages: int) -> list[Sequence[LayerProfile]]:
     """Return the layers of each stage, cut as a run does it."""
-    layers = profile.layers
+    layers = profile.division(num_stages).layers
     cut = balance([layer.layer for layer in layers], [layer.total_ms for layer in layers], num_stages)
     return [[layers[i] for i in cut.layers_of(stage, len(layers))] for stage in range(num_stages)]
 

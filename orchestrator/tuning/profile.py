@@ -72,6 +72,15 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Division:
+    """The model divided finely enough for ``num_stages`` stages; without layers, ``refused`` says why it cannot be."""
+
+    num_stages: int
+    layers: tuple[LayerProfile, ...]
+    refused: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PassCost:
     """The whole model on ``rows`` samples, while ``busy`` workers with ``threads`` threads each compute at once.
 
@@ -99,7 +108,7 @@ class Profile:
 
     Attributes:
         device: where the workers compute.
-        layers: the layers of the model, in order; empty if it cannot be cut, for the reason ``uncut``.
+        divisions: the model as layers, for each number of stages.
         layer_rows: the number of samples with which the layers were measured.
         passes: the passes of the whole model; empty if it does not fit in the memory of a worker.
         parameter_bytes: the parameters of the model.
@@ -110,6 +119,7 @@ class Profile:
         loop_ms: the training loop of a worker, around a step.
         groups: the all-reduce, by the size of the group; empty with one worker.
         message: a message between two workers; the unit of size is a MiB.
+        base_ms: a pass of a model that computes nearly nothing, on one worker.
         ddp_ms: what ``ddp`` adds to a step, besides the transfer of the gradients.
         pipeline_ms: what a pipeline adds to a step.
         action_ms: what a pipeline adds to each pass of a stage over a micro-batch.
@@ -117,8 +127,7 @@ class Profile:
     """
 
     device: Literal["cpu", "cuda"]
-    layers: tuple[LayerProfile, ...]
-    uncut: str
+    divisions: tuple[Division, ...]
     layer_rows: int
     passes: tuple[PassCost, ...]
     parameter_bytes: int
@@ -129,10 +138,20 @@ class Profile:
     loop_ms: float
     groups: tuple[GroupCost, ...]
     message: Affine
+    base_ms: float
     ddp_ms: float
     pipeline_ms: float
     action_ms: float
     free_bytes: int
+
+    def division(self, num_stages: int) -> Division:
+        """Return the model as layers for ``num_stages`` stages, or for the nearest number of which it was measured."""
+        return min(self.divisions, key=lambda division: abs(division.num_stages - num_stages))
+
+    @property
+    def layers(self) -> tuple[LayerProfile, ...]:
+        """The layers of the model in any division; empty if it cannot be cut."""
+        return next((division.layers for division in self.divisions if division.layers), ())
 
     def pass_ms(self, rows: float, *, threads: int, busy: int) -> float:
         """Return the time of a forward and a backward pass of the whole model over ``rows`` samples."""

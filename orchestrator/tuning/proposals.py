@@ -18,6 +18,12 @@ def worker_counts(num_workers: int) -> tuple[int, ...]:
     return (*powers, num_workers)
 
 
+def stage_counts(num_workers: int, schedules: Sequence[str]) -> tuple[int, ...]:
+    """Return the numbers of stages that the proposals have, in ascending order."""
+    per_worker = {1, *(SCHEDULES[schedule].stages_per_rank for schedule in schedules)}
+    return tuple(sorted({n * each for n in worker_counts(num_workers) if n > 1 for each in per_worker}))
+
+
 def proposals(
     num_workers: int, strategies: Sequence[StrategyName], schedules: Sequence[str]
 ) -> Iterator[tuple[str, ...]]:

@@ -41,7 +41,7 @@ def test_auto_trains_with_the_fastest_strategy_and_resumes_with_it(
     assert run(*JOB, *CHOICE, "train.steps=8", "plan=true") is None
     assert "auto chooses ddp num_workers=2: its step of" in capsys.readouterr().out
 
-    second = run(*JOB, *CHOICE, "train.steps=12", "resume=auto")
+    second = run(*JOB, *CHOICE, "train.steps=12", f"resume={first.run_dir}")
     assert second.run_dir == first.run_dir
     assert max(losses(second.run_dir)) == 12
     assert "auto chooses" not in capsys.readouterr().out

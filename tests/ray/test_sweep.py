@@ -26,11 +26,10 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     (sweep_id,) = {run.data.tags["sweep_id"] for run in runs}
     (own,) = client.search_runs([runs[0].info.experiment_id], f"tags.`orchestrator.sweep_id` = '{sweep_id}'")
     assert (own.info.status, own.info.run_name) == ("FINISHED", "sweep: strategy=single,ddp")
-    assert capsys.readouterr().out.splitlines()[-1].startswith("charts: http://127.0.0.1:5000/#/experiments/")
-
     (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
     assert {r["sweep"]["id"] for r in records} == {sweep.name}
     printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith("charts: http://127.0.0.1:5000/#/experiments/")
     assert "run 1 of 2: strategy=single\n" in printed
     assert re.search(r"run 2 of 2: strategy=ddp; about \d+s left\n", printed)
     assert re.search(r"fastest: \w+ x\d with .* samples/s", printed)

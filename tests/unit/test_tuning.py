@@ -15,6 +15,7 @@ from orchestrator.tuning.choose import Contender, best, next_to_measure, reason
 from orchestrator.tuning.predict import Prediction, memory_error, predict
 from orchestrator.tuning.profile import (
     Affine,
+    Division,
     GroupCost,
     LayerProfile,
     PassCost,
@@ -22,7 +23,7 @@ from orchestrator.tuning.profile import (
     fit,
     interpolate,
 )
-from orchestrator.tuning.proposals import proposals, worker_counts
+from orchestrator.tuning.proposals import proposals, stage_counts, worker_counts
 from orchestrator.tuning.report import table, verdict
 
 NOTHING = Affine(overhead_ms=0.0, ms_per_unit=0.0)
@@ -44,8 +45,7 @@ PASSES = tuple(
 """A millisecond for each sample, and half as much again if two workers compute at once."""
 PROFILE = Profile(
     device="cpu",
-    layers=(LAYER, LAYER),
-    uncut="",
+    divisions=(Division(num_stages=2, layers=(LAYER, LAYER), refused=""),),
     layer_rows=8,
     passes=PASSES,
     parameter_bytes=2000,
@@ -56,6 +56,7 @@ PROFILE = Profile(
     loop_ms=0.5,
     groups=(GroupCost(workers=2, all_reduce=Affine(overhead_ms=2.0, ms_per_unit=7.0)),),
     message=NOTHING,
+    base_ms=0.0,
     ddp_ms=1.0,
     pipeline_ms=0.25,
     action_ms=0.0,
@@ -167,6 +168,14 @@ def test_a_pipeline_is_slower_while_its_workers_compute_at_once() -> None:
     assert 64 * 5 / 8 + 1.5 < slow.compute_ms + slow.idle_ms < 64 * 5 / 8 * 1.5 + 1.5
 
 
+def test_a_pipeline_pays_for_a_step_once_and_for_its_own_work_at_each_pass() -> None:
+    grid = Mesh(pipeline_parallel_size=2)
+    alone = dataclasses.replace(PROFILE, passes=tuple(p for p in PASSES if p.busy == 1), base_ms=4.0, action_ms=0.5)
+    step = predict(alone, plan("pipeline", grid, pipeline=two_stages(4)), gpipe)
+    passes_in_a_row = 2 * (4 + 1)
+    assert step.compute_ms + step.idle_ms == pytest.approx((64 / 4 - 4.0) * 5 / 2 + 0.5 * passes_in_a_row + 1.5)
+
+
 def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -> None:
     grid = Mesh(pipeline_parallel_size=2)
     prediction = predict(PROFILE, plan("pipeline", grid, pipeline=two_stages(4)), gpipe)
@@ -186,6 +195,12 @@ def test_memory_is_shared_by_the_workers_of_a_node_on_a_cpu() -> None:
 
 
 # Proposals and the choice -------------------------------------------------------------------------
+
+
+def test_the_model_is_divided_for_every_number_of_stages_that_is_proposed() -> None:
+    assert stage_counts(1, ["1F1B"]) == ()
+    assert stage_counts(2, ["1F1B", "Interleaved1F1B"]) == (2, 4)
+    assert stage_counts(6, ["Interleaved1F1B"]) == (2, 4, 6, 8, 12)
 
 
 def test_proposals_are_every_grid_of_every_strategy() -> None:

@@ -25,9 +25,9 @@ from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.tuned.collectives import all_reduce_cost, message_cost
 from orchestrator.strategies.tuned.machinery import MachineryCost, machinery_cost
-from orchestrator.strategies.tuned.passes import data_cost, layer_profiles, layer_rows, slice_rows, whole_model_cost
+from orchestrator.strategies.tuned.passes import data_cost, divisions, layer_rows, slice_rows, whole_model_cost
 from orchestrator.tuning.profile import Affine, GroupCost, Profile
-from orchestrator.tuning.proposals import StrategyName, worker_counts
+from orchestrator.tuning.proposals import StrategyName, stage_counts, worker_counts
 
 PROFILE_STEPS = 21
 """The steps of a profile: one in which the ranks measure, and those that show what the training loop costs."""
@@ -120,8 +120,11 @@ class Auto(Strategy):
         """Measure on all ranks together. Collective."""
         context, job, train_set, control = self.context, self.job, self._train_set, self._control
         free_bytes = free_memory(context.device)
-        layers, uncut = layer_profiles(job, train_set, context)
+        assert isinstance(context.options, AutoConfig)
         counts = worker_counts(context.mesh.world_size)
+        stages = stage_counts(context.mesh.world_size, context.options.schedules)
+        divided = divisions(job, train_set, context, stages) if context.global_rank == 0 else ()
+        layers = next((division.layers for division in divided if division.layers), ())
         activation_bytes = sum(layer.activation_bytes for layer in layers)
         whole = whole_model_cost(
             job,
@@ -134,7 +137,7 @@ class Auto(Strategy):
         )
         groups: tuple[GroupCost, ...] = ()
         message = Affine(overhead_ms=0.0, ms_per_unit=0.0)
-        added = MachineryCost(ddp_ms=0.0, pipeline_ms=0.0, action_ms=0.0)
+        added = MachineryCost(base_ms=0.0, ddp_ms=0.0, pipeline_ms=0.0, action_ms=0.0)
         if control is not None:
             groups = tuple(
                 GroupCost(workers=n, all_reduce=all_reduce_cost(n, context, control)) for n in counts if n > 1
@@ -143,8 +146,7 @@ class Auto(Strategy):
             added = machinery_cost(context, control)
         return Profile(
             device="cuda" if context.device.type == "cuda" else "cpu",
-            layers=layers,
-            uncut=uncut,
+            divisions=divided,
             layer_rows=layer_rows(context),
             passes=whole.passes,
             parameter_bytes=whole.parameter_bytes,
@@ -155,6 +157,7 @@ class Auto(Strategy):
             loop_ms=0.0,
             groups=groups,
             message=message,
+            base_ms=added.base_ms,
             ddp_ms=added.ddp_ms,
             pipeline_ms=added.pipeline_ms,
             action_ms=added.action_ms,

@@ -51,8 +51,9 @@ class _TinyJob(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineryCost:
-    """``ddp_ms`` and ``pipeline_ms`` are added to a step, ``action_ms`` to each pass of a stage."""
+    """``base_ms`` is a step; ``ddp_ms`` and ``pipeline_ms`` are added to it, and ``action_ms`` to a pass of a stage."""
 
+    base_ms: float
     ddp_ms: float
     pipeline_ms: float
     action_ms: float
@@ -82,6 +83,7 @@ def machinery_cost(context: Context, control: dist.ProcessGroup) -> MachineryCos
     few, many = ((_passes_in_a_row(n, m), measured(Pipeline(_staged(tiny, m), job), rows=4 * n)) for m in (n, 4 * n))
     action_ms = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return MachineryCost(
+        base_ms=single_ms,
         ddp_ms=max(0.0, ddp_ms - single_ms),
         pipeline_ms=max(0.0, few[1] - few[0] * action_ms),
         action_ms=action_ms,

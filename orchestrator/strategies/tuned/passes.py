@@ -26,7 +26,7 @@ from orchestrator.strategies.datasets import is_stream
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
-from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, fit
+from orchestrator.tuning.profile import Affine, Division, LayerProfile, PassCost, fit
 
 NUM_SIZES = 5
 """The whole model is measured with this many sizes of batch: that of one worker, and each half of the one before."""
@@ -55,49 +55,59 @@ def data_cost(job: Job, train_set: Any, rows: int) -> Affine:
     return fit([(n, medians_ms([functools.partial(_batch, job, train_set, n)], host)[0]) for n in sizes])
 
 
-def layer_profiles(job: Job, train_set: Any, context: Context) -> tuple[tuple[LayerProfile, ...], str]:
-    """Measure the layers of the model one by one, on this worker.
-
-    Returns:
-        The layers in order and an empty text; or no layers, and the reason why the model cannot be cut.
-    """
+def divisions(job: Job, train_set: Any, context: Context, stage_counts: Sequence[int]) -> tuple[Division, ...]:
+    """Divide the model for each number of stages, as a run does, and measure its layers one by one on this worker."""
     if type(job).forward is not Job.forward:
-        return (), "the job overrides Job.forward, which needs the whole model on a worker"
-    rows, train = layer_rows(context), context.train
-    precision = Precision.named(train.precision, context.device.type)
-    try:
-        inputs, target = split_batch(to_device(_batch(job, train_set, rows), context.device))
-        builder = StageBuilder.outline(
-            job,
-            inputs,
-            target,
-            constructor=constructor_of(job, train, precision),
-            split=(),
-            num_stages=2 * context.mesh.world_size,
-            device=context.device,
-            seed=context.seed,
-            precision=precision,
-        )
-        costs = builder.measure_costs()
-    except ValueError as e:
-        return (), str(e)
+        reason = "the job overrides Job.forward, which needs the whole model on a worker"
+        return tuple(Division(num_stages=n, layers=(), refused=reason) for n in stage_counts)
+    batch = to_device(_batch(job, train_set, layer_rows(context)), context.device)
+    measured: dict[tuple[str, ...], tuple[LayerProfile, ...]] = {}
+    found = []
+    for num_stages in stage_counts:
+        try:
+            builder = _outline(job, batch, context, num_stages)
+        except ValueError as e:
+            found.append(Division(num_stages=num_stages, layers=(), refused=str(e)))
+            continue
+        names = tuple(builder.sequence.names)
+        if names not in measured:
+            measured[names] = _layer_profiles(builder, layer_rows(context))
+        found.append(Division(num_stages=num_stages, layers=measured[names], refused=""))
+    return tuple(found)
+
+
+def _outline(job: Job, batch: Any, context: Context, num_stages: int) -> StageBuilder:
+    precision = Precision.named(context.train.precision, context.device.type)
+    inputs, target = split_batch(batch)
+    return StageBuilder.outline(
+        job,
+        inputs,
+        target,
+        constructor=constructor_of(job, context.train, precision),
+        split=(),
+        num_stages=num_stages,
+        device=context.device,
+        seed=context.seed,
+        precision=precision,
+    )
+
+
+def _layer_profiles(builder: StageBuilder, rows: int) -> tuple[LayerProfile, ...]:
+    """Measure the layers; the batch of the builder has ``rows`` samples."""
     sequence = builder.sequence
-    measured = zip(sequence.layers, sequence.modules, costs, builder.values[1:], strict=True)
-    return (
-        tuple(
-            LayerProfile(
-                name=layer.name,
-                num_parameters=layer.num_parameters,
-                trainable=layer.trainable,
-                parameter_bytes=sum(p.nbytes for p in module.parameters()),
-                forward_ms=cost.forward_ms,
-                backward_ms=cost.backward_ms,
-                activation_bytes=cost.activation_bytes / rows,
-                output_bytes=sum(t.nbytes for t in tensors_in(output)) / rows,
-            )
-            for layer, module, cost, output in measured
-        ),
-        "",
+    measured = zip(sequence.layers, sequence.modules, builder.measure_costs(), builder.values[1:], strict=True)
+    return tuple(
+        LayerProfile(
+            name=layer.name,
+            num_parameters=layer.num_parameters,
+            trainable=layer.trainable,
+            parameter_bytes=sum(p.nbytes for p in module.parameters()),
+            forward_ms=cost.forward_ms,
+            backward_ms=cost.backward_ms,
+            activation_bytes=cost.activation_bytes / rows,
+            output_bytes=sum(t.nbytes for t in tensors_in(output)) / rows,
+        )
+        for layer, module, cost, output in measured
     )
 
 

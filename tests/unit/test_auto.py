@@ -1,0 +1,96 @@
+"""``strategy=auto`` on the driver, before anything runs: the candidates of a job, and the record of the choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from helpers.cases import Case, config_of, plan_of
+from helpers.step_toys import GAN
+from jobs.digits import Digits
+from jobs.gpt import GPT
+from orchestrator.config.compose import compose
+from orchestrator.config.overrides import with_strategy
+from orchestrator.driver.auto import Chooser, without_validation
+from orchestrator.driver.decision import Decision, chosen_before
+from orchestrator.job import Job, has_training_step
+from orchestrator.planning.plan import Node
+from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies import registry
+from orchestrator.tuning.choose import Contender
+from orchestrator.tuning.predict import Prediction
+
+HERE = Node(node_id="here", name="here", cpus=8, gpus=0)
+
+
+def nothing_runs(*_: Any) -> NoReturn:
+    raise AssertionError("a run was started")
+
+
+def chooser(job: Job, *overrides: str) -> Chooser:
+    errors: list[str] = []
+    composed, _ = compose(["strategy=auto", "strategy.num_workers=2", *overrides], errors, registry.config_class)
+    assert composed is not None, errors
+    config = config_of(Case(job=job), 1, strategy=composed.strategy)
+    return Chooser(config, job, plan_of(config), (HERE,), nothing_runs, oversubscribe_cpus=True)
+
+
+def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions() -> None:
+    found = chooser(GAN()).choose(measure=False)
+    valid = [c.name for c in found.contenders if not c.refused]
+    assert valid == ["single", "ddp num_workers=2"]
+    assert all("Job.training_step" in c.refused for c in found.contenders if c.refused)
+    assert not any(c.prediction for c in found.contenders)
+    assert found.plan.strategy == "single"
+
+
+def test_if_every_candidate_is_refused_all_reasons_are_told() -> None:
+    with pytest.raises(ValueError, match="too few for 4 stages"):
+        chooser(
+            Digits(hidden=8, depth=1), "strategy.candidates=[pipeline]", "strategy.schedules=[Interleaved1F1B]"
+        ).choose()
+
+
+def test_a_brief_run_has_the_job_without_its_evaluations() -> None:
+    job = GPT(layers=1, width=8, heads=1, context=4)
+    brief = without_validation(job)
+    assert brief.dataset("val") is None
+    assert len(brief.dataset("train")) == len(job.dataset("train"))
+    assert type(brief).sample is Job.sample
+    assert type(brief).forward is Job.forward
+    assert not has_training_step(brief)
+    assert (brief, type(brief).__name__) == (replace(brief), "GPT")
+
+
+def test_the_strategy_of_a_command_is_exchanged() -> None:
+    typed = ("strategy=auto", "job=gpt", "strategy.measured=0", "train.steps=5")
+    assert with_strategy(typed, ["strategy=ddp", "strategy.num_workers=2"]) == (
+        "strategy=ddp",
+        "strategy.num_workers=2",
+        "job=gpt",
+        "train.steps=5",
+    )
+
+
+def test_the_choice_is_kept_in_the_directory_of_the_run(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.update_record(tags={"device": "cpu"})
+    assert chosen_before(run_dir) is None
+    config = config_of(Case(job=Digits()), 1)
+    step = Prediction(compute_ms=1.0, exchange_ms=0.0, idle_ms=0.0, input_ms=0.5, memory_bytes=2e6)
+    single = Contender(overrides=("strategy=single",), prediction=step)
+    decision = Decision(
+        overrides=single.overrides,
+        config=config,
+        plan=plan_of(config),
+        contenders=(single,),
+        planning_s=1.0,
+        measuring_s=0.0,
+    )
+    decision.write_to(run_dir)
+    assert chosen_before(run_dir) == ("strategy=single",)
+    assert run_dir.read_record()["tags"] == {"device": "cpu", "strategy.chosen_by": "auto"}
+    assert "auto chooses single: no other strategy can train this job here" in (tmp_path / "auto.md").read_text()
