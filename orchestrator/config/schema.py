@@ -83,7 +83,11 @@ class TrainConfig:
 class DataConfig:
     """Data loading."""
 
-    num_workers: int = option("data-loading processes per worker; 0: load in the training thread", minimum=0)
+    num_workers: int | Literal["auto"] = option(
+        "data-loading processes per worker; 0: load in the training thread; auto: 0 on CPUs, and on GPUs one less than "
+        "the cores per GPU, but at most 8",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ class Plan:
     devices_per_worker: int
     one_node: bool
     threads_per_worker: int
+    loader_processes: int
     spares: int
     workers: tuple[WorkerPlan, ...]
     pipeline: PipelineLayout | None = None
@@ -89,6 +90,10 @@ class Plan:
             return f"rank {global_rank}"
         noun = "stage" if len(stages) == 1 else "stages"
         return f"rank {global_rank} ({noun} {' and '.join(str(s) for s in stages)})"
+
+
+MAX_LOADER_PROCESSES = 8
+"""The number of data-loading processes per worker that ``auto`` does not exceed, because each has a copy of the job."""
 
 
 def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool) -> Plan:
@@ -128,6 +133,9 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     if device == "cpu" and oversubscribe_cpus and num_processes > num_cores:
         processes = "workers and shards" if layout.mesh.num_shards else "workers"
         notes.insert(0, f"{num_processes} {processes} share {num_cores:g} cores: expect no speed-up")
+    loader_processes = _loader_processes(config, nodes, device)
+    if loader_processes and config.data.num_workers == "auto":
+        notes.append(f"data.num_workers=auto: {loader_processes} data-loading processes per worker")
     return Plan(
         run_name=config.run_name,
         strategy=config.strategy.name,
@@ -142,6 +150,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         devices_per_worker=layout.devices_per_worker,
         one_node=layout.one_node,
         threads_per_worker=max(1, num_threads),
+        loader_processes=loader_processes,
         spares=config.recovery.spares,
         workers=_worker_plans(layout, samples),
         pipeline=layout.pipeline,
@@ -197,6 +206,19 @@ def _worker_plans(layout: Layout, samples: tuple[int, ...]) -> tuple[WorkerPlan,
         )
         for rank in range(mesh.world_size)
     )
+
+
+def _loader_processes(config: Config, nodes: tuple[Node, ...], device: Literal["cpu", "cuda"]) -> int:
+    """Return the number of data-loading processes per worker.
+
+    ``auto`` leaves one of the cores of each GPU to the worker, and takes none while no node with a GPU is known.
+    """
+    if config.data.num_workers != "auto":
+        return config.data.num_workers
+    if device == "cpu":
+        return 0
+    cores_per_gpu = min((int(node.cpus // node.gpus) for node in nodes if node.gpus), default=1)
+    return max(0, min(cores_per_gpu - 1, MAX_LOADER_PROCESSES))
 
 
 def _notes(layout: Layout, samples: tuple[int, ...], faults: tuple[Fault, ...]) -> list[str]:

@@ -89,9 +89,15 @@ def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) 
 
 
 def gather_states(
-    state: TrainState, *, ranks: Sequence[int], rank: int, device: torch.device, into: TrainState | None
+    state: TrainState,
+    *,
+    ranks: Sequence[int],
+    rank: int,
+    device: torch.device,
+    into: TrainState | None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[TrainState] | None:
-    """Collect the states of several ranks in host memory of the first one, point to point through the default group.
+    """Collect the states of several ranks in host memory of the first one, point to point.
 
     Args:
         state: this rank's state.
@@ -99,14 +105,15 @@ def gather_states(
         rank: this rank.
         device: the device that the backend sends from.
         into: an old state whose memory may be reused.
+        group: None for the default group.
 
     Returns:
         The states in the order of ``ranks`` on the first of them, None on the others.
     """
     if rank != ranks[0]:
-        send_state(state, to=ranks[0], device=device)
+        send_state(state, to=ranks[0], device=device, group=group)
         return None
-    return [state, *(receive_state(sender, device=device, into=into) for sender in ranks[1:])]
+    return [state, *(receive_state(sender, device=device, into=into, group=group) for sender in ranks[1:])]
 
 
 def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:

@@ -37,6 +37,8 @@ def compile_in_place(module: nn.Module, train: TrainConfig) -> None:
     def inlined(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
+    # The compiler keeps what it has compiled, up to a limit, with the code object. So each module gets one of its own.
+    inlined.__code__ = inlined.__code__.replace()
     module.forward = torch.compile(inlined, mode="default" if train.compile is True else train.compile)
 
 

@@ -105,7 +105,7 @@ class JobData:
             data_parallel_size=mesh.data_parallel_size,
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
             grad_accumulation=config.train.grad_accumulation,
-            num_workers=config.data.num_workers,
+            num_workers=self._assignment.plan.loader_processes,
             pin_memory=self._device.type == "cuda",
             timeout_s=config.recovery.loader_timeout_s,
             weights=self.datasets.weights,
@@ -128,7 +128,7 @@ class JobData:
             batch_size=self._strategy.eval_batch_size,
             data_parallel_size=mesh.data_parallel_size,
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
-            num_workers=config.data.num_workers,
+            num_workers=self._assignment.plan.loader_processes,
             pin_memory=self._device.type == "cuda",
             timeout_s=config.recovery.loader_timeout_s,
             read=self._strategy.reads_data,
@@ -174,11 +174,10 @@ class JobData:
 
     def _reader_at(self, samples_consumed: int) -> StreamReader:
         """Return the reader of the training set, a stream, at the next sample of the run."""
-        config = self._assignment.config
         if self._reader is None or not self._reader.reaches(samples_consumed):
             dataset = self.datasets.train if self._reader is None else self._job.dataset("train")
             # Each loader process prefetches two batches.
-            self._reader = StreamReader(dataset, recent=2 * config.data.num_workers + 4)
+            self._reader = StreamReader(dataset, recent=2 * self._assignment.plan.loader_processes + 4)
             if self._mark is not None:
                 self._reader.add_bookmark(self._mark)
         if self._strategy.reads_data and (count := self._reader.go_to_mark(samples_consumed)):

@@ -52,6 +52,7 @@ def test_digits_at_defaults(run: Callable[..., Any]) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(600)
 def test_a_compiled_pipeline_has_equal_losses_and_continues_without_the_compiler(run: Callable[..., Any]) -> None:
     words = ("strategy=pipeline", "job.depth=3", "train.log_every=1", "train.eval_every=0")
     compiled = run(*words, "train.steps=8", "train.compile=true")

@@ -84,6 +84,27 @@ def test_a_strategy_for_cpus_leaves_the_gpus_unused_unless_they_are_demanded(str
     assert error.endswith("; set cluster.device=cpu, or use strategy=ddp")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "words", "processes"),
+    [
+        (LAPTOP, [], 0),
+        (UNEVEN, [], 1),
+        (UNEVEN, ["cluster.device=cpu"], 0),
+        (UNEVEN, ["data.num_workers=3"], 3),
+        (LAPTOP, ["data.num_workers=3"], 3),
+        ((Node(node_id="a", name="big", cpus=64, gpus=4),), [], 8),
+        ((Node(node_id="a", name="poor", cpus=1, gpus=4),), ["cluster.cpus_per_worker=0.1"], 0),
+    ],
+)
+def test_auto_takes_loader_processes_from_the_cores_per_gpu(
+    nodes: tuple[Node, ...], words: list[str], processes: int
+) -> None:
+    plan = plan_of(nodes, *words)
+    assert plan.loader_processes == processes
+    noted = f"data.num_workers=auto: {processes} data-loading processes per worker"
+    assert (noted in plan.notes) == (processes > 0 and not any(word.startswith("data.") for word in words))
+
+
 def test_ranks_count_up_in_data_parallel_order() -> None:
     plan = plan_of(UNEVEN)
     assert [w.global_rank for w in plan.workers] == [w.dp_rank for w in plan.workers] == [0, 1, 2, 3, 4]

@@ -37,7 +37,14 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state, broadcast_tensors, gather_states, receive_state, send_state
+from orchestrator.state.transport import (
+    CPU,
+    broadcast_state,
+    broadcast_tensors,
+    gather_states,
+    receive_state,
+    send_state,
+)
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import example_batch
@@ -64,9 +71,16 @@ class PipelineConfig(PipelinedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class _Connected:
-    """What refers to the process group of one generation."""
+    """What refers to the process group of one generation.
+
+    Attributes:
+        pipeline: the ranks of this replica.
+        host: the same ranks with gloo, on GPUs, so that states in host memory need not pass through them; else None.
+        replicas: the ranks that have the same stages.
+    """
 
     pipeline: dist.ProcessGroup
+    host: dist.ProcessGroup | None
     replicas: dist.ProcessGroup
     sharing: Sharing
     chain: Chain
@@ -159,7 +173,7 @@ class Pipeline(OptimizerStep):
         super().attach()
         if self._copies is not None:
             ring = context.mesh.pipeline(context.dp_rank)
-            self._copies.attach(self._new_copies_group(), ring, rank=context.global_rank)
+            self._copies.attach(self._new_gloo_group(), ring, rank=context.global_rank)
         sharing = Sharing(
             self._shared,
             self.state_module().state_dict(keep_vars=True),
@@ -177,7 +191,8 @@ class Pipeline(OptimizerStep):
             precision=self.precision,
             measure=self._measure,
         )
-        self._connections = _Connected(pipeline=pipeline, replicas=replicas, sharing=sharing, chain=chain)
+        host = None if context.device.type == "cpu" else self._new_gloo_group()
+        self._connections = _Connected(pipeline=pipeline, host=host, replicas=replicas, sharing=sharing, chain=chain)
 
     def _build(self, builder: StageBuilder, cut: Cut) -> None:
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks)
@@ -210,12 +225,14 @@ class Pipeline(OptimizerStep):
         if context.dp_rank != 0:
             return None
         state = self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
+        host = self._connected.host
         states = gather_states(
             without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere),
             ranks=context.mesh.pipeline(0),
             rank=context.global_rank,
-            device=context.device,
+            device=context.device if host is None else CPU,
             into=into,
+            group=host,
         )
         return None if states is None else merge(states, order=self._names)
 
@@ -277,7 +294,7 @@ class Pipeline(OptimizerStep):
         self.load(state)
         return {name: state.meta[name] for name in ("step", "samples_consumed")}
 
-    def _new_copies_group(self) -> dist.ProcessGroup:
+    def _new_gloo_group(self) -> dist.ProcessGroup:
         """Return a gloo group of this rank's pipeline. Collective: every rank creates the groups of all pipelines."""
         mesh = self.context.mesh
         groups: list[dist.ProcessGroup] = [
