@@ -5,10 +5,10 @@ outcome after that, the driver would see a failure as a hang, and blame a rank t
 first, and a thread releases the groups: it destroys them if the generation has ended in order on this rank. Otherwise
 it aborts their communicators, which waits for nobody.
 
-With NCCL, the word of the driver comes before any abort, also on a rank that has failed itself: what an aborted rank
-sends and computes is garbage, so all ranks have to know first that the generation has ended: see
-``driver/abandonment.py``.
-The control thread then aborts the groups at once, because nothing else frees a rank that waits for a lost one.
+With NCCL, the word of the driver comes before any abort, also on a rank that has failed itself. What an aborted rank
+sends and computes is garbage, so all ranks have to know first that the generation has ended (see
+``driver/abandonment.py``). The control thread then aborts the groups at once, because nothing else frees a rank that
+waits for a lost one.
 """
 
 from __future__ import annotations
