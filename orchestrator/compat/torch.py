@@ -69,6 +69,7 @@ __all__ = [
     "parameter_of",
     "pytree",
     "release_ddp",
+    "restart_group_numbers",
     "set_ddp_timing",
     "setting_fake_data",
     "storage_key",
@@ -301,6 +302,15 @@ def abort_process_groups() -> Sequence[dist.ProcessGroup]:
     groups = list(distributed_c10d._world.pg_names)
     distributed_c10d._abort_process_group()
     return groups
+
+
+def restart_group_numbers() -> None:
+    """Number process groups from the beginning, as torch does after it has destroyed all of them.
+
+    A group that could not be formed has taken a number. The ranks that have tried would look for the others under
+    another name than new ones do.
+    """
+    distributed_c10d._world.group_count = 0
 
 
 def flight_record(backend: Literal["gloo", "nccl"]) -> str:

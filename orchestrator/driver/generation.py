@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 import ray
 import ray.exceptions
 
+from orchestrator.driver.abandonment import abandon
 from orchestrator.driver.calls import (
     NoAnswerError,
     cause_of_death,
@@ -124,6 +125,7 @@ class Generation:
         synchronous = registry.load(self._config.strategy.name).is_synchronous(self._config.strategy)
         self._hang_detector = HangDetector(self._config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
         self._oom_kills = kernel_oom_kills()
+        self._backend: Literal["gloo", "nccl"] = "nccl" if all(m.info.gpu_uuid for m in gang.members) else "gloo"
 
     def begin(
         self,
@@ -163,7 +165,7 @@ class Generation:
             self._record_as_idle(recoverable_steps, besides=0)
             self._record_error(members[0], e)
             return
-        backend: Literal["gloo", "nccl"] = "nccl" if all(m.info.gpu_uuid for m in members) else "gloo"
+        backend = self._backend
         if backend == "gloo" and self._plan.device == "cuda":
             why = members[0].info.gpu_error
             self._events.warn(f"no worker can use the GPU that Ray has given it ({why}); they train on CPUs with gloo")
@@ -218,8 +220,7 @@ class Generation:
                 abandoned, known_lost = True, len(self._lost_nodes)
                 settle_s = max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
                 give_up_at = time.monotonic() + settle_s
-                remaining = {m.global_rank for m in self._pending.values()}
-                self._gang.tell(Worker.abandon, self.number, self.unreachable(), ranks=remaining)
+                self._abandon()
             wait_until = next_round if give_up_at is None else min(next_round, give_up_at)
             timeout_s = max(0.0, wait_until - time.monotonic())
             ready = completed(self._pending, timeout_s, gather_s=GATHER_S if abandoned else 0.0)
@@ -229,6 +230,8 @@ class Generation:
                 give_up_at = time.monotonic() + settle_s
             if give_up_at is not None and time.monotonic() > give_up_at:
                 return
+            if not self._pending and self._failed() and not abandoned:
+                self._abandon()
             if self._pending and time.monotonic() < next_round:
                 continue
             ranks: Collection[int] | None = None  # the next in turn
@@ -298,6 +301,18 @@ class Generation:
         """
         check_ray()
         self._lease.check()
+
+    def _abandon(self) -> None:
+        """Tell the ranks that this generation has ended, because one of them has failed."""
+        abandon(
+            self._gang,
+            self.number,
+            self.unreachable(),
+            training={m.global_rank for m in self._pending.values()},
+            failed={rank for rank in self.returned if self.outcomes[rank].status == "failed"},
+            aborts=self._backend == "nccl",
+            check=self._check_driver,
+        )
 
     def _failed(self) -> bool:
         return any(o.status == "failed" for o in self.outcomes.values())

@@ -7,11 +7,12 @@ be made from garbage, and an event recorded after it would say that it is comple
 
 Therefore the host enqueues an update only after :class:`Confirmation`, and so an update is never made from garbage:
 
-1. A generation is marked as ended before anything is aborted (``Worker.abandon``), and only an abort makes garbage.
+1. Only an abort makes garbage, on any of the ranks that communicate. No rank aborts before all ranks have marked the
+   generation as ended (``driver/abandonment.py``).
 2. The host has seen the event completed and, after that, found the generation not marked. So everything before the
    event had completed before any abort: the gradients, their all-reduce, and the norm.
-3. Between the event and the next one, a step enqueues only work of this rank, namely the update itself and the next
-   forward and backward pass. The update therefore completes, whatever happens to collective operations behind it.
+3. Nothing that other ranks take part in is enqueued between the event and the update. The update therefore completes,
+   whatever happens to the collective operations of the next step.
 
 A rank that fails or is freed has thus made exactly the updates of the steps that it counts as completed: the exception
 comes before the update of the next step, or after that step is counted. What else an interrupted step has changed is

@@ -136,9 +136,13 @@ class Worker:
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int, unreachable: tuple[str, ...]) -> None:
         """End ``generation``, and shut down connections to the ``unreachable`` IP addresses of lost nodes."""
-        self.gate.abandon(generation)  # before the abort, after which numbers on the device are garbage
+        self.gate.abandon(generation)
         if unreachable:
             connections.shut_down(unreachable)
+
+    @ray.method(concurrency_group="control")
+    def abort(self, generation: int) -> None:
+        """Abort what waits in the process groups of ``generation``, which all ranks know to have ended."""
         self.teardown.abort(generation)
 
     @ray.method(concurrency_group="control")

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from orchestrator.compat.torch import abort_process_groups
+from orchestrator.compat.torch import abort_process_groups, restart_group_numbers
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control import PeersMissingError, StepGate
 from orchestrator.worker.process import interfaces
@@ -105,14 +105,18 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDS))
     interfaces.choose(LOOPBACK if assignment.store_host == LOOPBACK else node_ip)
-    dist.init_process_group(
-        assignment.backend,
-        store=_store_of_generation(store, assignment),
-        rank=assignment.global_rank,
-        world_size=assignment.plan.world_size,
-        timeout=timedelta(seconds=assignment.config.cluster.collective_timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    try:
+        dist.init_process_group(
+            assignment.backend,
+            store=_store_of_generation(store, assignment),
+            rank=assignment.global_rank,
+            world_size=assignment.plan.world_size,
+            timeout=timedelta(seconds=assignment.config.cluster.collective_timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except BaseException:
+        restart_group_numbers()
+        raise
 
 
 def leave() -> None:

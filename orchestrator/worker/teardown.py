@@ -5,10 +5,10 @@ outcome after that, the driver would see a failure as a hang, and blame a rank t
 first, and a thread releases the groups: it destroys them if the generation has ended in order on this rank. Otherwise
 it aborts their communicators, which waits for nobody.
 
-The control thread aborts the groups as well, when the driver ends a generation: with NCCL, nothing else frees a rank
-that waits for a lost one. What that rank computes from then on is garbage. The driver's word is noted first (see
-:class:`~orchestrator.worker.control.StepGate`), so that :meth:`StepGate.check` after reading a number from the device
-tells whether the number can be used.
+With NCCL, the word of the driver comes before any abort, also on a rank that has failed itself. What an aborted rank
+sends and computes is garbage, so all ranks have to know first that the generation has ended (see
+``driver/abandonment.py``). The control thread then aborts the groups at once, because nothing else frees a rank that
+waits for a lost one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from orchestrator.worker import rendezvous
 
 RELEASE_TIMEOUT_S = 30.0
+WORD_TIMEOUT_S = 10.0
+"""How long a rank that has failed waits for the driver before it aborts its groups."""
 
 
 class ReleaseError(RuntimeError):
@@ -39,6 +41,7 @@ class Teardown:
         self._lock = threading.Lock()
         self._generation = 0
         self._frees_waits = False
+        self._word = threading.Event()
         self._aborted: Sequence[dist.ProcessGroup] | None = None
         self._thread: threading.Thread | None = None
 
@@ -63,6 +66,7 @@ class Teardown:
         self._thread = None
         with self._lock:
             self._generation, self._frees_waits, self._aborted = generation, backend == "nccl", None
+            self._word.clear()
 
     def abort(self, generation: int) -> None:
         """Abort the groups of ``generation`` or an earlier one, if nothing else would free a rank that waits in them.
@@ -77,6 +81,7 @@ class Teardown:
                     self._aborted = rendezvous.abort()
                 except Exception:
                     traceback.print_exc()
+                self._word.set()
 
     def start(self, close: Callable[[], None], *, clean: bool) -> None:
         """Release the groups on a thread of its own. Errors are only printed.
@@ -91,6 +96,8 @@ class Teardown:
     def _release(self, close: Callable[[], None], clean: bool) -> None:
         # First, because the groups must not be destroyed by what refers to them: see `abort_process_groups`.
         _attempt(close)
+        if self._frees_waits and not clean:
+            self._word.wait(WORD_TIMEOUT_S)
         with self._lock:
             _attempt(rendezvous.leave if clean else rendezvous.abort)
             if self._aborted is not None:

@@ -18,6 +18,7 @@ from helpers.training import CPU
 from orchestrator.compat.torch import flight_record
 from orchestrator.policy.flight import awaited
 from orchestrator.protocol.flight import Enqueued, enqueued_in
+from orchestrator.protocol.messages import Assignment
 from orchestrator.worker import rendezvous
 from orchestrator.worker.control import AbandonedError, PeersMissingError, StepGate
 from orchestrator.worker.teardown import Teardown
@@ -62,16 +63,20 @@ def test_missing_ranks_are_named(gang, store):
         assert "cluster.rendezvous_timeout_s" in answer.value
 
 
-def slow_to_build(rank: int, port: int, build_s: float, limit_s: float) -> str | None:
-    """Rank 1 takes longer to build its model than the collective timeout allows."""
-    orders = assignment(rank=rank, world_size=2, generation=1, store_port=port, run_dir="")
+def impatient(orders: Assignment, *, build_max_s: float, collective_timeout_s: float) -> Assignment:
     config = orders.config
     config = replace(
         config,
-        cluster=replace(config.cluster, collective_timeout_s=1),
-        recovery=replace(config.recovery, build_max_s=limit_s, hang_min_s=0.1, hang_max_s=0.1),
+        cluster=replace(config.cluster, collective_timeout_s=collective_timeout_s),
+        recovery=replace(config.recovery, build_max_s=build_max_s, hang_min_s=0.1, hang_max_s=0.1),
     )
-    orders = replace(orders, environment=replace(orders.environment, config=config))
+    return replace(orders, environment=replace(orders.environment, config=config))
+
+
+def slow_to_build(rank: int, port: int, build_s: float, limit_s: float) -> str | None:
+    """Rank 1 takes longer to build its model than the collective timeout allows."""
+    orders = assignment(rank=rank, world_size=2, generation=1, store_port=port, run_dir="")
+    orders = impatient(orders, build_max_s=limit_s, collective_timeout_s=1)
     gate = StepGate(timeout_s=5)
     store = rendezvous.join(orders, store=None)
     rendezvous.connect(orders, store, node_ip=HOST, device=CPU)
@@ -196,6 +201,27 @@ def test_the_record_of_each_rank_tells_who_has_not_enqueued_the_last_operation(g
     ranks = {rank: answer.value for rank, answer in enumerate(answers)}
     assert [ranks[rank].last["0"] for rank in range(3)] == [2, 1, 2], answers[0].trace
     assert awaited(ranks) == (1, "operation 2 of group 0 (gloo:all_reduce)")
+
+
+def after_a_failed_attempt(rank: int, port: int) -> float:
+    """Rank 0 has tried to connect to one that was lost; rank 1 is new. They have to agree on the name of the group."""
+    if rank == 0:
+        orders = assignment(rank=0, world_size=2, generation=1, store_port=port, run_dir="")
+        orders = impatient(orders, build_max_s=20, collective_timeout_s=0.5)
+        store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+        with pytest.raises(RuntimeError):
+            rendezvous.connect(orders, store, node_ip=HOST, device=CPU)
+        assert not dist.is_initialized()
+    kept = join(rank, 2, 2, port)
+    total = sum_of_ranks()
+    rendezvous.leave()
+    del kept
+    return total
+
+
+def test_a_group_can_be_formed_after_a_failed_attempt(gang, store):
+    answers = gang.ask(after_a_failed_attempt, store.port, world_size=2, grouped=False, timeout_s=SOON_S)
+    assert [a.value for a in answers] == [1.0, 1.0], answers[0].trace
 
 
 def with_own_store(rank: int, port: int) -> float:

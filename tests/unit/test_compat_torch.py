@@ -134,6 +134,13 @@ def test_all_groups_are_aborted_together() -> None:
     assert not dist.is_initialized()
 
 
+def test_group_numbers_begin_again() -> None:
+    world = dist.distributed_c10d._world
+    world.group_count = 3
+    compat.restart_group_numbers()
+    assert world.group_count == 0
+
+
 @pytest.mark.usefixtures("process_group")
 def test_the_flight_record_has_what_was_enqueued() -> None:
     before_ns = time.time_ns()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ from helpers.cases import Case, assignment
 from helpers.faulty_jobs import OUT_OF_MEMORY
 from helpers.quick_jobs import digits
 from orchestrator.worker import failures
-from orchestrator.worker.actor import Worker, _close, _recoverable_steps
-from orchestrator.worker.control import AbandonedError, StepGate
+from orchestrator.worker.actor import _close, _recoverable_steps
+from orchestrator.worker.control import AbandonedError
 from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.metrics import NonFiniteError
 from orchestrator.worker.teardown import ReleaseError, Teardown
@@ -99,19 +100,20 @@ def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: st
     assert not teardown.has_aborted
 
 
-def test_the_generation_is_marked_as_ended_before_its_groups_are_aborted() -> None:
-    """Otherwise a number read in between would be taken for valid."""
-    gate = StepGate(timeout_s=1)
-    aborted: list[int] = []
-
-    def abort(generation: int) -> None:
-        with pytest.raises(AbandonedError):
-            gate.check(generation)
-        aborted.append(generation)
-
-    worker: Any = SimpleNamespace(gate=gate, teardown=SimpleNamespace(abort=abort))
-    Worker.abandon(worker, 3, ())
-    assert aborted == [3]
+@pytest.mark.usefixtures("group")
+def test_with_nccl_a_rank_that_has_failed_aborts_at_the_word_of_the_driver() -> None:
+    """Until then, the others may take its garbage for gradients."""
+    teardown = Teardown(timeout_s=5)
+    teardown.begin(2, backend="nccl")
+    closed = threading.Event()
+    teardown.start(closed.set, clean=False)
+    assert closed.wait(5)
+    teardown.abort(1)
+    time.sleep(0.2)
+    assert dist.is_initialized()
+    teardown.abort(2)
+    teardown.begin(3, backend="nccl")
+    assert not dist.is_initialized()
 
 
 CONNECTION = dist.DistBackendError("NCCL communicator was aborted")
