@@ -1,6 +1,6 @@
 """Upload to MLflow what it lacks of a run: ``orchestrator sync <run directory> [--uri URI]``.
 
-Exit codes: 0 everything is uploaded; 1 the server cannot be reached; 2 wrong arguments.
+Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or the model is missing; 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, val
 
 _DEFAULT_REQUEST_TIMEOUT_S = 10.0
 _DESCRIPTION = """\
-Upload to MLflow what it lacks of a run: points, final status, artifacts. It may be repeated; no point is stored twice.
+Upload to MLflow what it lacks of a run: points, final status, artifacts, the final model. It may be repeated; no point
+is stored twice.
 """
-_EXIT_CODES = "Exit codes: 0 everything is uploaded; 1 the server cannot be reached; 2 wrong arguments."
+_EXIT_CODES = """\
+Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or the model is missing; 2 wrong arguments.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,30 +65,44 @@ def main(run_dir: RunDir, folder: Path) -> None:
 
 def _export_run(run_dir: RunDir, folder: Path) -> Facts:
     spec = recorded_job(run_dir.config_file)
-    errors: list[str] = []
-    job = load_job(spec, errors)
-    dataset = None if job is None else job.dataset("train")
-    facts = Facts(dataset=None if job is None else dataset_facts(spec, dataset))
+    facts, tensors = _weights(run_dir, folder)
+    try:
+        job = _job(spec)
+        dataset = job.dataset("train")
+        facts = replace(facts, dataset=dataset_facts(spec, dataset))
+        if tensors is not None:
+            _export(job, dataset, tensors, folder)
+    except Exception as e:  # of any type: the code of the job
+        problem = str(e) if isinstance(e, NotExportedError) else f"{type(e).__name__}: {e}"
+        facts = replace(facts, problem=facts.problem or problem)
+        if tensors is not None:
+            (folder / "README.md").write_text(_readme(spec, problem=problem))
+    return facts
+
+
+def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, dict[str, Tensor] | None]:
+    """Copy the weights of the newest checkpoint; returns them, or None and why there are none."""
     newest = next(reversed(checkpoint.list_checkpoints(run_dir.checkpoints)), None)
     if newest is None:
-        return replace(facts, problem="there is no checkpoint on the machine of the driver")
+        return Facts(problem="there is no checkpoint on the machine of the driver"), None
     manifest = checkpoint.read_manifest(newest)
     name = checkpoint.FILES[0]
-    entry = manifest["files"][name]
-    if entry["bytes"] > MAX_BYTES:
+    size = manifest["files"][name]["bytes"]
+    if size > MAX_BYTES:
         limit = f"the limit is {MAX_BYTES / 1e9:.1f} GB"
-        return replace(facts, problem=f"{newest.name}/{name} has {entry['bytes'] / 1e9:.1f} GB, {limit}")
-    facts = replace(facts, step=int(manifest["step"]))
-    weights = folder / "model.safetensors"
-    shutil.copyfile(newest / name, weights)
-    try:
-        if job is None:
-            raise NotExportedError(" ".join(errors))
-        _export(job, dataset, tensor_file.read(weights, entry[checkpoint.HASH], entry["bytes"]), folder)
-    except NotExportedError as e:
-        (folder / "README.md").write_text(_readme(spec, problem=str(e)))
-        return replace(facts, problem=str(e))
-    return facts
+        return Facts(problem=f"{newest.name}/{name} has {size / 1e9:.1f} GB, {limit}"), None
+    copy = folder / "model.safetensors"
+    shutil.copyfile(newest / name, copy)
+    tensors = tensor_file.read(copy, manifest["files"][name][checkpoint.HASH], size)
+    return Facts(step=int(manifest["step"])), tensors
+
+
+def _job(spec: JobSpec) -> Job:
+    errors: list[str] = []
+    job = load_job(spec, errors)
+    if job is None:
+        raise NotExportedError(" ".join(errors))
+    return job
 
 
 def _export(job: Job, dataset: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -10,7 +10,8 @@ a server that does not answer ends its own upload only.
 
 stdin: a JSON line (:class:`FollowerOptions`) for each run directory, then nothing; its end means that the driver
 finished or died.
-stdout: the process id on one line; the stream ends with the process.
+stdout: the process id on one line; the stream ends when everything is uploaded, or with the process. The final model,
+whose export takes seconds, follows after that.
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ def keep(page: Page, name: str) -> None:
     """Save a screenshot with few colors for the documentation, if these are to be renewed."""
     if SCREENSHOTS is not None:
         image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-        image.quantize(128, dither=Image.Dither.NONE).save(Path(SCREENSHOTS) / name, optimize=True)
+        image.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            Path(SCREENSHOTS) / name, optimize=True
+        )
 
 
 def link_of(run: RunDir) -> str:
