@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from orchestrator.compat.pipelining import computations
-from orchestrator.config.build import ConfigError, build, collect_errors
+from orchestrator.config.build import ConfigError, build
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
 from orchestrator.driver.decision import Decision, NotMeasuredError
@@ -76,7 +76,7 @@ class Chooser:
             ConfigError: no strategy can train the job here; nothing else was started.
         """
         began = time.monotonic()
-        contenders = self._predicted()
+        contenders = self._predicted(self.contenders())
         planned = time.monotonic()
         options = self._options
         while measure and (index := next_to_measure(contenders, options.measured)) is not None:
@@ -94,13 +94,16 @@ class Chooser:
             measuring_s=time.monotonic() - planned,
         )
 
-    def _predicted(self) -> list[Contender]:
-        """Return all contenders, with their predictions or with the reasons why they were refused."""
-        num_workers = self._plan.world_size
-        contenders = [
+    def contenders(self) -> list[Contender]:
+        """Plan all proposals; those that cannot be are refused."""
+        options = self._options
+        return [
             self._planned(overrides)
-            for overrides in proposals(num_workers, self._options.candidates, self._options.schedules)
+            for overrides in proposals(self._plan.world_size, options.candidates, options.schedules)
         ]
+
+    def _predicted(self, contenders: list[Contender]) -> list[Contender]:
+        """Return the contenders with their predictions, for which the job is measured unless it has been before."""
         if has_training_step(self._job) or all(c.refused for c in contenders):
             return contenders
         profile = self._profile()
@@ -128,10 +131,14 @@ class Chooser:
         if composed is not None:
             config = replace(self._config, strategy=composed.strategy, name=self._config.run_name)
             rules = registry.load(composed.strategy.name)
-            with collect_errors(errors):
+            try:
                 plan = make_plan(config, rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
                 notes = rules.check(config, self._job, plan, errors)
                 self._plans[overrides] = (config, replace(plan, notes=(*plan.notes, *notes)))
+            except ConfigError as e:
+                errors += e.errors
+            except Exception as e:  # whatever the model raises, another strategy may be able to train it
+                errors.append(f"{type(e).__name__}: {e}")
         return Contender(overrides=overrides, refused="; ".join(errors))
 
     def _with_prediction(self, contender: Contender, profile: Profile) -> Contender:

@@ -12,6 +12,7 @@ from helpers.cases import Case, config_of, plan_of
 from helpers.step_toys import GAN
 from jobs.digits import Digits
 from jobs.gpt import GPT
+from jobs.names import Names
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import with_strategy
 from orchestrator.driver.auto import Chooser, without_validation
@@ -45,6 +46,12 @@ def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions(
     assert all("Job.training_step" in c.refused for c in found.contenders if c.refused)
     assert not any(c.prediction for c in found.contenders)
     assert found.plan.strategy == "single"
+
+
+def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_cut_it() -> None:
+    """The lengths of its packed sequences are values, which fake and random tensors do not have."""
+    contenders = chooser(Names(), "strategy.candidates=[pipeline]", "strategy.schedules=[1F1B]").contenders()
+    assert all("Length of all samples" in c.refused for c in contenders)
 
 
 def test_if_every_candidate_is_refused_all_reasons_are_told() -> None:
