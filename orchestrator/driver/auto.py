@@ -20,6 +20,7 @@ import torch
 from orchestrator.compat.pipelining import computations
 from orchestrator.config.build import ConfigError, build
 from orchestrator.config.compose import compose
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.decision import Decision, NotMeasuredError
 from orchestrator.driver.preflight.params import plain_fields
@@ -55,9 +56,27 @@ class Chooser:
     """Chooses the strategy of one run."""
 
     def __init__(
-        self, config: Config, job: Job, plan: Plan, nodes: tuple[Node, ...], run: QuietRun, *, oversubscribe_cpus: bool
+        self,
+        config: Config,
+        job: Job,
+        plan: Plan,
+        nodes: tuple[Node, ...],
+        run: QuietRun,
+        *,
+        redactor: Redactor,
+        oversubscribe_cpus: bool,
     ):
-        """``plan`` is that of the run which measures the job, on as many workers as the strategy may use."""
+        """Prepare a choice.
+
+        Args:
+            config: the configuration of the run, with ``strategy=auto``.
+            job: the job.
+            plan: that of the run which measures the job, on as many workers as the strategy may use.
+            nodes: the nodes of the cluster.
+            run: executes the runs that measure.
+            redactor: masks secrets in the reasons of refusals.
+            oversubscribe_cpus: see :func:`make_plan`.
+        """
         assert isinstance(config.strategy, AutoConfig)
         self._config = config
         self._options = config.strategy
@@ -65,6 +84,7 @@ class Chooser:
         self._plan = plan
         self._nodes = nodes
         self._run = run
+        self._redactor = redactor
         self._oversubscribe_cpus = oversubscribe_cpus
         self._plans: dict[tuple[str, ...], tuple[Config, Plan]] = {}
 
@@ -139,12 +159,12 @@ class Chooser:
                 errors += e.errors
             except Exception as e:  # whatever the model raises, another strategy may be able to train it
                 errors.append(f"{type(e).__name__}: {e}")
-        return Contender(overrides=overrides, refused="; ".join(errors))
+        return Contender(overrides=overrides, refused=self._redactor.text("; ".join(errors)))
 
     def _with_prediction(self, contender: Contender, profile: Profile) -> Contender:
         _, plan = self._plans[contender.overrides]
         if plan.pipeline is not None and (why := profile.division(plan.pipeline.num_stages).refused):
-            return replace(contender, refused=why)
+            return replace(contender, refused=self._redactor.text(why))
         prediction = predict(profile, plan, _orders)
         error = memory_error(profile, plan, prediction, num_nodes=len(self._nodes))
         return replace(contender, prediction=prediction, refused=error or "")

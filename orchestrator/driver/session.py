@@ -299,7 +299,15 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: St
         return _run(brief, Sizes((plan,), plan), stop, sweep=None, started_at=time.time(), console=console)
 
     embedded = cluster.target_address(candidate.config.cluster) is None
-    return Chooser(candidate.config, candidate.job, plan, nodes, run, oversubscribe_cpus=embedded)
+    return Chooser(
+        candidate.config,
+        candidate.job,
+        plan,
+        nodes,
+        run,
+        redactor=candidate.redactor,
+        oversubscribe_cpus=embedded,
+    )
 
 
 def _chosen(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> tuple[Candidate, Sizes]:

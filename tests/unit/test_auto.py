@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from jobs.gpt import GPT
 from jobs.names import Names
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import with_strategy
+from orchestrator.config.redact import Redactor
 from orchestrator.driver.auto import Chooser, without_validation
 from orchestrator.driver.decision import Decision, chosen_before
 from orchestrator.job import Job, has_training_step
@@ -24,6 +25,7 @@ from orchestrator.strategies import registry
 from orchestrator.tuning.choose import Contender
 from orchestrator.tuning.predict import Prediction
 
+SECRET = "correct-horse"
 HERE = Node(node_id="here", name="here", cpus=8, gpus=0)
 
 
@@ -36,7 +38,9 @@ def chooser(job: Job, *overrides: str) -> Chooser:
     composed, _ = compose(["strategy=auto", "strategy.num_workers=2", *overrides], errors, registry.config_class)
     assert composed is not None, errors
     config = config_of(Case(job=job), 1, strategy=composed.strategy)
-    return Chooser(config, job, plan_of(config), (HERE,), nothing_runs, oversubscribe_cpus=True)
+    redactor = Redactor()
+    redactor.learn({"password": SECRET})
+    return Chooser(config, job, plan_of(config), (HERE,), nothing_runs, redactor=redactor, oversubscribe_cpus=True)
 
 
 def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions() -> None:
@@ -52,6 +56,18 @@ def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_c
     """The lengths of its packed sequences are values, which fake and random tensors do not have."""
     contenders = chooser(Names(), "strategy.candidates=[pipeline]", "strategy.schedules=[1F1B]").contenders()
     assert all("Length of all samples" in c.refused for c in contenders)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talkative(Digits):
+    def model(self) -> NoReturn:
+        raise RuntimeError(f"cannot log in with {SECRET}")
+
+
+def test_a_refusal_tells_no_secret() -> None:
+    (refused, *_) = chooser(Talkative(), "strategy.candidates=[pipeline]").contenders()
+    assert "cannot log in with" in refused.refused
+    assert SECRET not in refused.refused
 
 
 def test_if_every_candidate_is_refused_all_reasons_are_told() -> None:
