@@ -21,6 +21,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
+from orchestrator.display.text import count
 from orchestrator.driver import cluster
 from orchestrator.driver.decision import Decision, NotMeasuredError, chosen_before
 from orchestrator.driver.ending import RunEnding
@@ -294,6 +295,8 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: St
         given = pickle_job(job, job, errors)
         if given is None:
             raise ConfigError(errors)
+        what = "the job" if show_failure else f"strategy={plan.strategy}"
+        print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
         brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
         return _run(brief, Sizes((plan,), plan), stop, sweep=None, started_at=time.time(), console=console)

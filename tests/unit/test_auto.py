@@ -18,8 +18,10 @@ from orchestrator.config.overrides import with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.auto import Chooser, without_validation
 from orchestrator.driver.decision import Decision, chosen_before
+from orchestrator.driver.event_stream import FailureSink
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node
+from orchestrator.protocol.events import Event, RunEnded, Warned
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.tuning.choose import Contender
@@ -86,6 +88,25 @@ def test_a_brief_run_has_the_job_without_its_evaluations() -> None:
     assert type(brief).forward is Job.forward
     assert not has_training_step(brief)
     assert (brief, type(brief).__name__) == (replace(brief), "GPT")
+
+
+def test_a_run_that_measures_shows_only_why_it_failed_and_offers_no_resume() -> None:
+    shown: list[Event] = []
+
+    class Shown:
+        def emit(self, event: Event) -> None:
+            shown.append(event)
+
+        def close(self) -> None:
+            pass
+
+    sink = FailureSink(Shown())
+    sink.emit(Warned(message="slow"))
+    for status in ("FINISHED", "FAILED"):
+        sink.emit(RunEnded(status=status, exit_code=0, reason="", summary={}, next_commands=("resume it",)))
+    (ended,) = shown
+    assert isinstance(ended, RunEnded)
+    assert (ended.status, ended.next_commands) == ("FAILED", ())
 
 
 def test_the_strategy_of_a_command_is_exchanged() -> None:
