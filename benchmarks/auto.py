@@ -23,13 +23,13 @@ JOBS: dict[str, Sequence[str]] = {
     "digits": ("job=digits", "job.hidden=1024"),
     "gpt": ("job=gpt", "train.global_batch_size=32"),
     "gpt, larger": ("job=gpt", "job.layers=6", "job.width=256", "train.global_batch_size=16"),
-    "resnet50": ("job=resnet50", "train.global_batch_size=16"),
+    "resnet50": ("job=resnet50", "train.global_batch_size=16", "strategy.measured_steps=8"),
     "unbalanced": ("job._target_=auto_jobs.Unbalanced",),
     "tiny layers": ("job._target_=auto_jobs.TinyLayers",),
     "mostly embedding": ("job._target_=auto_jobs.MostlyEmbedding",),
 }
 MEASURED_BY_AUTO = 2
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)

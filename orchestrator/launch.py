@@ -91,16 +91,11 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
 
 
 def _sweep(overrides: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:
-    from orchestrator.driver.session import check_all, run_all
+    from orchestrator.driver.session import check_all, run_sweep
     from orchestrator.driver.sweep import open_sweep
 
     sweep, remaining = open_sweep(overrides, runs, redactor)
-    candidates = check_all(remaining, redactor, sweep=sweep)
-    try:
-        run_all(candidates, owns_process=True, sweep=sweep)
-    finally:
-        sweep.end()
-    return sweep.exit_code
+    return run_sweep(check_all(remaining, redactor, sweep=sweep), sweep)
 
 
 def _number_of_restarts(option: str, options: Sequence[str]) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.display.text import count, duration, first_line, number, rate
+from orchestrator.protocol.metrics import summary_value
 
 _DEVICES = {"cuda": "GPU worker", "cpu": "CPU worker"}
 _RESULTS = {"final_loss": "loss", "val_loss": "validation loss", "val_accuracy": "validation accuracy"}
@@ -41,7 +41,7 @@ def _outcome(record: Mapping[str, Any], summary: Mapping[str, Any], status: str)
     shards = mesh.get("num_shards", 0)
     where = count(workers, noun) + (f" and {count(shards, 'shard')} of the parameters" if shards else "")
     what = f"Job **{record.get('job')}** with strategy **{record.get('strategy')}** on {where}"
-    steps = _value(summary, "steps")
+    steps = summary_value(summary, "steps")
     length = "" if steps is None else f" {'' if status == 'FINISHED' else 'after '}{count(int(steps), 'step')}"
     started, ended = record.get("started"), record.get("ended")
     took = f" in {duration(ended - started)}" if started and ended else ""
@@ -49,7 +49,7 @@ def _outcome(record: Mapping[str, Any], summary: Mapping[str, Any], status: str)
 
 
 def _speed(summary: Mapping[str, Any]) -> list[str]:
-    samples_per_s, step_ms = _value(summary, "samples_per_s"), _value(summary, "step_ms_p50")
+    samples_per_s, step_ms = summary_value(summary, "samples_per_s"), summary_value(summary, "step_ms_p50")
     if samples_per_s is None:
         return []
     median = "" if step_ms is None else f", {step_ms:.3g} ms a step (median)"
@@ -57,7 +57,11 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _results(summary: Mapping[str, Any]) -> list[str]:
-    found = [f"{name} {number(value)}" for key, name in _RESULTS.items() if (value := _value(summary, key)) is not None]
+    found = [
+        f"{name} {number(value)}"
+        for key, name in _RESULTS.items()
+        if (value := summary_value(summary, key)) is not None
+    ]
     return [f"Final {', '.join(found)}."] if found else []
 
 
@@ -65,23 +69,18 @@ def _limits(summary: Mapping[str, Any]) -> list[str]:
     sentences = []
     if limit := str(summary.get("limit") or ""):
         sentences.append(f"{limit[0].upper()}{limit[1:]}.")
-    bubble, theory = _value(summary, "bubble_pct"), _value(summary, "bubble_theory_pct")
+    bubble, theory = summary_value(summary, "bubble_pct"), summary_value(summary, "bubble_theory_pct")
     if bubble is not None and theory is not None:
         sentences.append(f"Pipeline bubble: {bubble:.0f}%, in theory {theory:.0f}%.")
-    if (startup := _value(summary, "startup_s")) is not None:
+    if (startup := summary_value(summary, "startup_s")) is not None:
         sentences.append(f"Start-up: {duration(startup)}.")
     return sentences
 
 
 def _recovery(summary: Mapping[str, Any]) -> list[str]:
-    if not (restarts := int(_value(summary, "restarts") or 0)):
+    if not (restarts := int(summary_value(summary, "restarts") or 0)):
         return []
     times = ", ".join(f"{seconds:.1f}" for seconds in summary.get("recovery_s") or ())
     took = f" in {times} s" if times else ""
-    lost = int(_value(summary, "steps_lost") or 0)
+    lost = int(summary_value(summary, "steps_lost") or 0)
     return [f"Recovered {count(restarts, 'time')}{took}; {count(lost, 'step')} lost."]
-
-
-def _value(summary: Mapping[str, Any], key: str) -> float | None:
-    value = summary.get(key)
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from orchestrator.compat.pipelining import computations
-from orchestrator.config.build import ConfigError, build, collect_errors
+from orchestrator.config.build import ConfigError, build
 from orchestrator.config.compose import compose
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.decision import Decision, NotMeasuredError
 from orchestrator.driver.preflight.params import plain_fields
@@ -55,9 +56,27 @@ class Chooser:
     """Chooses the strategy of one run."""
 
     def __init__(
-        self, config: Config, job: Job, plan: Plan, nodes: tuple[Node, ...], run: QuietRun, *, oversubscribe_cpus: bool
+        self,
+        config: Config,
+        job: Job,
+        plan: Plan,
+        nodes: tuple[Node, ...],
+        run: QuietRun,
+        *,
+        redactor: Redactor,
+        oversubscribe_cpus: bool,
     ):
-        """``plan`` is that of the run which measures the job, on as many workers as the strategy may use."""
+        """Prepare a choice.
+
+        Args:
+            config: the configuration of the run, with ``strategy=auto``.
+            job: the job.
+            plan: that of the run which measures the job, on as many workers as the strategy may use.
+            nodes: the nodes of the cluster.
+            run: executes the runs that measure.
+            redactor: masks secrets in the reasons of refusals.
+            oversubscribe_cpus: see :func:`make_plan`.
+        """
         assert isinstance(config.strategy, AutoConfig)
         self._config = config
         self._options = config.strategy
@@ -65,6 +84,7 @@ class Chooser:
         self._plan = plan
         self._nodes = nodes
         self._run = run
+        self._redactor = redactor
         self._oversubscribe_cpus = oversubscribe_cpus
         self._plans: dict[tuple[str, ...], tuple[Config, Plan]] = {}
 
@@ -76,7 +96,7 @@ class Chooser:
             ConfigError: no strategy can train the job here; nothing else was started.
         """
         began = time.monotonic()
-        contenders = self._predicted()
+        contenders = self._predicted(self.contenders())
         planned = time.monotonic()
         options = self._options
         while measure and (index := next_to_measure(contenders, options.measured)) is not None:
@@ -94,13 +114,16 @@ class Chooser:
             measuring_s=time.monotonic() - planned,
         )
 
-    def _predicted(self) -> list[Contender]:
-        """Return all contenders, with their predictions or with the reasons why they were refused."""
-        num_workers = self._plan.world_size
-        contenders = [
+    def contenders(self) -> list[Contender]:
+        """Plan all proposals; those that cannot be are refused."""
+        options = self._options
+        return [
             self._planned(overrides)
-            for overrides in proposals(num_workers, self._options.candidates, self._options.schedules)
+            for overrides in proposals(self._plan.world_size, options.candidates, options.schedules)
         ]
+
+    def _predicted(self, contenders: list[Contender]) -> list[Contender]:
+        """Return the contenders with their predictions, for which the job is measured unless it has been before."""
         if has_training_step(self._job) or all(c.refused for c in contenders):
             return contenders
         profile = self._profile()
@@ -128,16 +151,20 @@ class Chooser:
         if composed is not None:
             config = replace(self._config, strategy=composed.strategy, name=self._config.run_name)
             rules = registry.load(composed.strategy.name)
-            with collect_errors(errors):
+            try:
                 plan = make_plan(config, rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
                 notes = rules.check(config, self._job, plan, errors)
                 self._plans[overrides] = (config, replace(plan, notes=(*plan.notes, *notes)))
-        return Contender(overrides=overrides, refused="; ".join(errors))
+            except ConfigError as e:
+                errors += e.errors
+            except Exception as e:  # whatever the model raises, another strategy may be able to train it
+                errors.append(f"{type(e).__name__}: {e}")
+        return Contender(overrides=overrides, refused=self._redactor.text("; ".join(errors)))
 
     def _with_prediction(self, contender: Contender, profile: Profile) -> Contender:
         _, plan = self._plans[contender.overrides]
         if plan.pipeline is not None and (why := profile.division(plan.pipeline.num_stages).refused):
-            return replace(contender, refused=why)
+            return replace(contender, refused=self._redactor.text(why))
         prediction = predict(profile, plan, _orders)
         error = memory_error(profile, plan, prediction, num_nodes=len(self._nodes))
         return replace(contender, prediction=prediction, refused=error or "")

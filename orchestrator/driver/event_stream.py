@@ -54,16 +54,19 @@ class RedactingSink:
 
 
 class FailureSink:
-    """Passes on only why a run failed."""
+    """Passes on only why a run failed, for a run that nobody asked for and that cannot be resumed."""
 
     def __init__(self, sink: Sink | None):
         self._sink = sink
 
     def emit(self, event: Event) -> None:
         """Show ``event`` if it is a failure."""
-        failed = isinstance(event, WorkerFailed) or (isinstance(event, RunEnded) and event.status != "FINISHED")
-        if failed and self._sink is not None:
+        if self._sink is None:
+            return
+        if isinstance(event, WorkerFailed):
             self._sink.emit(event)
+        elif isinstance(event, RunEnded) and event.status != "FINISHED":
+            self._sink.emit(replace(event, next_commands=()))
 
     def close(self) -> None:
         """Close the console."""

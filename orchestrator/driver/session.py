@@ -21,6 +21,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
+from orchestrator.display.text import count
 from orchestrator.driver import cluster
 from orchestrator.driver.decision import Decision, NotMeasuredError, chosen_before
 from orchestrator.driver.ending import RunEnding
@@ -283,9 +284,26 @@ def run_all(
             results += [] if result is None else [result]
             if result is not None and result.status == "KILLED":
                 break
-    if sweep is not None and results:
-        report_sweep(RunDir(results[-1].run_dir), candidates[0].config.tracking, tuple(candidates[0].redactor.secrets))
     return results
+
+
+def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
+    """Execute the runs of a sweep, compare them at the end, and upload the comparison. Raises like :func:`run_all`.
+
+    Returns:
+        The largest exit code of the runs.
+    """
+    results: list[RunResult] = []
+    try:
+        results = run_all(candidates, owns_process=True, sweep=sweep)
+    finally:
+        sweep.end()
+    if results:
+        first, last = candidates[0], results[-1]
+        report_sweep(RunDir(last.run_dir), first.config.tracking, tuple(first.redactor.secrets))
+        if page := last.summary.get("mlflow_page"):
+            sweep.say(f"charts: {page}")
+    return sweep.exit_code
 
 
 def _print_plans(
@@ -317,12 +335,22 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: St
         given = pickle_job(job, job, errors)
         if given is None:
             raise ConfigError(errors)
+        what = "the job" if show_failure else f"strategy={plan.strategy}"
+        print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
         brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
         return _run(brief, Sizes((plan,), plan), stop, sweep=None, started_at=time.time(), console=console)
 
     embedded = cluster.target_address(candidate.config.cluster) is None
-    return Chooser(candidate.config, candidate.job, plan, nodes, run, oversubscribe_cpus=embedded)
+    return Chooser(
+        candidate.config,
+        candidate.job,
+        plan,
+        nodes,
+        run,
+        redactor=candidate.redactor,
+        oversubscribe_cpus=embedded,
+    )
 
 
 def _chosen(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> tuple[Candidate, Sizes]:

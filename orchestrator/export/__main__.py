@@ -80,7 +80,7 @@ def _export_run(run_dir: RunDir, folder: Path) -> Facts:
     return facts
 
 
-def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, dict[str, Tensor] | None]:
+def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor] | None]:
     """Copy the weights of the newest checkpoint; returns them, or None and why there are none."""
     newest = next(reversed(checkpoint.list_checkpoints(run_dir.checkpoints)), None)
     if newest is None:

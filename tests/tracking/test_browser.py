@@ -62,7 +62,7 @@ def uploaded(server_port: int, tmp_path_factory: pytest.TempPathFactory) -> Uplo
     runs = recorded_sweep(tmp_path_factory.mktemp("sweep"), server)
     by_speed = sorted(runs, key=lambda run: run.read_record()["summary"]["samples_per_s"], reverse=True)
     fastest = by_speed[0]
-    folder = fastest.path.parent / "sweeps" / fastest.read_record()["sweep"]["id"]
+    folder = fastest.path.parents[1] / "sweeps" / fastest.read_record()["sweep"]["id"]
     folder.mkdir(parents=True)
     (folder / "report.md").write_text(REPORT)
     weights = Digits().model().state_dict()

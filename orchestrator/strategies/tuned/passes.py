@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from orchestrator.job import Job
-from orchestrator.model.batch import split_batch, tensors_in, to_device
+from orchestrator.model.batch import tensors_in, to_device
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.precision import Precision
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.datasets import is_stream
+from orchestrator.strategies.datasets import example_batch, is_stream
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
@@ -44,8 +44,11 @@ def slice_rows(context: Context) -> int:
 
 
 def layer_rows(context: Context) -> int:
-    """Return the samples with which layers are measured: those of a micro-batch of a pipeline over all ranks."""
-    return max(1, slice_rows(context) // (2 * context.mesh.world_size))
+    """Return the samples with which layers are measured: those of a micro-batch of a pipeline over all ranks.
+
+    One sample would be too few for BatchNorm.
+    """
+    return max(2, slice_rows(context) // (2 * context.mesh.world_size))
 
 
 def data_cost(job: Job, train_set: Any, rows: int) -> Affine:
@@ -60,25 +63,25 @@ def divisions(job: Job, train_set: Any, context: Context, stage_counts: Sequence
     if type(job).forward is not Job.forward:
         reason = "the job overrides Job.forward, which needs the whole model on a worker"
         return tuple(Division(num_stages=n, layers=(), refused=reason) for n in stage_counts)
-    batch = to_device(_batch(job, train_set, layer_rows(context)), context.device)
+    batch = to_device(example_batch(job, train_set, layer_rows(context)), context.device)
     measured: dict[tuple[str, ...], tuple[LayerProfile, ...]] = {}
     found = []
     for num_stages in stage_counts:
         try:
             builder = _outline(job, batch, context, num_stages)
-        except ValueError as e:
-            found.append(Division(num_stages=num_stages, layers=(), refused=str(e)))
+            names = tuple(builder.sequence.names)
+            if names not in measured:
+                measured[names] = _layer_profiles(builder, layer_rows(context))
+        except Exception as e:  # whatever the model raises, the other strategies can still train it
+            found.append(Division(num_stages=num_stages, layers=(), refused=f"{type(e).__name__}: {e}"))
             continue
-        names = tuple(builder.sequence.names)
-        if names not in measured:
-            measured[names] = _layer_profiles(builder, layer_rows(context))
         found.append(Division(num_stages=num_stages, layers=measured[names], refused=""))
     return tuple(found)
 
 
-def _outline(job: Job, batch: Any, context: Context, num_stages: int) -> StageBuilder:
+def _outline(job: Job, batch: tuple[Any, Any], context: Context, num_stages: int) -> StageBuilder:
     precision = Precision.named(context.train.precision, context.device.type)
-    inputs, target = split_batch(batch)
+    inputs, target = batch
     return StageBuilder.outline(
         job,
         inputs,
@@ -182,8 +185,15 @@ def whole_model_cost(
             mean_over(world_size, 0.0, control)  # a barrier
             step_ms = update_ms = 0.0
             if context.global_rank < busy:
-                step_ms, update_ms = medians_ms([functools.partial(step, rows), strategy.optimizer.step], device)
+                try:
+                    step_ms, update_ms = medians_ms([functools.partial(step, rows), strategy.optimizer.step], device)
+                except Exception:
+                    if rows == sizes[-1]:
+                        raise
+                    step_ms = math.nan  # the batch may be too small for the model, as one sample is for BatchNorm
             step_ms, update_ms = mean_over(busy, step_ms, control), mean_over(busy, update_ms, control)
+            if math.isnan(step_ms):
+                continue
             pass_ms = max(0.0, step_ms - update_ms)
             costs.append(PassCost(threads=threads, busy=busy, rows=rows, pass_ms=pass_ms, update_ms=update_ms))
             if pass_ms > LONGEST_PASS_MS and rows > sizes[0]:

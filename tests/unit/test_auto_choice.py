@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,17 +12,22 @@ from helpers.cases import Case, config_of, plan_of
 from helpers.step_toys import GAN
 from jobs.digits import Digits
 from jobs.gpt import GPT
+from jobs.names import Names
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import with_strategy
+from orchestrator.config.redact import Redactor
 from orchestrator.driver.auto import Chooser, without_validation
 from orchestrator.driver.decision import Decision, chosen_before
+from orchestrator.driver.event_stream import FailureSink
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node
+from orchestrator.protocol.events import Event, RunEnded, Warned
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.tuning.choose import Contender
 from orchestrator.tuning.predict import Prediction
 
+SECRET = "correct-horse"
 HERE = Node(node_id="here", name="here", cpus=8, gpus=0)
 
 
@@ -35,7 +40,9 @@ def chooser(job: Job, *overrides: str) -> Chooser:
     composed, _ = compose(["strategy=auto", "strategy.num_workers=2", *overrides], errors, registry.config_class)
     assert composed is not None, errors
     config = config_of(Case(job=job), 1, strategy=composed.strategy)
-    return Chooser(config, job, plan_of(config), (HERE,), nothing_runs, oversubscribe_cpus=True)
+    redactor = Redactor()
+    redactor.learn({"password": SECRET})
+    return Chooser(config, job, plan_of(config), (HERE,), nothing_runs, redactor=redactor, oversubscribe_cpus=True)
 
 
 def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions() -> None:
@@ -45,6 +52,24 @@ def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions(
     assert all("Job.training_step" in c.refused for c in found.contenders if c.refused)
     assert not any(c.prediction for c in found.contenders)
     assert found.plan.strategy == "single"
+
+
+def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_cut_it() -> None:
+    """The lengths of its packed sequences are values, which fake and random tensors do not have."""
+    contenders = chooser(Names(), "strategy.candidates=[pipeline]", "strategy.schedules=[1F1B]").contenders()
+    assert all("Length of all samples" in c.refused for c in contenders)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talkative(Digits):
+    def model(self) -> NoReturn:
+        raise RuntimeError(f"cannot log in with {SECRET}")
+
+
+def test_a_refusal_tells_no_secret() -> None:
+    (refused, *_) = chooser(Talkative(), "strategy.candidates=[pipeline]").contenders()
+    assert "cannot log in with" in refused.refused
+    assert SECRET not in refused.refused
 
 
 def test_if_every_candidate_is_refused_all_reasons_are_told() -> None:
@@ -63,6 +88,25 @@ def test_a_brief_run_has_the_job_without_its_evaluations() -> None:
     assert type(brief).forward is Job.forward
     assert not has_training_step(brief)
     assert (brief, type(brief).__name__) == (replace(brief), "GPT")
+
+
+def test_a_run_that_measures_shows_only_why_it_failed_and_offers_no_resume() -> None:
+    shown: list[Event] = []
+
+    class Shown:
+        def emit(self, event: Event) -> None:
+            shown.append(event)
+
+        def close(self) -> None:
+            pass
+
+    sink = FailureSink(Shown())
+    sink.emit(Warned(message="slow"))
+    for status in ("FINISHED", "FAILED"):
+        sink.emit(RunEnded(status=status, exit_code=0, reason="", summary={}, next_commands=("resume it",)))
+    (ended,) = shown
+    assert isinstance(ended, RunEnded)
+    assert (ended.status, ended.next_commands) == ("FAILED", ())
 
 
 def test_the_strategy_of_a_command_is_exchanged() -> None:

@@ -1,0 +1,80 @@
+"""What ``strategy=auto`` measures on its workers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from helpers.cases import TRAIN
+from helpers.gang import Gang
+from helpers.normed_job import Normed
+from jobs.names import Names
+from orchestrator.config.build import build
+from orchestrator.tuning.profile import Profile
+
+
+def measured(rank: int, job: Any, world_size: int, batch: int) -> Any:
+    """The profile as a checkpoint has it; None on all ranks but the first."""
+    import dataclasses
+
+    import torch
+
+    from orchestrator.planning.mesh import Mesh
+    from orchestrator.strategies.base import Context
+    from orchestrator.strategies.tuned.auto import PROFILE_KEY, Auto, AutoConfig
+
+    options = AutoConfig(
+        name="auto",
+        num_workers=world_size,
+        candidates=(),
+        schedules=("1F1B",),
+        measured=0,
+        measured_steps=1,
+        profile="fresh",
+    )
+    auto = Auto(
+        Context(
+            mesh=Mesh(data_parallel_size=world_size),
+            global_rank=rank,
+            device=torch.device("cpu"),
+            seed=0,
+            train=dataclasses.replace(TRAIN, global_batch_size=batch),
+            options=options,
+        ),
+        job,
+    )
+    auto.setup(job.dataset("train"))
+    auto.attach()
+    for _ in range(3):
+        auto.train_step([], want_grad_norm=False, want_metrics=False)
+    state = auto.capture(step=3, samples_consumed=3 * batch, into=None)
+    auto.close()
+    return None if state is None else json.dumps(state.meta[PROFILE_KEY])
+
+
+def profile_of(texts: list[Any]) -> Profile:
+    errors: list[str] = []
+    profile = build(Profile, json.loads(texts[0]), "", errors)
+    assert profile is not None, errors
+    assert not any(texts[1:])
+    return profile
+
+
+def test_two_workers_measure_passes_alone_and_at_once_but_no_batch_too_small_for_the_model(gang: Gang) -> None:
+    """BatchNorm refuses to train with one sample."""
+    profile = profile_of(gang.run(measured, Normed(), 2, 8, world_size=2))
+    assert {(c.busy, c.rows) for c in profile.passes} == {(busy, rows) for busy in (1, 2) for rows in (2, 4, 8)}
+    assert all(c.pass_ms + c.update_ms > 0 for c in profile.passes)
+    (division,) = profile.divisions
+    assert division.num_stages == 2
+    assert sum(layer.parameter_bytes for layer in division.layers) == profile.parameter_bytes
+    assert profile.gradient_bytes == profile.parameter_bytes
+    assert [group.workers for group in profile.groups] == [2]
+    assert min(profile.ddp_ms, profile.action_ms, profile.base_ms, profile.data.at(8)) > 0
+
+
+def test_one_worker_measures_a_model_that_cannot_be_cut(gang: Gang) -> None:
+    profile = profile_of(gang.run(measured, Names(width=8), 1, 8, world_size=1))
+    assert profile.passes
+    assert not profile.groups
+    assert profile.optimizer_bytes > 1, "Adam keeps two averages of each parameter"
