@@ -78,9 +78,9 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
     from orchestrator.config.compose import preset_sweep
     from orchestrator.config.overrides import expand_sweep, values
 
-    preset = preset_sweep(overrides)
-    if preset and not sweep:
-        raise ConfigError([f"experiment={values(overrides)['experiment']}: a sweep of several runs; add -m"])
+    preset, given = preset_sweep(overrides), values(overrides)
+    if not sweep and preset.keys() - given.keys():
+        raise ConfigError([f"experiment={given['experiment']}: a sweep of several runs; add -m"])
     runs = expand_sweep(overrides, preset) if sweep else [list(overrides)]
     if len(runs) > 1:
         return _sweep(overrides, runs, redactor)

@@ -166,9 +166,11 @@ class Sweep:
         return [read_run(found[number].path) for number in sorted(found)]
 
     def _progress(self, number: int) -> str:
-        text = f"\nrun {number} of {len(self.runs)}: {self._run_name(number)}"
+        before, total = self._numbers.index(number), len(self._numbers)
+        done = len(self.finished) + before
+        text = f"\nrun {done + 1} of {len(self.finished) + total}: {self._run_name(number)}"
         if self._seconds:
-            remaining = len(self._numbers) - self._numbers.index(number)
+            remaining = total - before
             text += f"; about {duration(statistics.fmean(self._seconds) * remaining, whole=True)} left"
         return text
 

@@ -74,6 +74,10 @@ def test_runs_that_do_not_fit_are_left_out_where_the_sweep_says_so(
     output = capsys.readouterr()
     assert "left out: strategy=ddp: train.global_batch_size=1: fewer than one sample" in output.out
     assert "plan: digits-single" in output.out
+    assert launch.main(["experiment=compare", "plan=true"]) == 2
+    assert "experiment=compare: a sweep of several runs; add -m" in capsys.readouterr().err
+    # One run of it, as the command that continues this run has it.
+    assert launch.main(["experiment=compare", "strategy=single", "sweep.unfit=skip", "plan=true"]) == 0
     assert launch.main(["-m", "experiment=compare", "train.steps=0"]) == 2
     assert "train.steps=0" in capsys.readouterr().err
 
