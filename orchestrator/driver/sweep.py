@@ -72,6 +72,7 @@ class Sweep:
     _numbers: list[int] = field(default_factory=list)
     _seconds: list[float] = field(default_factory=list)
     _unfinished: list[int] = field(default_factory=list)
+    _left_out: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -93,7 +94,9 @@ class Sweep:
             return False
         self.errors += errors
         name = self._run_name(self._number(overrides))
-        self.say(f"left out: {name}: {errors[0].removeprefix(f'{name}: ')}")
+        line = f"left out: {name}: {errors[0].removeprefix(f'{name}: ')}"
+        self._left_out.append(line)
+        self.say(line)
         return True
 
     def begin(self, planned: Sequence[Sequence[str]]) -> None:
@@ -152,7 +155,8 @@ class Sweep:
         comparison, directory = Comparison(runs), self.directory
         title = f"Sweep {self.name}"
         self.say("\n".join(["", title, table(comparison), *verdict(comparison)]))
-        directory.report.write_text(markdown(comparison.grouped, title=title))
+        left_out = "".join(f"- {self.redactor.text(line)}\n" for line in self._left_out)
+        directory.report.write_text(markdown(comparison.grouped, title=title) + left_out)
         draw(comparison, directory.picture)
         write_page(comparison, directory.page, title=title)
         directory.upload(directory.report, directory.picture, directory.page)

@@ -116,7 +116,12 @@ def test_runs_are_left_out_only_if_the_sweep_says_so(tmp_path: Path, capsys: pyt
     sweep, runs = opened(tmp_path, "sweep.unfit=skip")
     assert sweep.leaves_out(runs[0], ["x=1: wrong"])
     assert sweep.errors == ["x=1: wrong"]
-    assert "left out: strategy=single: x=1: wrong" in capsys.readouterr().out
+    line = "left out: strategy=single: x=1: wrong"
+    assert line in capsys.readouterr().out
+    sweep.begin(runs[1:])
+    execute(sweep, 2)
+    sweep.end()
+    assert f"- {line}\n" in sweep.directory.report.read_text()
 
 
 def test_equal_runs_are_refused(tmp_path: Path) -> None:
