@@ -44,9 +44,8 @@ from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import process_started_at
-from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader, recover_orphans, report_sweep
+from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 if TYPE_CHECKING:
     from orchestrator.driver.auto import Chooser
@@ -275,7 +274,7 @@ def run_all(
         resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
         recover_orphans(output_dir(candidates[0].config), resumed=resumed)
         if sweep is not None:
-            sweep.begin([candidate.overrides for candidate, _ in planned])
+            sweep.begin([candidate.overrides for candidate, _ in planned], candidates[0].config.tracking)
         for candidate, sizes in planned:
             run = functools.partial(_choose_and_run, candidate, sizes, nodes, stop, started_at=started_at)
             result = run(sweep=None) if sweep is None else sweep.run(candidate.overrides, run)
@@ -283,8 +282,6 @@ def run_all(
             results += [] if result is None else [result]
             if result is not None and result.status == "KILLED":
                 break
-    if sweep is not None and results:
-        report_sweep(RunDir(results[-1].run_dir), candidates[0].config.tracking, tuple(candidates[0].redactor.secrets))
     return results
 
 

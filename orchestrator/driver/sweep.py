@@ -17,6 +17,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import masked, values
 from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.comparison import CompareError, Run, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_page import write_page
@@ -32,6 +33,7 @@ from orchestrator.records.sweep_dir import SweepDir, all_sweeps, runs_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.storage.remote import StorageError
 from orchestrator.strategies import registry
+from orchestrator.tracking.uploader import report_sweep
 
 NOT_STARTED = 2
 """The exit code of a run whose configuration or directory is wrong."""
@@ -73,6 +75,8 @@ class Sweep:
     _seconds: list[float] = field(default_factory=list)
     _unfinished: list[int] = field(default_factory=list)
     _left_out: list[str] = field(default_factory=list)
+    _tracking: TrackingConfig | None = None
+    _last: RunDir | None = None
 
     @property
     def name(self) -> str:
@@ -99,8 +103,14 @@ class Sweep:
         self.say(line)
         return True
 
-    def begin(self, planned: Sequence[Sequence[str]]) -> None:
-        """Record the sweep before its first run. ``planned``: the overrides of the runs to execute, in order."""
+    def begin(self, planned: Sequence[Sequence[str]], tracking: TrackingConfig) -> None:
+        """Record the sweep before its first run.
+
+        Args:
+            planned: the overrides of the runs to execute, in order.
+            tracking: where the report of the sweep is uploaded.
+        """
+        self._tracking = tracking
         self._numbers = [self._number(overrides) for overrides in planned]
         self._unfinished = list(self._numbers)
         numbers = range(1, len(self.runs) + 1)
@@ -131,6 +141,7 @@ class Sweep:
             traceback.print_exc()
             self.exit_code = max(self.exit_code, FAILED)
             return None
+        self._last = RunDir(result.run_dir)
         self._seconds.append(time.monotonic() - began)
         self.exit_code = max(self.exit_code, result.exit_code)
         if result.status == "FINISHED":
@@ -160,6 +171,8 @@ class Sweep:
         draw(comparison, directory.picture)
         write_page(comparison, directory.page, title=title)
         directory.upload(directory.report, directory.picture, directory.page)
+        if self._last is not None and self._tracking is not None:
+            report_sweep(self._last, self._tracking, tuple(self.redactor.secrets))
         self.say(f"report: {directory.location_of(directory.page)}")
 
     def _runs(self) -> list[Run]:

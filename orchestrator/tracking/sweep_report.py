@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.sweep_dir import SweepDir
 
 TEXT = "report.md"
-FILES = (TEXT, "compare.png", "report.html")
 
 
 def find_report(run_dir: RunDir, sweep: Mapping[str, str]) -> list[Path]:
-    """Return the files of the report of the sweep that a run belongs to; empty if there is none.
-
-    The runs of a sweep may lie in directories of two days. The report is beside one of them.
-    """
-    folders = run_dir.path.parents[1].glob(f"*/sweeps/{sweep['id']}")
-    return [path for folder in folders for name in FILES if (path := folder / name).is_file()]
+    """Return the files of the report of the sweep that a run belongs to; empty if there is none."""
+    directory = SweepDir.of(OutputDir.containing(run_dir), sweep["id"])
+    return [file for file in (directory.report, directory.picture, directory.page) if file.is_file()]

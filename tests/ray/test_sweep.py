@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from helpers.runs import wait_for
 from orchestrator import compare, launch
 
 
@@ -29,13 +30,14 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
     assert {r["sweep"]["id"] for r in records} == {sweep.name}
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-1].startswith("charts: http://127.0.0.1:5000/#/experiments/")
+    assert "\ncharts: http://127.0.0.1:5000/#/experiments/" in printed
     assert "run 1 of 2: strategy=single\n" in printed
     assert re.search(r"run 2 of 2: strategy=ddp; about \d+s left\n", printed)
     assert re.search(r"fastest: \w+ x\d with .* samples/s", printed)
     assert "| strategy | workers | samples/s |" in (sweep / "report.md").read_text()
     assert (sweep / "compare.png").stat().st_size > 10_000
     assert (sweep / "report.html").stat().st_size > 10_000
+    wait_for(lambda: "mlflow.note.content" in client.get_run(own.info.run_id).data.tags, "the report in MLflow")
 
     assert compare.main(["--sweep", sweep.name[:8], "--no-picture"]) == 0
     table = capsys.readouterr().out

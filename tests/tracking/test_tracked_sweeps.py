@@ -45,7 +45,7 @@ def test_the_runs_are_no_children_and_the_sweep_ends_as_the_worst_of_them(tmp_pa
 def test_the_report_becomes_the_description_and_is_uploaded_when_it_changes(tmp_path, uri):
     sweep = {"id": uuid.uuid4().hex, "name": "single-or-ddp"}
     run_dir = ended_run(tmp_path, uri, sweep=sweep)
-    folder = run_dir.path.parent / "sweeps" / sweep["id"]
+    folder = run_dir.path.parents[1] / "sweeps" / sweep["id"]
     folder.mkdir(parents=True)
     assert sync.main([str(run_dir.path)]) == 0
     assert "mlflow.note.content" not in own_run(uri, sweep).data.tags

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.tracked_runs import tracking
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.result import RunResult
@@ -45,7 +46,7 @@ def test_a_resumed_sweep_skips_what_is_finished_and_continues_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, runs = opened(tmp_path)
-    first.begin(runs)
+    first.begin(runs, tracking(None))
     execute(first, 1)
     execute(first, 2, status="KILLED", checkpoint=True)
     first.end()
@@ -60,7 +61,7 @@ def test_a_resumed_sweep_skips_what_is_finished_and_continues_the_rest(
         ["strategy=ddp", f"output_dir={tmp_path}", f"resume='{stopped}'"],
         ["strategy=hogwild", f"output_dir={tmp_path}"],
     ]
-    second.begin(runs)
+    second.begin(runs, tracking(None))
     execute(second, 3)
     second.end()
     assert "run 3 of 3: strategy=hogwild" in capsys.readouterr().out
@@ -72,7 +73,7 @@ def test_a_resumed_sweep_skips_what_is_finished_and_continues_the_rest(
 
 def test_a_complete_sweep_and_one_of_other_runs_are_not_resumed(tmp_path: Path) -> None:
     first, runs = opened(tmp_path)
-    first.begin(runs)
+    first.begin(runs, tracking(None))
     for number in (1, 2, 3):
         execute(first, number)
     for strategies in (STRATEGIES, STRATEGIES[:2]):
@@ -84,7 +85,7 @@ def test_a_complete_sweep_and_one_of_other_runs_are_not_resumed(tmp_path: Path) 
 
 def test_runs_that_were_left_out_do_not_keep_a_sweep_unfinished(tmp_path: Path) -> None:
     first, runs = opened(tmp_path)
-    first.begin(runs[:2])
+    first.begin(runs[:2], tracking(None))
     for number in (1, 2):
         execute(first, number)
     assert opened(tmp_path, "resume=auto")[0].sweep_id != first.sweep_id
@@ -98,7 +99,7 @@ def test_an_error_ends_only_its_own_run(tmp_path: Path, capsys: pytest.CaptureFi
         raise ZeroDivisionError
 
     sweep, runs = opened(tmp_path)
-    sweep.begin(runs)
+    sweep.begin(runs, tracking(None))
     assert sweep.run(runs[0], broken) is None
     assert sweep.exit_code == 1
     assert sweep.run(runs[1], refused) is None
@@ -118,7 +119,7 @@ def test_runs_are_left_out_only_if_the_sweep_says_so(tmp_path: Path, capsys: pyt
     assert sweep.errors == ["x=1: wrong"]
     line = "left out: strategy=single: x=1: wrong"
     assert line in capsys.readouterr().out
-    sweep.begin(runs[1:])
+    sweep.begin(runs[1:], tracking(None))
     execute(sweep, 2)
     sweep.end()
     assert f"- {line}\n" in sweep.directory.report.read_text()
@@ -131,6 +132,6 @@ def test_equal_runs_are_refused(tmp_path: Path) -> None:
 
 def test_secrets_are_in_no_record(tmp_path: Path) -> None:
     sweep, runs = opened(tmp_path, "job.api_token=hush-hush-1234")
-    sweep.begin(runs)
+    sweep.begin(runs, tracking(None))
     assert "hush" not in "".join(path.read_text() for path in sweep.directory.path.iterdir())
     assert "job.api_token=hush-hush-1234" in runs[0]
