@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from helpers.runs import wait_for
 from orchestrator import compare, launch
 
 
@@ -36,6 +37,7 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     assert "| strategy | workers | samples/s |" in (sweep / "report.md").read_text()
     assert (sweep / "compare.png").stat().st_size > 10_000
     assert (sweep / "report.html").stat().st_size > 10_000
+    wait_for(lambda: "mlflow.note.content" in client.get_run(own.info.run_id).data.tags, "the report in MLflow")
 
     assert compare.main(["--sweep", sweep.name[:8], "--no-picture"]) == 0
     table = capsys.readouterr().out

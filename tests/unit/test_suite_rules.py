@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,11 @@ def test_only_helpers_are_imported_by_other_modules(path: Path) -> None:
         )
     }
     assert not imported & others, "move what several modules share to tests/helpers"
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    names = Counter(path.name for path in MODULES if path.name.startswith("test_"))
+    assert [name for name, number in names.items() if number > 1] == [], "pytest cannot collect two files of one name"
 
 
 def test_the_guarantees_name_tests_that_exist() -> None:
