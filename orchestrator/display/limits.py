@@ -67,6 +67,10 @@ class _Settings:
     def on_gpus(self) -> bool:
         return self._plan.get("device") == "cuda"
 
+    @property
+    def loader_processes(self) -> int:
+        return int(self._plan.get("loader_processes", 0))
+
     def get(self, key: str) -> Any:
         return self._params.get(key)
 
@@ -90,7 +94,7 @@ class _Settings:
 
 def _losses(summary: Mapping[str, Any], settings: _Settings) -> Iterator[_Loss]:
     if (pct := summary_value(summary, "data_wait_pct")) is not None:
-        loaders = settings.get("data.num_workers") or 0
+        loaders = settings.loader_processes
         wait_ms = pct / 100 * (summary_value(summary, "step_ms_p50") or math.inf)
         loaders_help = loaders > 0 or wait_ms >= _HANDOVER_MS
         yield _Loss(

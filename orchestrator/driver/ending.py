@@ -125,10 +125,12 @@ class RunEnding:
 
     def _limit(self, result: RunResult) -> dict[str, str]:
         """What limited the speed of the run, for the summary."""
-        with contextlib.suppress(OSError, ValueError):  # a damaged record has been reported
+        try:
             text = what_limited(result.summary, self.run_dir.read_record())
-            return {} if text is None else {"limit": text}
-        return {}
+        except Exception as e:  # missing advice is no reason to fail a run
+            self.console.emit(Warned(message=f"what limited the speed is unknown: {type(e).__name__}: {e}"))
+            return {}
+        return {} if text is None else {"limit": text}
 
     def _next_commands(self, result: RunResult, *, missing_points: int) -> tuple[str, ...]:
         commands = [] if result.status == "FINISHED" else [self.resume_command]

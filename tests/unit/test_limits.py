@@ -11,13 +11,20 @@ from orchestrator.display.limits import larger_microbatches, what_limited
 FAST = {"samples_per_s": 4000.0, "data_wait_pct": 1.0}
 
 
-def record(strategy: str, *, device: str = "cpu", microbatches: int | None = None, **params: Any) -> dict[str, Any]:
+def record(
+    strategy: str, *, device: str = "cpu", microbatches: int | None = None, loaders: int = 0, **params: Any
+) -> dict[str, Any]:
     """The part of run.json with the settings; ``params`` with ``__`` for the dot of a key."""
     given = {"train.global_batch_size": 64, "train.grad_accumulation": 1, "strategy.name": strategy}
     pipeline = None if microbatches is None else {"num_microbatches": microbatches}
     return {
         "params": given | {key.replace("__", "."): value for key, value in params.items()},
-        "plan": {"device": device, "pipeline": pipeline, "mesh": {"data_parallel_size": 1}},
+        "plan": {
+            "device": device,
+            "pipeline": pipeline,
+            "mesh": {"data_parallel_size": 1},
+            "loader_processes": loaders,
+        },
     }
 
 
@@ -26,12 +33,12 @@ def record(strategy: str, *, device: str = "cpu", microbatches: int | None = Non
     [
         (
             {"data_wait_pct": 35.2, "comm_pct": 12.0},
-            record("ddp", data__num_workers=2),
+            record("ddp", loaders=2),
             "limited by waiting for samples, 35% of a step; try data.num_workers=4",
         ),
         (
             {"data_wait_pct": 46.0, "step_ms_p50": 1.2},
-            record("single", data__num_workers=0),
+            record("single"),
             "limited by waiting for samples, 46% of a step; try train.global_batch_size=128",
         ),
         (

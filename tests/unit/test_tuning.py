@@ -82,6 +82,7 @@ def plan(
         devices_per_worker=1,
         one_node=False,
         threads_per_worker=1,
+        loader_processes=0,
         spares=0,
         workers=tuple(
             WorkerPlan(global_rank=r, dp_rank=mesh.dp_rank(r), pp_rank=mesh.pp_rank(r), samples_per_step=share)

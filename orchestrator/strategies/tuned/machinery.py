@@ -63,7 +63,14 @@ def machinery_cost(context: Context, control: dist.ProcessGroup) -> MachineryCos
     """Measure steps of a tiny model on all ranks; ``control`` is a group of them on the hosts. Collective."""
     n = context.mesh.world_size
     train = dataclasses.replace(
-        context.train, grad_accumulation=1, global_batch_size=4 * n, steps=STEPS, ema_decay=None, precision="fp32"
+        context.train,
+        grad_accumulation=1,
+        global_batch_size=4 * n,
+        steps=STEPS,
+        ema_decay=None,
+        precision="fp32",
+        compile=False,
+        activation_checkpointing="none",
     )
     tiny = dataclasses.replace(context, train=train, pipeline=None, peer_copy_every=0)
     ddp = DDPConfig(
