@@ -57,7 +57,8 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
     read = read_arguments(arguments, settings)
     with only_run(), unchanged():
         with quiet_imports():
-            from orchestrator.driver.session import check_all, run_all
+            from orchestrator.driver.candidates import check_all
+            from orchestrator.driver.session import run_all
         return next(iter(run_all(check_all([read.overrides], job=read.job))), None)
 
 

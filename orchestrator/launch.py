@@ -84,14 +84,16 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
     runs = expand_sweep(overrides, preset) if sweep else [list(overrides)]
     if len(runs) > 1:
         return _sweep(overrides, runs, redactor)
-    from orchestrator.driver.session import check_all, run_all
+    from orchestrator.driver.candidates import check_all
+    from orchestrator.driver.session import run_all
 
     results = run_all(check_all(runs, redactor), owns_process=True)
     return max((result.exit_code for result in results), default=0)
 
 
 def _sweep(overrides: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:
-    from orchestrator.driver.session import check_all, run_sweep
+    from orchestrator.driver.candidates import check_all
+    from orchestrator.driver.session import run_sweep
     from orchestrator.driver.sweep import open_sweep
 
     sweep, remaining = open_sweep(overrides, runs, redactor)

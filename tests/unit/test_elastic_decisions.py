@@ -7,7 +7,7 @@ import pytest
 from helpers.plans import LAPTOP, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
-from orchestrator.driver.session import check_all
+from orchestrator.driver.candidates import check_all
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from helpers.plans import LAPTOP, config_of
-from orchestrator.driver.session import check_all
+from orchestrator.driver.candidates import check_all
 from orchestrator.job import Job, Split
 from orchestrator.planning.plan import make_plan
 from orchestrator.strategies import registry

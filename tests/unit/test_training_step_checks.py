@@ -16,7 +16,7 @@ from helpers.toys import Toy
 from orchestrator.config.build import ConfigError
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
-from orchestrator.driver.session import Candidate, check_all
+from orchestrator.driver.candidates import Candidate, check_all
 from orchestrator.job import Job, has_loss
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.process import this_process
