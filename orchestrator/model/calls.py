@@ -31,7 +31,7 @@ def first_modules(
             pieces too; None for no limit.
 
     Raises:
-        ValueError: a module in ``split`` cannot begin a piece.
+        ValueError: a module in ``split`` cannot begin a piece, or the forward pass fails with random values.
     """
     calls: list[str] = []
     with whole.mode, fake_calls(whole) as real_calls:
@@ -47,6 +47,13 @@ def first_modules(
         ]
         try:
             whole.model(map_tensors(whole.fake_like, inputs))
+        except ValueError:
+            raise
+        except Exception as e:
+            raise ValueError(
+                f"{type(whole.model).__name__}: its forward() fails with random values in place of a batch "
+                f"({type(e).__name__}: {' '.join(str(e).split())[:200]}), so it cannot be cut into stages"
+            ) from e
         finally:
             for hook in hooks:
                 hook.remove()

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from helpers.plans import LAPTOP, config_of
+from orchestrator.config.build import ConfigError
 from orchestrator.driver.candidates import check_all
 from orchestrator.job import Job, Split
 from orchestrator.planning.plan import make_plan
@@ -211,3 +212,11 @@ def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:
     (candidate,) = check_all([words])
     assert candidate.sizes is not None
     assert any(note.startswith("BatchNorm (0.1, 1.1 and 2 more)") for note in candidate.sizes.initial.notes)
+
+
+def test_a_model_that_needs_the_values_of_its_batch_is_refused(tmp_path: Path) -> None:
+    words = ["strategy=pipeline", "job=names", "cluster=local", "tracking=none", f"output_dir={tmp_path}"]
+    with pytest.raises(ConfigError) as refused:
+        check_all([words])
+    (error,) = refused.value.errors
+    assert "Speller: its forward() fails with random values in place of a batch (RuntimeError: " in error
