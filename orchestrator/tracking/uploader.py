@@ -99,11 +99,16 @@ class Uploader:
         """
         if self._process is None:
             return _NOTHING_TO_UPLOAD
-        if self._has_ended(timeout_s=0.0):
-            self._restart()
+        deadline = time.monotonic() + timeout_s
         self._close_stdin()
-        if not self._has_ended(timeout_s):
-            self._kill()
+        while self._has_ended(max(0.0, deadline - time.monotonic())):
+            upload = self._result()
+            has_died = not upload.complete and upload.error is None
+            if not has_died or self._restarts == _MAX_RESTARTS:
+                return upload
+            self._restart()
+            self._close_stdin()
+        self._kill()
         return self._result()
 
     def leave(self) -> Upload:

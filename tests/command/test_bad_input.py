@@ -333,8 +333,8 @@ def test_a_run_that_is_still_alive(refused: Refused) -> None:
 
 def test_the_checkpoint_of_another_model_names_the_parameters(refused: Refused) -> None:
     run = an_earlier_run(Digits(hidden=8))
-    found = refused(f"resume='{run.path}'", "train.steps=3")
-    assert "train.steps=3: the run to resume already has 3 steps; raise it" in found
+    found = refused(f"resume='{run.path}'", "train.steps=2")
+    assert "train.steps=2: the run to resume already has 3 steps; raise it" in found
     assert f"resume={run.path}: of another model: " in found
     assert "hidden0.weight: [8, 64] in the checkpoint, [512, 64] in the model" in found
 
