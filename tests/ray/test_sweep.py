@@ -30,7 +30,8 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
     assert {r["sweep"]["id"] for r in records} == {sweep.name}
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-1].startswith("charts: http://127.0.0.1:5000/#/experiments/")
+    page = f"charts: http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=sweep-{sweep_id[:8]}"
+    assert printed.splitlines()[-1].startswith(page)
     assert "run 1 of 2: strategy=single\n" in printed
     assert re.search(r"run 2 of 2: strategy=ddp; about \d+s left\n", printed)
     assert re.search(r"fastest: \w+ x\d with .* samples/s", printed)

@@ -101,7 +101,7 @@ def link_of(run: RunDir) -> str:
 
 
 def test_the_link_of_a_run_shows_which_strategy_is_fastest(page: Page, uploaded: Uploaded) -> None:
-    page.resize(1500, 1080)
+    page.resize(1500, 1400)
     page.open(link_of(uploaded.runs[-1]))
     page.wait_for("document.querySelectorAll('.barlayer').length >= 3")
     page.wait_for("document.querySelector('.barlayer').querySelectorAll('.point').length == 4")
@@ -165,4 +165,3 @@ def test_the_page_of_the_sweep_has_the_report(page: Page, uploaded: Uploaded) ->
     page.open(f"{uploaded.server}/#/experiments/{experiment}/runs/{own.info.run_id}")
     page.wait_for("document.body.innerText.includes('is the fastest of 4 strategies')")
     assert page.evaluate("document.querySelectorAll('table td').length") >= 6, "Markdown became a table"
-    keep(page, "mlflow-sweep.png")

@@ -74,6 +74,7 @@ def test_names_of_secrets(key: str) -> None:
         *("special_tokens", "sort_key", "image_key", "public_key", "missing_keys", "key_padding", "secretary"),
         *("token_file", "password_file", "auth_mode", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "SSH_AUTH_SOCK"),
         *("credentials_path", "secret_name", "compass", "bypass", "authentic", "tokenized", "passengers", "opwd"),
+        "viewStateShareKey",
     ],
 )
 def test_names_that_only_look_like_secrets(key: str) -> None:
