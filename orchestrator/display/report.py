@@ -169,7 +169,9 @@ def verdict(
     if "limit" in ended.summary and ended.status == "FINISHED":
         lines.append(ended.summary["limit"])
     if "profile" in ended.summary:
-        lines.append(f"profile: {ended.summary['profile']} (open its files in https://ui.perfetto.dev)")
+        if parts := ended.summary.get("profiled"):
+            lines.append(f"profiled: {parts}")
+        lines.append(f"profile: {ended.summary['profile']} (open in https://ui.perfetto.dev)")
     if "samples" in ended.summary:
         lines.append(f"samples: {ended.summary['samples']}")
     lines += [f"next: {command}" for command in ended.next_commands]

@@ -13,6 +13,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
+from orchestrator.driver.profile_report import report_profile
 from orchestrator.driver.result import RESULT_LOST, RunResult
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
@@ -59,7 +60,7 @@ class RunEnding:
         )
         summary = {**result.summary, **self._write_timeline(result), **self._limit(result)}
         if run_dir.profile.is_dir():
-            summary["profile"] = run_dir.location_of(run_dir.profile)
+            summary |= self._profile()
         if run_dir.samples.is_dir():
             summary["samples"] = run_dir.location_of(run_dir.samples)
         self._describe(result, summary)
@@ -131,6 +132,14 @@ class RunEnding:
             self.console.emit(Warned(message=f"what limited the speed is unknown: {type(e).__name__}: {e}"))
             return {}
         return {} if text is None else {"limit": text}
+
+    def _profile(self) -> Mapping[str, str]:
+        """Merge the traces of the ranks; returns where they are and what they say, for the summary."""
+        try:
+            return report_profile(self.run_dir)
+        except Exception as e:  # the traces of the ranks are there
+            self.console.emit(Warned(message=f"the traces were not merged: {type(e).__name__}: {e}"))
+            return {"profile": self.run_dir.location_of(self.run_dir.profile)}
 
     def _next_commands(self, result: RunResult, *, missing_points: int) -> tuple[str, ...]:
         commands = [] if result.status == "FINISHED" else [self.resume_command]
