@@ -100,8 +100,8 @@ def clock_offset_us(one: Trace, other: Trace) -> float:
     for wanted in (_is_collective, _is_step):
         ends, other_ends = ([e["ts"] + e["dur"] for e in _events(trace, wanted)] for trace in (one, other))
         if ends and len(ends) == len(other_ends):
-            base_us: float = (other["baseTimeNanoseconds"] - one["baseTimeNanoseconds"]) / 1e3
-            return base_us + statistics.median(b - a for a, b in zip(ends, other_ends, strict=True))
+            base_us = (other["baseTimeNanoseconds"] - one["baseTimeNanoseconds"]) / 1e3
+            return float(base_us + statistics.median(b - a for a, b in zip(ends, other_ends, strict=True)))
     return 0.0
 
 
