@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from orchestrator.display.text import clean, writable
 from orchestrator.records.log_reader import LogLine, LogReader
-from orchestrator.records.output_dir import fetch, find_run, refresh
+from orchestrator.records.output_dir import fetch, look_up_run, refresh
 from orchestrator.records.run_dir import RunDir
 
 _POLL_S = 0.5
@@ -23,7 +23,11 @@ _POLL_REMOTE_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator logs", description="Show what the ranks of a run have written.")
-    parser.add_argument("run", help="a run directory, such as outputs/<date>/<time>-<name>, or its URL")
+    parser.add_argument(
+        "run",
+        help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last`",
+    )
+    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
     parser.add_argument("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; repeatable")
     parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines of each rank")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
@@ -37,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    run_dir = find_run(options.run)
+    run_dir = look_up_run(options.run, options.output_dir)
     if run_dir is None:
-        return _refuse(f"{options.run}: not a run directory (it has no run.json)")
+        return _refuse(f"{options.run}: no such run in {options.output_dir}; `orchestrator runs` lists them")
     reader = LogReader(run_dir, options.rank)
     _fetch_logs(run_dir)
     missing = sorted(set(options.rank) - set(reader.ranks()))

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from orchestrator.display.run_report import run_report
 from orchestrator.display.text import writable
-from orchestrator.records.output_dir import OutputDir, fetch, find_run
+from orchestrator.records.output_dir import fetch, look_up_run
 from orchestrator.records.run_dir import RunDir, state_of
-from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.storage.remote import StorageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
     options = parser.parse_args(argv)
     try:
-        run_dir = _find(options.run, OutputDir.of(options.output_dir))
+        run_dir = look_up_run(options.run, options.output_dir)
         if run_dir is None:
             return _refuse(f"{options.run}: no such run in {options.output_dir}; `orchestrator runs` lists them")
         fetch(run_dir)
@@ -41,17 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(run_dir: RunDir) -> str:
     return run_report(run_dir, run_dir.read_record(), state=state_of(run_dir), now=time.time())
-
-
-def _find(text: str, output: OutputDir) -> RunDir | None:
-    if text == "last":
-        return next(output.runs(), None)
-    if is_url(text) or find_run(text) is not None:
-        return find_run(text)
-    for run_dir in output.runs():
-        if text in (run_dir.path.name, "/".join(run_dir.path.parts[-2:])):
-            return run_dir
-    return None
 
 
 def _refuse(message: str) -> int:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from orchestrator.records.output_dir import find_run, refresh
+from orchestrator.records.output_dir import look_up_run, refresh
 from orchestrator.records.stop_request import request_stop
 
 _POLL_S = 0.5
@@ -23,15 +23,19 @@ Stop a run as SIGTERM to its driver would: it saves a checkpoint and can be resu
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator stop", description=_DESCRIPTION)
-    parser.add_argument("run", help="a run directory, such as outputs/<date>/<time>-<name>, or its URL")
+    parser.add_argument(
+        "run",
+        help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last`",
+    )
+    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
     parser.add_argument(
         "--wait", type=float, default=_DEFAULT_WAIT_S, metavar="S", help="seconds to wait for the end (default: 60)"
     )
     options = parser.parse_args(argv)
     try:
-        run_dir = find_run(options.run)
+        run_dir = look_up_run(options.run, options.output_dir)
         if run_dir is None:
-            return _refuse(f"{options.run}: not a run directory (it has no run.json)")
+            return _refuse(f"{options.run}: no such run in {options.output_dir}; `orchestrator runs` lists them")
         if run_dir.driver_if_running() is None:
             return _refuse(f"{run_dir.location} is not running: its state is {run_dir.read_record().get('state')}")
         request_stop(run_dir)

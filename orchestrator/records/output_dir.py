@@ -135,6 +135,25 @@ def find_run(text: str) -> RunDir | None:
     return run_dir if run_dir.record_file.is_file() else None
 
 
+def look_up_run(text: str, output_dir: str) -> RunDir | None:
+    """Return the run that a user names, with its present record; None if there is none.
+
+    Args:
+        text: a path, a URL, ``<date>/<time>-<name>`` or ``<time>-<name>`` below ``output_dir``, or ``last`` for the
+            newest run there.
+        output_dir: the directory or URL with the runs.
+
+    Raises:
+        StorageError: the store cannot be used.
+    """
+    if is_url(text) or (text != "last" and find_run(text) is not None):
+        return find_run(text)
+    runs = OutputDir.of(output_dir).runs()
+    if text == "last":
+        return next(runs, None)
+    return next((run for run in runs if text in (run.path.name, "/".join(run.path.parts[-2:]))), None)
+
+
 def split_run(
     url: str, *, staging_dir: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[OutputDir, str]:

@@ -54,10 +54,13 @@ def test_the_verb_shows_the_last_lines_of_each_rank(run: RunDir, capsys: pytest.
     assert capsys.readouterr().out == "rank 0 | b0\nrank 2 | b2\nrank 10 | b10\n"
     assert logs.main([str(run.path), "--rank", "2", "--follow"]) == 0
     assert capsys.readouterr().out == "a2\nb2\n"
+    for name in ("last", run.path.name):
+        assert logs.main([name, "--output-dir", str(run.path.parents[1]), "--rank", "2"]) == 0
+        assert capsys.readouterr().out == "a2\nb2\n"
 
 
 def test_the_verb_names_a_wrong_run_and_a_wrong_rank(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert logs.main([str(run.path / "nowhere")]) == 2
-    assert "not a run directory" in capsys.readouterr().err
+    assert "no such run in outputs; `orchestrator runs` lists them" in capsys.readouterr().err
     assert logs.main([str(run.path), "--rank", "3"]) == 2
     assert capsys.readouterr().err == f"{run.path}: no log of rank 3; there are logs of ranks 0, 2, 10\n"

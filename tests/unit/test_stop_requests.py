@@ -52,7 +52,7 @@ def test_a_signal_before_the_request_remains_the_cause() -> None:
 def test_what_does_not_run_cannot_be_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(tmp_path)
     assert stop.main([str(run.path)]) == 2
-    assert "not a run directory" in capsys.readouterr().err
+    assert "no such run in outputs" in capsys.readouterr().err
     run.update_record(state="finished")
     assert stop.main([str(run.path)]) == 2
     assert capsys.readouterr().err == f"{run.path} is not running: its state is finished\n"
