@@ -11,7 +11,7 @@ import pytest
 
 from helpers.cases import DDP, Case, assignment, having
 from helpers.layouts import LAYOUTS, SGD, assert_as_alone
-from helpers.loops import Ran, evaluation, losses_by_step, ran, run_loop
+from helpers.loops import Ran, evaluation, loop_of, losses_by_step, ran, run_loop
 from helpers.streams import StreamToy, Unvalidated, Weighed
 from helpers.toys import Toy
 from helpers.training import CPU
@@ -86,15 +86,7 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
 
     def new_loop(orders: Assignment) -> Loop:
         strategy = registry.load("ddp").create(context_of(orders, CPU), case.job)
-        return Loop(
-            assignment=orders,
-            job=case.job,
-            strategy=strategy,
-            device=CPU,
-            gate=gate,
-            outbox=outbox,
-            redactor=Redactor(),
-        )
+        return loop_of(orders, case, strategy, outbox=outbox, gate=gate)
 
     loop = new_loop(orders)
     train_step, calls = loop.strategy.train_step, itertools.count(1)

@@ -15,13 +15,13 @@ from torch import nn
 
 from helpers.cases import Case, assignment, having
 from helpers.gang import Gang
+from helpers.loops import loop_of
 from helpers.quick_jobs import ScheduledDigits
 from helpers.step_toys import Distillation
 from helpers.training import CPU, made, make
 from helpers.zoo_cells import STRATEGIES
 from orchestrator.compat.torch import FakeTensor
-from orchestrator.config.redact import Redactor
-from orchestrator.worker.control import AbandonedError, Outbox, StepGate
+from orchestrator.worker.control import AbandonedError, StepGate
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.process import memory
 
@@ -61,23 +61,16 @@ def of_generation(rank: int, case: Case, world_size: int, run_dir: str) -> Loop:
     """Return the loop of a generation that has ended with an error on every rank."""
     strategy = make(case, rank)
     made.clear()
-    loop = Loop(
-        assignment=assignment(
-            rank=rank,
-            world_size=world_size,
-            generation=1,
-            store_port=0,
-            run_dir=run_dir,
-            case=case,
-            checkpoint_every=2,
-        ),
-        job=case.job,
-        strategy=strategy,
-        device=CPU,
-        gate=Abandoning(timeout_s=5),
-        outbox=Outbox(Redactor()),
-        redactor=Redactor(),
+    orders = assignment(
+        rank=rank,
+        world_size=world_size,
+        generation=1,
+        store_port=0,
+        run_dir=run_dir,
+        case=case,
+        checkpoint_every=2,
     )
+    loop = loop_of(orders, case, strategy, gate=Abandoning(timeout_s=5))
     with contextlib.suppress(AbandonedError):
         loop.run({})
     strategy.close()

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from helpers.cases import Case, assignment, having
 from helpers.gang import SOON_S
-from helpers.loops import evaluation, run_loop
+from helpers.loops import evaluation, loop_of, run_loop
 from helpers.quick_jobs import digits
 from helpers.toys import Cliff, Dropped, Normed, Tokens, Toy, TwoHeads
 from helpers.training import CPU
@@ -22,8 +22,7 @@ from orchestrator.protocol.messages import TrainPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.single import Single
 from orchestrator.worker.context import context_of
-from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.loop import Loop
+from orchestrator.worker.control import Outbox
 
 
 @pytest.mark.parametrize("val_size", [2, 7, 33])
@@ -123,15 +122,7 @@ def test_what_a_strategy_says_of_its_setup_reaches_the_user(tmp_path):
     case = Case(job=Toy(samples=20), train=having(steps=1, global_batch_size=10))
     orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=case)
     strategy, outbox = Noted(context_of(orders, CPU), case.job), Outbox(Redactor())
-    loop = Loop(
-        assignment=orders,
-        job=case.job,
-        strategy=strategy,
-        device=CPU,
-        gate=StepGate(timeout_s=5),
-        outbox=outbox,
-        redactor=Redactor(),
-    )
+    loop = loop_of(orders, case, strategy, outbox=outbox)
     loop.run({})
     loop.finish(timeout_s=5)
     warnings = [event.message for event in outbox.collect({}).events if isinstance(event, Warned)]

@@ -15,6 +15,7 @@ from torch import nn
 from helpers.cases import Case, assignment, having
 from helpers.gang import SOON_S, Gang
 from helpers.layouts import LAYOUTS
+from helpers.loops import loop_of
 from helpers.quick_jobs import digits
 from helpers.step_toys import NormedGAN
 from helpers.toys import Normed, Toy
@@ -27,8 +28,7 @@ from orchestrator.strategies.confirmation import no_confirmation
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.replicated.single import Single
 from orchestrator.worker.context import context_of
-from orchestrator.worker.control import AbandonedError, Outbox, StepGate
-from orchestrator.worker.loop import Loop
+from orchestrator.worker.control import AbandonedError, Outbox
 
 SHORT = having(steps=6, global_batch_size=16)
 
@@ -126,15 +126,7 @@ def run_until_ended(tmp_path: Path, at: int) -> tuple[int, int]:
     )
     outbox, confirm = Outbox(Redactor()), Ended(at)
     strategy = Single(context_of(orders, CPU), case.job)
-    loop = Loop(
-        assignment=orders,
-        job=case.job,
-        strategy=strategy,
-        device=CPU,
-        gate=StepGate(timeout_s=5),
-        outbox=outbox,
-        redactor=Redactor(),
-    )
+    loop = loop_of(orders, case, strategy, outbox=outbox)
     strategy.confirm = confirm
     with contextlib.suppress(AbandonedError):
         loop.run({})

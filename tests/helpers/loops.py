@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
 
+import torch
+
 from helpers.cases import Case, assignment
 from helpers.gang import own_device
-from helpers.training import made, make, model_of
+from helpers.training import CPU, made, make, model_of
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event, Warned
-from orchestrator.protocol.messages import EvalPoint, Outcome, TrainPoint
+from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, TrainPoint
+from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
 
@@ -24,6 +27,27 @@ class Ran:
     events: list[Event]
     training: bool
     owns_reducer: bool
+
+
+def loop_of(
+    orders: Assignment,
+    case: Case,
+    strategy: Strategy,
+    *,
+    outbox: Outbox | None = None,
+    gate: StepGate | None = None,
+    device: torch.device = CPU,
+) -> Loop:
+    """The loop of a rank, on the CPU unless said otherwise."""
+    return Loop(
+        assignment=orders,
+        job=case.job,
+        strategy=strategy,
+        device=device,
+        gate=gate or StepGate(timeout_s=5),
+        outbox=outbox or Outbox(Redactor()),
+        redactor=Redactor(),
+    )
 
 
 def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: str | None, every: int) -> Ran:
@@ -39,15 +63,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         checkpoint_every=every,
     )
     strategy, outbox = make(case, rank), Outbox(Redactor())
-    loop = Loop(
-        assignment=orders,
-        job=case.job,
-        strategy=strategy,
-        device=own_device(),
-        gate=StepGate(timeout_s=5),
-        outbox=outbox,
-        redactor=Redactor(),
-    )
+    loop = loop_of(orders, case, strategy, outbox=outbox, device=own_device())
     try:
         outcome = loop.run({})
     finally:
