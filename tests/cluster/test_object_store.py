@@ -77,7 +77,8 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
     record = json.loads(run.read("run.json"))
     assert (record["state"], record["location"]) == ("finished", run.url)
     after = losses(run)
-    assert sorted(after) == list(range(1, last + 1))
+    not_uploaded = set(range(max(before) + 1, newest + 1))  # the checkpoint may reach the store before the journal does
+    assert set(after) == set(range(1, last + 1)) - not_uploaded
     assert {step: after[step] for step in before} == before
     starts = [e["resumed_from_step"] for e in stored_lines(run, "events.jsonl") if e["event"] == "run_started"]
     assert starts == [None, newest]
