@@ -220,6 +220,9 @@ class SweepConfig:
         "if the configuration or the plan of a run is wrong: refuse the sweep, or skip the run; skip also leaves out "
         "runs that need more CPUs than there are"
     )
+    parallel: int | Literal["auto"] = option(
+        "runs in progress at once, on a cluster; auto: as many as it has room for, one without a cluster", minimum=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,6 +171,11 @@ def _check(
         if config.sweep.unfit == "skip":
             _sizes(config, None, (this_machine(),), errors, oversubscribe_cpus=False)
         sizes = _sizes(config, job, (this_machine(),), errors, oversubscribe_cpus=True)
+        if config.sweep.parallel not in (1, "auto"):
+            errors.append(
+                f"sweep.parallel={config.sweep.parallel}: an embedded Ray has room for one run; start Ray with "
+                "`ray start --head` and add cluster=auto, or set it to 1"
+            )
     elif error := address_error(address):
         errors.append(error)
     if job is None:

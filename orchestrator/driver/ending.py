@@ -69,9 +69,9 @@ class RunEnding:
         stopped = result.status == "KILLED"
         upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self.tracking.flush_timeout_s)
         summary = {**summary, "mlflow_run_id": upload.run_id}
-        self._record(summary=summary, mlflow_run_id=upload.run_id)
         if upload.page is not None:
             summary["mlflow_page"] = upload.page
+        self._record(summary=summary, mlflow_run_id=upload.run_id)
         commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
         result = self._upload_records(replace(result, summary=summary))
         self.console.emit(replace(ended, exit_code=result.exit_code, summary=summary, next_commands=commands))

@@ -25,6 +25,7 @@ from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.run import Run, RunSpec
+from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.sweep import Sweep
@@ -35,8 +36,9 @@ from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.process import process_started_at
+from orchestrator.records.process import end_with_parent, process_started_at
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.sweep_dir import membership
 from orchestrator.tracking.uploader import Uploader, recover_orphans, report_sweep
 
 if TYPE_CHECKING:
@@ -64,6 +66,10 @@ def run_all(
     """
     results: list[RunResult] = []
     started_at = process_started_at() if owns_process else time.time()
+    is_embedded = cluster.target_address(candidates[0].config.cluster) is None
+    part = membership()
+    if part is not None:
+        end_with_parent(signal.SIGTERM)
     with StopSignals(owns_process=owns_process) as stop, _ray(candidates, sweep) as (nodes, planned):
         if candidates[0].config.plan:
             return _print_plans(planned, nodes, stop)
@@ -73,10 +79,15 @@ def run_all(
         resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
         recover_orphans(output_dir(candidates[0].config), resumed=resumed)
         if sweep is not None:
+            if (parallel := candidates[0].config.sweep.parallel) == "auto":
+                parallel = 1 if is_embedded else num_at_once([sizes.initial for _, sizes in planned], nodes)
+            sweep.at_once = parallel
             sweep.begin([candidate.overrides for candidate, _ in planned])
+        if sweep is not None and sweep.at_once > 1:
+            return run_side_by_side([candidate for candidate, _ in planned], sweep, stop)
         for candidate, sizes in planned:
             run = functools.partial(_choose_and_run, candidate, sizes, nodes, stop, started_at=started_at)
-            result = run(sweep=None) if sweep is None else sweep.run(candidate.overrides, run)
+            result = run(sweep=part) if sweep is None else sweep.run(candidate.overrides, run)
             started_at = time.time()
             results += [] if result is None else [result]
             if result is not None and result.status == "KILLED":

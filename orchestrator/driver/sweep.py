@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import statistics
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -69,10 +70,13 @@ class Sweep:
     """Those of the runs that are left out."""
     exit_code: int = 0
     """The largest exit code of its runs."""
+    at_once: int = 1
+    """How many runs are in progress at once."""
     _numbers: list[int] = field(default_factory=list)
     _seconds: list[float] = field(default_factory=list)
     _unfinished: list[int] = field(default_factory=list)
     _left_out: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def name(self) -> str:
@@ -125,17 +129,21 @@ class Sweep:
             result = execute(sweep={"id": self.sweep_id, "name": self.name, "run": str(number)})
         except ConfigError as e:
             print(errors_text(e.errors), file=sys.stderr)
-            self.exit_code = max(self.exit_code, NOT_STARTED)
+            self._raise_exit_code(NOT_STARTED)
             return None
         except Exception:
             traceback.print_exc()
-            self.exit_code = max(self.exit_code, FAILED)
+            self._raise_exit_code(FAILED)
             return None
         self._seconds.append(time.monotonic() - began)
-        self.exit_code = max(self.exit_code, result.exit_code)
+        self._raise_exit_code(result.exit_code)
         if result.status == "FINISHED":
             self._unfinished.remove(number)
         return result
+
+    def _raise_exit_code(self, code: int) -> None:
+        with self._lock:
+            self.exit_code = max(self.exit_code, code)
 
     def end(self) -> None:
         """Show and write the comparison of all runs, and say how to continue what is not finished."""
@@ -175,7 +183,8 @@ class Sweep:
         text = f"\nrun {done + 1} of {len(self.finished) + total}: {self._run_name(number)}"
         if self._seconds:
             remaining = total - before
-            text += f"; about {duration(statistics.fmean(self._seconds) * remaining, whole=True)} left"
+            seconds = statistics.fmean(self._seconds) * remaining / self.at_once
+            text += f"; about {duration(seconds, whole=True)} left"
         return text
 
     def _run_name(self, number: int) -> str:

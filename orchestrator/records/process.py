@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 _START_TICKS = 19
 """The index of ``starttime`` among the fields of ``/proc/<pid>/stat`` after the name of the program."""
 
@@ -54,6 +58,12 @@ def process_started_at() -> float:
     """
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - _start_ticks("self") / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send the signal ``number`` to this process when the thread that started it ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _surroundings() -> dict[str, Any]:

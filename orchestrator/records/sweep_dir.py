@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import Remote
 
 SWEEPS = "sweeps"
+VARIABLE = "ORCHESTRATOR_SWEEP"
+"""Tells a driver which run of which sweep it executes."""
 _RECORD = "sweep.json"
 
 
@@ -72,6 +76,20 @@ class SweepDir:
         if self.remote is not None:
             for file in files:
                 self.remote.put(file, file.name)
+
+
+def carried(membership: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment variable that tells a driver which run it executes, of the sweep that it belongs to.
+
+    ``membership``: the id and name of the sweep, and the number of the run.
+    """
+    return {VARIABLE: json.dumps(dict(membership))}
+
+
+def membership() -> dict[str, str] | None:
+    """Return what :func:`carried` told this process; None if it executes no run of a sweep."""
+    text = os.environ.get(VARIABLE)
+    return None if text is None else json.loads(text)
 
 
 def all_sweeps(output: OutputDir) -> Iterator[SweepDir]:

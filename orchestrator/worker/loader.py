@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -16,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from orchestrator.compat.torch import end_loader_processes, loader_exit_codes, loader_failure
 from orchestrator.job import Split
+from orchestrator.records.process import end_with_parent
 
 Collate = Callable[[list[Any]], Any]
 
 _POLL_S = 1.0
 _TERMINATE_AFTER_S = 0.5
-_PR_SET_PDEATHSIG = 1
 
 
 class DataError(RuntimeError):
@@ -213,8 +211,7 @@ def _init_loader_process(worker_id: int) -> None:
     worker open, so that the other ranks would not notice the death.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
 
 
 def _unchanged(batch: Any) -> Any:

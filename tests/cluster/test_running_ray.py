@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.runs import ROOT, events_below, last_step, wait_for_step
+from helpers.runs import ROOT, events, events_below, last_step, wait_for_step
 
 BIN = Path(sys.executable).parent
 START = ROOT / "cluster" / "start.sh"
@@ -202,6 +202,25 @@ def test_a_submitted_run_is_stopped_and_continued(head: Head, tmp_path: Path) ->
     assert [p.parent for p in tmp_path.glob("outputs/*/*/run.json")] == [run_dir]
     assert json.loads((run_dir / "run.json").read_text())["state"] == "finished"
     assert last_step(tmp_path) == 200
+
+
+@pytest.mark.timeout(240)
+def test_runs_of_a_sweep_side_by_side(head: Head, tmp_path: Path) -> None:
+    words = ("python", "-m", "orchestrator.launch", "-m", f"cluster.address={head.gcs}", "strategy=single", "name=a,b",
+             "job=sleep", "train.steps=300", "tracking=none", "sweep.parallel=auto")  # fmt: skip
+    done = command(head, *words, "job.forward_ms=4", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    times = {}
+    for record in tmp_path.glob("outputs/*/*/run.json"):
+        run = json.loads(record.read_text())
+        assert run["state"] == "finished"
+        (first,) = events(record.parent, "generation_started")
+        times[run["name"]] = (first["time"], run["ended"])
+        assert f"[{run['sweep']['run']}] run directory: {record.parent}" in done.stdout
+    assert max(began for began, _ in times.values()) < min(ended for _, ended in times.values())
+    assert done.stdout.splitlines()[-1].startswith("report: ")
+    (report,) = tmp_path.glob("outputs/sweeps/*/report.md")
+    assert ", 2 runs |" in report.read_text()
 
 
 @pytest.mark.campaign
