@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from orchestrator.config.options import finite, positive
+from orchestrator.config.options import add_output_dir, finite, positive
 from orchestrator.display.comparison import CURVE_METRICS, CompareError, Curve, Run, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_page import write_page
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import rows, table
-from orchestrator.display.text import writable
+from orchestrator.display.text import refuse, writable
 from orchestrator.records.output_dir import OutputDir, fetch, find_run
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError, is_url
@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = _chosen_runs(options)
     except (CompareError, StorageError) as e:
-        return _fail(str(e), code=2)
+        return refuse("compare", e)
     except _ServerError as e:
-        return _fail(str(e), code=1)
+        return refuse("compare", e, code=1)
     comparison = Comparison(runs, options.target_loss)
     shown = comparison.grouped if options.group else comparison
     if options.json:
@@ -57,18 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(comparison, picture)
         write_page(comparison, page, title=_TITLE)
     except OSError as e:
-        return _fail(f"cannot write the picture: {e}; choose --picture PATH", code=1)
+        return refuse("compare", f"cannot write the picture: {e}; choose --picture PATH", code=1)
     print(f"\npicture: {picture}\npage: {page}", file=sys.stderr if options.json or options.csv else sys.stdout)
     return 0
 
 
 class _ServerError(Exception):
     """The tracking server cannot be read."""
-
-
-def _fail(text: str, *, code: int) -> int:
-    print(writable(f"compare: {text}", sys.stderr), file=sys.stderr)
-    return code
 
 
 def _print_table(shown: Comparison, comparison: Comparison) -> None:
@@ -94,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--last", type=positive, default=5, metavar="N", help="number of newest runs (default: 5)")
     parser.add_argument("--sweep", metavar="ID", help="the runs of a sweep, by the beginning of its id; or `last`")
     parser.add_argument("--mlflow", metavar="URI", help="read the runs from this MLflow server instead")
-    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
+    add_output_dir(parser)
     parser.add_argument("--group", action="store_true", help="one row for the repeats of a run: mean and spread")
     parser.add_argument("--target-loss", type=finite, metavar="X", help="show the time to this training loss")
     form = parser.add_mutually_exclusive_group()

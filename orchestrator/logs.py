@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from orchestrator.display.text import clean, writable
+from orchestrator.config.options import add_run
+from orchestrator.display.text import clean, refuse, writable
 from orchestrator.records.log_reader import LogLine, LogReader
 from orchestrator.records.output_dir import fetch, look_up_run, refresh
 from orchestrator.records.run_dir import RunDir
@@ -23,11 +24,7 @@ _POLL_REMOTE_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator logs", description="Show what the ranks of a run have written.")
-    parser.add_argument(
-        "run",
-        help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last`",
-    )
-    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
+    add_run(parser)
     parser.add_argument("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; repeatable")
     parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines of each rank")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
@@ -35,21 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _show(options)
     except (OSError, ValueError) as e:
-        return _refuse(str(e))
+        return refuse("logs", e)
     except KeyboardInterrupt:
         return 130
 
 
 def _show(options: argparse.Namespace) -> int:
     run_dir = look_up_run(options.run, options.output_dir)
-    if run_dir is None:
-        return _refuse(f"{options.run}: no such run in {options.output_dir}; `orchestrator runs` lists them")
     reader = LogReader(run_dir, options.rank)
     _fetch_logs(run_dir)
     missing = sorted(set(options.rank) - set(reader.ranks()))
     if missing and not options.follow:
         known = ", ".join(map(str, LogReader(run_dir).ranks())) or "none"
-        return _refuse(f"{run_dir.location}: no log of rank {missing[0]}; there are logs of ranks {known}")
+        return refuse("logs", f"{run_dir.location}: no log of rank {missing[0]}; there are logs of ranks {known}")
     several = len(options.rank) != 1
     lines = reader.read(complete=False)
     _print(lines if options.tail is None else _last(lines, options.tail), several=several)
@@ -78,11 +73,6 @@ def _print(lines: Iterable[LogLine], *, several: bool) -> None:
     for line in lines:
         text = writable(clean(line.text), sys.stdout)
         print(f"rank {line.rank} | {text}" if several else text, flush=True)
-
-
-def _refuse(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.config.options import positive
+from orchestrator.config.options import add_output_dir, positive
 from orchestrator.display.comparison import CompareError, Run, read_run
 from orchestrator.display.run_list import plain, run_list
-from orchestrator.display.text import writable
+from orchestrator.display.text import refuse, writable
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import state_of
 from orchestrator.storage.remote import StorageError
@@ -29,14 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="orchestrator runs", description="List the newest runs, the newest first.")
     parser.add_argument("--last", type=positive, default=20, metavar="N", help="number of runs (default: 20)")
     parser.add_argument("--state", choices=STATES, help="only runs in this state; died: without an end and a driver")
-    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
+    add_output_dir(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
     try:
         found = list(itertools.islice(_runs(OutputDir.of(options.output_dir), options.state), options.last))
     except StorageError as e:
-        print(writable(f"runs: {e}", sys.stderr), file=sys.stderr)
-        return 2
+        return refuse("runs", e)
     if options.json:
         print(json.dumps(plain(found), indent=2))
     elif found:

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from orchestrator.config.options import add_run
 from orchestrator.display.run_report import run_report
-from orchestrator.display.text import writable
+from orchestrator.display.text import refuse, writable
 from orchestrator.records.output_dir import fetch, look_up_run
 from orchestrator.records.run_dir import RunDir, state_of
 from orchestrator.storage.remote import StorageError
@@ -20,32 +21,19 @@ from orchestrator.storage.remote import StorageError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator show", description="Tell what a run was and how it went.")
-    parser.add_argument(
-        "run",
-        nargs="?",
-        default="last",
-        help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last` (default: last)",
-    )
-    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
+    add_run(parser, default="last")
     options = parser.parse_args(argv)
     try:
         run_dir = look_up_run(options.run, options.output_dir)
-        if run_dir is None:
-            return _refuse(f"{options.run}: no such run in {options.output_dir}; `orchestrator runs` lists them")
         fetch(run_dir)
         print(writable(_report(run_dir), sys.stdout))
     except (StorageError, ValueError) as e:
-        return _refuse(str(e))
+        return refuse("show", e)
     return 0
 
 
 def _report(run_dir: RunDir) -> str:
     return run_report(run_dir, run_dir.read_record(), state=state_of(run_dir), now=time.time())
-
-
-def _refuse(message: str) -> int:
-    print(writable(f"show: {message}", sys.stderr), file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

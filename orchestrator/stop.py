@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from orchestrator.config.options import add_run
+from orchestrator.display.text import refuse
 from orchestrator.records.output_dir import look_up_run, refresh
 from orchestrator.records.stop_request import request_stop
 
@@ -23,21 +25,16 @@ Stop a run as SIGTERM to its driver would: it saves a checkpoint and can be resu
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator stop", description=_DESCRIPTION)
-    parser.add_argument(
-        "run",
-        help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last`",
-    )
-    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
+    add_run(parser)
     parser.add_argument(
         "--wait", type=float, default=_DEFAULT_WAIT_S, metavar="S", help="seconds to wait for the end (default: 60)"
     )
     options = parser.parse_args(argv)
     try:
         run_dir = look_up_run(options.run, options.output_dir)
-        if run_dir is None:
-            return _refuse(f"{options.run}: no such run in {options.output_dir}; `orchestrator runs` lists them")
         if run_dir.driver_if_running() is None:
-            return _refuse(f"{run_dir.location} is not running: its state is {run_dir.read_record().get('state')}")
+            state = run_dir.read_record().get("state")
+            return refuse("stop", f"{run_dir.location} is not running: its state is {state}")
         request_stop(run_dir)
         deadline = time.monotonic() + options.wait
         while run_dir.driver_if_running() is not None:
@@ -48,14 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             refresh(run_dir)
         record = run_dir.read_record()
     except (OSError, ValueError) as e:
-        return _refuse(str(e))
+        return refuse("stop", e)
     print(f"{run_dir.location}: {record.get('reason') or record.get('state')}")
     return 0
-
-
-def _refuse(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

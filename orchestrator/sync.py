@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.redact import redact_text
+from orchestrator.display.text import refuse
 from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError
@@ -49,27 +50,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             fetch(run_dir)
         record = {} if run_dir is None else run_dir.read_record()
     except (OSError, ValueError) as e:
-        return _refuse(str(e))
+        return refuse("sync", e)
     if run_dir is None or not record:
-        return _refuse(f"{args.run_dir}: not a run directory (it has no run.json)")
+        return refuse("sync", f"{args.run_dir}: not a run directory (it has no run.json)")
     tracking = record.get("tracking") or {}
     uri = args.uri or tracking.get("uri")
     if uri is None:
-        return _refuse("this run was not tracked; pass a tracking URI, such as --uri sqlite:///mlflow.db")
+        return refuse("sync", "this run was not tracked; pass a tracking URI, such as --uri sqlite:///mlflow.db")
     if is_redacted(uri):
-        return _refuse(f"the password in {uri} is not stored; pass the full URI with --uri")
+        return refuse("sync", f"the password in {uri} is not stored; pass the full URI with --uri")
     if error := validate_uri(uri):
-        return _refuse(error)
+        return refuse("sync", error)
 
     backend = MlflowBackend(
         absolute_uri(uri, Path.cwd()), request_timeout_s=tracking.get("request_timeout_s", _DEFAULT_REQUEST_TIMEOUT_S)
     )
     with exclusive(run_dir) as acquired:
         if not acquired:
-            return _refuse("this run is still being uploaded by its own process; try again later")
+            return refuse("sync", "this run is still being uploaded by its own process; try again later")
         driver_alive = run_dir.driver_if_running() is not None
         if driver_alive and run_dir.remote is not None:
-            return _refuse(f"{run_dir.location} is still running; its driver uploads it, so try again at its end")
+            return refuse("sync", f"{run_dir.location} still runs, and its driver uploads it; try again at its end")
         mark_killed(run_dir, reason="the driver process died without reporting an end")
         exit_code = _upload(Transfer(run_dir, backend), run_dir, given_uri=args.uri, driver_alive=driver_alive)
         try:
@@ -117,11 +118,6 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, drive
     if driver_alive:
         print("the run is still training; sync it again when it has ended")
     return 0
-
-
-def _refuse(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

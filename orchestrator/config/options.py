@@ -1,9 +1,29 @@
-"""Types of the options of verbs, for ``argparse``."""
+"""Options that several verbs have, and types of options, for ``argparse``."""
 
 from __future__ import annotations
 
 import argparse
 import math
+
+
+def add_run(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    """Add the argument that names a run, and the option that says where the runs are.
+
+    ``default``: the run if none is given; None if one has to be given.
+    """
+    parser.add_argument(
+        "run",
+        nargs=None if default is None else "?",
+        default=default,
+        help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last`"
+        + ("" if default is None else f" (default: {default})"),
+    )
+    add_output_dir(parser)
+
+
+def add_output_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says where the runs are."""
+    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
 
 
 def positive(text: str) -> int:

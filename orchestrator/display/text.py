@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,12 @@ def writable(text: str, stream: Any) -> str:
     """Return ``text`` with ``?`` for characters that ``stream`` cannot encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
+
+
+def refuse(verb: str, reason: object, *, code: int = 2) -> int:
+    """Print why ``orchestrator <verb>`` cannot do what it was asked; returns ``code``, its exit code."""
+    print(writable(f"{verb}: {reason}", sys.stderr), file=sys.stderr)
+    return code
 
 
 def clean(text: str) -> str:

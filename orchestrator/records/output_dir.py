@@ -135,8 +135,8 @@ def find_run(text: str) -> RunDir | None:
     return run_dir if run_dir.record_file.is_file() else None
 
 
-def look_up_run(text: str, output_dir: str) -> RunDir | None:
-    """Return the run that a user names, with its present record; None if there is none.
+def look_up_run(text: str, output_dir: str) -> RunDir:
+    """Return the run that a user names, with its present record.
 
     Args:
         text: a path, a URL, ``<date>/<time>-<name>`` or ``<time>-<name>`` below ``output_dir``, or ``last`` for the
@@ -144,14 +144,17 @@ def look_up_run(text: str, output_dir: str) -> RunDir | None:
         output_dir: the directory or URL with the runs.
 
     Raises:
+        ValueError: there is no such run.
         StorageError: the store cannot be used.
     """
-    if is_url(text) or (text != "last" and find_run(text) is not None):
-        return find_run(text)
-    runs = OutputDir.of(output_dir).runs()
-    if text == "last":
-        return next(runs, None)
-    return next((run for run in runs if text in (run.path.name, "/".join(run.path.parts[-2:]))), None)
+    found = None if text == "last" else find_run(text)
+    if found is None and not is_url(text):
+        runs = OutputDir.of(output_dir).runs()
+        names = (run for run in runs if text in ("last", run.path.name, "/".join(run.path.parts[-2:])))
+        found = next(names, None)
+    if found is None:
+        raise ValueError(f"{text}: no such run in {output_dir}; `orchestrator runs` lists them")
+    return found
 
 
 def split_run(

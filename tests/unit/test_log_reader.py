@@ -63,4 +63,4 @@ def test_the_verb_names_a_wrong_run_and_a_wrong_rank(run: RunDir, capsys: pytest
     assert logs.main([str(run.path / "nowhere")]) == 2
     assert "no such run in outputs; `orchestrator runs` lists them" in capsys.readouterr().err
     assert logs.main([str(run.path), "--rank", "3"]) == 2
-    assert capsys.readouterr().err == f"{run.path}: no log of rank 3; there are logs of ranks 0, 2, 10\n"
+    assert capsys.readouterr().err == f"logs: {run.path}: no log of rank 3; there are logs of ranks 0, 2, 10\n"

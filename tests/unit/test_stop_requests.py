@@ -55,5 +55,5 @@ def test_what_does_not_run_cannot_be_stopped(tmp_path: Path, capsys: pytest.Capt
     assert "no such run in outputs" in capsys.readouterr().err
     run.update_record(state="finished")
     assert stop.main([str(run.path)]) == 2
-    assert capsys.readouterr().err == f"{run.path} is not running: its state is finished\n"
+    assert capsys.readouterr().err == f"stop: {run.path} is not running: its state is finished\n"
     assert not run.stop_file.exists()
