@@ -110,10 +110,16 @@ class Gang:
         self._spares = {slots[index]: infos[index] for index in order[plan.world_size :]}
         self._unprepared = set(self._spares)
 
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The members and the spares."""
+        return (*(m.info for m in self.members), *self._spares.values())
+
     def replace(self, ranks: Sequence[int]) -> None:
         """Give each of ``ranks`` another worker: a spare, or else a new actor in the same slot.
 
-        A worker on a draining node is replaced by one on another node.
+        A worker on a draining node is replaced by one on another node, and one that cannot use its GPU by one in
+        another slot.
 
         Raises:
             GangError: not in time, or each new worker dies at once.

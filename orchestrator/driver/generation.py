@@ -174,6 +174,7 @@ class Generation:
                 generation=self.number,
                 backend=backend,
                 device="cuda" if backend == "nccl" else "cpu",
+                precision=self._config.train.precision,
                 workers=tuple(_describe(m) for m in members),
             )
         )
