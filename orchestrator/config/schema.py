@@ -49,9 +49,10 @@ class TrainConfig:
     log_every: int = option("steps between logged points", minimum=1)
     eval_every: int = option("steps between evaluations; 0: evaluate only after the last step", minimum=0)
     clip_norm: float | None = option("maximum gradient norm over all parameters; null: no clipping", above=0)
-    precision: Literal["fp32", "tf32", "bf16", "bf16-true", "fp16"] = option(
+    precision: Literal["auto", "fp32", "tf32", "bf16", "bf16-true", "fp16"] = option(
         "bf16, fp16: autocast of forward pass and loss, with fp16 scaling the loss; bf16-true: also parameters and "
-        "gradients; tf32: fp32 with faster matrix products on GPUs"
+        "gradients; tf32: fp32 with faster matrix products on GPUs; auto: bf16 on GPUs that have it, else fp32, and on "
+        "resume what the run has had so far"
     )
     activation_checkpointing: Literal["none", "blocks", "selective"] = option(
         "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory; "

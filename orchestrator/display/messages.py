@@ -81,7 +81,7 @@ def _started(event: RunStarted) -> list[Line]:
 
 def _generation(event: GenerationStarted) -> list[Line]:
     ranks = [f"rank {rank} on {place}" for rank, place in enumerate(event.workers)]
-    text = f"{event.backend} on {event.device}: {first_few(ranks)}"
+    text = f"{event.backend} on {event.device} in {event.precision}: {first_few(ranks)}"
     return [(text if event.generation <= 1 else f"generation {event.generation}: {text}", "")]
 
 

@@ -260,7 +260,7 @@ def _state(view: RunView) -> Text:
         text, style = waiting_text(view.waiting), ""
     elif view.generation:
         number = view.generation.generation
-        text = f"{view.generation.backend} on {view.generation.device}"
+        text = f"{view.generation.backend} on {view.generation.device} in {view.generation.precision}"
         text += f", generation {number}" if number > 1 else ""
         text += f"; {checkpoint_text(view.checkpoint)}" if view.checkpoint else ""
     return _row((text, style))

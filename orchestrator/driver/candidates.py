@@ -166,6 +166,8 @@ def _check(
             errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
             return None
         return _check(with_choice(typed, config, chosen), address_error, errors, redactor, job_argument)
+    if resume is not None:
+        config = replace(config, train=resume.train)
     address = cluster.target_address(config.cluster)
     if address is None:
         if config.sweep.unfit == "skip":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -110,10 +110,16 @@ class Gang:
         self._spares = {slots[index]: infos[index] for index in order[plan.world_size :]}
         self._unprepared = set(self._spares)
 
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The members and the spares."""
+        return (*(m.info for m in self.members), *self._spares.values())
+
     def replace(self, ranks: Sequence[int]) -> None:
         """Give each of ``ranks`` another worker: a spare, or else a new actor in the same slot.
 
-        A worker on a draining node is replaced by one on another node.
+        A worker on a draining node is replaced by one on another node, and one that cannot use its GPU by one in
+        another slot.
 
         Raises:
             GangError: not in time, or each new worker dies at once.
@@ -135,8 +141,8 @@ class Gang:
                 without_spare[rank] = self._slots.reserve() if lost.info.node_id in draining else lost.slot
         if without_spare:
             wait = self._wait_for(f"{_workers(len(without_spare))} in place of those lost")
-            infos = self._slots.start_and_wait(list(without_spare.values()), wait)
-            workers = [(s, infos[s]) if (s := without_spare.get(r)) is not None else w for r, w in enumerate(workers)]
+            started = self._start_in(without_spare, wait)
+            workers = [started.get(rank, worker) for rank, worker in enumerate(workers)]
         self._assign_ranks(workers)
         self._check_devices([m.info for m in self.members])
 
@@ -279,6 +285,31 @@ class Gang:
         member = self.members[rank]
         kill_process(member.info)
         self._slots.kill(member.slot)
+
+    def _start_in(self, slots: Mapping[int, int], wait: ResourceWait) -> dict[int, tuple[int, WorkerInfo]]:
+        """Start a worker for each rank in its slot, or in another one if it cannot use its GPU there.
+
+        Args:
+            slots: by rank.
+
+        Returns:
+            The slot and the worker, by rank. After :data:`START_ATTEMPTS` slots, it may be one without a usable GPU.
+        """
+        started: dict[int, tuple[int, WorkerInfo]] = {}
+        for attempt in range(START_ATTEMPTS):
+            if attempt:
+                slots = {rank: self._other_slot(rank, *started[rank]) for rank in slots}
+            infos = self._slots.start_and_wait(list(slots.values()), wait)
+            started |= {rank: (slot, infos[slot]) for rank, slot in slots.items()}
+            slots = {rank: slot for rank, slot in slots.items() if not self._can_join(infos[slot])}
+        return started
+
+    def _other_slot(self, rank: int, slot: int, info: WorkerInfo) -> int:
+        """Give up the slot of a worker that cannot use its GPU, which no other worker gets then, for another slot."""
+        self._monitor.warn(f"the new worker for rank {rank} on {info.hostname} cannot use its GPU: {info.gpu_error}")
+        self._slots.kill(slot)
+        self._given_up.add(slot)
+        return self._slots.reserve()
 
     def _next_in_turn(self) -> set[int]:
         """Return the ranks to ask in the next round."""

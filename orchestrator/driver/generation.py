@@ -166,7 +166,7 @@ class Generation:
             self._record_error(members[0], e)
             return
         backend = self._backend
-        if backend == "gloo" and self._plan.device == "cuda":
+        if backend == "gloo" and self._plan.device == "cuda" and self.number == 1:
             why = members[0].info.gpu_error
             self._events.warn(f"no worker can use the GPU that Ray has given it ({why}); they train on CPUs with gloo")
         self._events.emit(
@@ -174,6 +174,7 @@ class Generation:
                 generation=self.number,
                 backend=backend,
                 device="cuda" if backend == "nccl" else "cpu",
+                precision=self._config.train.precision,
                 workers=tuple(_describe(m) for m in members),
             )
         )

@@ -31,6 +31,7 @@ from orchestrator.driver.waiting import Interrupted, WaitMonitor
 from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.planning.faults import without_next
 from orchestrator.policy.aggregate import Aggregator
+from orchestrator.policy.devices import with_common_precision
 from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
 from orchestrator.policy.transitions import Transition, TransitionLog
@@ -50,6 +51,7 @@ from orchestrator.protocol.messages import PendingCheckpoint, RecoverableSteps, 
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.actor import Worker
 from orchestrator.worker.spool import spool_files
@@ -180,11 +182,19 @@ class Run:
             with self._stop.raising():
                 self._gang.acquire()
                 self._startup["workers_s"] = time.perf_counter() - began
+                self._choose_precision()
                 return self._train()
         except (GangError, ray.exceptions.RayError) as e:
             return self._interrupted(None) if self._stop.received is not None else self._failed(str(e))
         except Interrupted:
             return self._interrupted(None)
+
+    def _choose_precision(self) -> None:
+        """Choose what all ranks compute in until the run ends, and record it for a run that resumes this one."""
+        refused = registry.load(self.config.strategy.name).refused_precisions
+        train = with_common_precision(self.config.train, self._gang.workers, refused=refused)
+        self._environment = replace(self._environment, config=replace(self.config, train=train))
+        self.spec.run_dir.update_record(precision=train.precision)
 
     def _train(self) -> RunResult:
         """Run one generation after another, until one completes the training or none can follow."""

@@ -31,7 +31,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: str, device_type: str) -> Precision:
-        """Return the precision that ``train.precision`` names."""
+        """Return the precision that ``train.precision`` names; ``auto`` is float32, because only workers know more."""
         return cls(
             device_type=device_type,
             autocast_dtype=_AUTOCAST.get(name),

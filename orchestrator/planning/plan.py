@@ -234,7 +234,9 @@ def _notes(layout: Layout, samples: tuple[int, ...], faults: tuple[Fault, ...]) 
 
 def _device_notes(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], device: str) -> list[str]:
     if device != "cpu":
-        return []
+        if config.train.precision != "auto" or "bf16" in rules.refused_precisions:
+            return []
+        return ["train.precision=auto: bf16 if all GPUs have it, else fp32"]
     notes = []
     if rules.cpu_only and config.cluster.device == "auto" and any(n.gpus for n in nodes):
         notes.append(f"strategy={config.strategy.name} leaves the GPUs unused: {rules.cpu_only}")

@@ -1,10 +1,12 @@
-"""Whether the workers of a run can train on the GPUs that Ray has given them. Pure."""
+"""Whether the workers of a run can train on the GPUs that Ray has given them, and in which precision. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Literal
 
+from orchestrator.config.schema import TrainConfig
 from orchestrator.protocol.messages import WorkerInfo
 
 MAX_LISTED = 4
@@ -51,3 +53,17 @@ def shared_gpu(workers: Sequence[WorkerInfo]) -> str | None:
             )
         owner[info.gpu_uuid] = index
     return None
+
+
+def with_common_precision(train: TrainConfig, workers: Sequence[WorkerInfo], *, refused: Container[str]) -> TrainConfig:
+    """Return ``train`` with the precision of all ranks in place of ``auto``: bfloat16 if every worker has it.
+
+    Args:
+        train: the section of the configuration.
+        workers: all workers, spares included.
+        refused: the precisions that the strategy does not support.
+    """
+    if train.precision != "auto":
+        return train
+    has_bf16 = "bf16" not in refused and all(worker.has_bf16 for worker in workers)
+    return replace(train, precision="bf16" if has_bf16 else "fp32")

@@ -55,11 +55,15 @@ class WaitingForResources(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStarted(Event):
-    """A process group has been formed; ``workers`` describes the node and device of each rank."""
+    """A process group has been formed; ``workers`` describes the node and device of each rank.
+
+    ``precision``: what the ranks compute in.
+    """
 
     generation: int
     backend: str
     device: str
+    precision: str
     workers: tuple[str, ...]
 
 

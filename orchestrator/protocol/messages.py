@@ -34,7 +34,8 @@ class WorkerInfo:
     """The node, process and GPU of a worker.
 
     ``gpu_index`` counts the GPUs of the node; it is None without a usable GPU. ``gpu_error`` says which of the GPUs
-    that Ray has given to the worker torch cannot use, and why; None if it can use all, or has none.
+    that Ray has given to the worker torch cannot use, and why; None if it can use all, or has none. ``has_bf16``:
+    whether it has GPUs, and all of them compute in bfloat16.
     """
 
     node_id: str
@@ -44,6 +45,7 @@ class WorkerInfo:
     gpu_index: int | None = None
     gpu_uuid: str | None = None
     gpu_error: str | None = None
+    has_bf16: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
     tags = {clean_name(key): str(value) for key, value in record.get("tags", {}).items()}
     if mesh := (record.get("plan") or {}).get("mesh"):
         tags["workers"] = str(mesh["data_parallel_size"] * mesh["pipeline_parallel_size"])
+    if precision := record.get("precision"):
+        tags["precision"] = precision
     if color := _COLORS.get(str(record.get("strategy"))):
         tags[COLOR] = color
     if sweep := record.get("sweep"):

@@ -49,7 +49,7 @@ from orchestrator.worker.gpu_meter import GpuMeter
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports, memory
-from orchestrator.worker.process.gpu import gpu_error
+from orchestrator.worker.process.gpu import gpu_error, has_bf16
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
@@ -329,6 +329,7 @@ def _worker_info() -> WorkerInfo:
         gpu_index=int(gpus[0]) if usable and gpus[0].isdigit() else None,
         gpu_uuid=str(torch.cuda.get_device_properties(0).uuid) if usable else None,
         gpu_error=error,
+        has_bf16=usable and has_bf16(len(gpus)),
     )
 
 

@@ -2,13 +2,14 @@
 
 Under NCCL, ``destroy_process_group`` waits for all ranks, and one of them may have failed. If a rank reported its
 outcome after that, the driver would see a failure as a hang, and blame a rank that only waits. So the outcome goes out
-first, and a thread releases the groups: it destroys them if the generation has ended in order on this rank. Otherwise
-it aborts their communicators, which waits for nobody.
+first, and a thread releases the groups. With gloo, it destroys them if the generation has ended in order on this rank.
+Otherwise it aborts their communicators, which waits for nobody.
 
-With NCCL, the word of the driver comes before any abort, also on a rank that has failed itself. What an aborted rank
-sends and computes is garbage, so all ranks have to know first that the generation has ended (see
-``driver/abandonment.py``). The control thread then aborts the groups at once, because nothing else frees a rank that
-waits for a lost one.
+With NCCL, it always aborts them, because a rank that has ended in order cannot know that its peers have. The word of
+the driver comes before any abort. What an aborted rank sends and computes is garbage, so all ranks have to know first
+that the generation has ended (see ``driver/abandonment.py``). The control thread then aborts the groups at once,
+because nothing else frees a rank that waits for a lost one. The beginning of another generation is the word too: the
+driver begins it when every rank has ended or is lost.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Teardown:
         Raises:
             ReleaseError: they were not released in time.
         """
+        self._word.set()
         if self._thread is not None:
             self._thread.join(self._timeout_s)
             if self._thread.is_alive():
@@ -96,10 +98,10 @@ class Teardown:
     def _release(self, close: Callable[[], None], clean: bool) -> None:
         # First, because the groups must not be destroyed by what refers to them: see `abort_process_groups`.
         _attempt(close)
-        if self._frees_waits and not clean:
-            self._word.wait(WORD_TIMEOUT_S)
+        if self._frees_waits:
+            self._word.wait(None if clean else WORD_TIMEOUT_S)
         with self._lock:
-            _attempt(rendezvous.leave if clean else rendezvous.abort)
+            _attempt(rendezvous.leave if clean and not self._frees_waits else rendezvous.abort)
             if self._aborted is not None:
                 self._aborted = ()
 

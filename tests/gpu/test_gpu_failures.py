@@ -18,6 +18,7 @@ STEPS = 24
 WORDS = (
     f"train.steps={STEPS}",
     "train.log_every=1",
+    "train.precision=fp32",  # the weights of two runs are compared
     "train.eval_every=8",
     "checkpoint.every=8",
     "strategy.num_workers=2",

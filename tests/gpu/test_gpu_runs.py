@@ -13,6 +13,7 @@ import torch
 
 from helpers.gang import Backend
 from helpers.runs import events, losses, series
+from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 
 STEPS = 12
@@ -24,8 +25,11 @@ def test_one_worker_trains_from_the_command_to_the_checkpoint(run: Callable[...,
     assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
     (started,) = events(result.run_dir, "generation_started")
     assert (started["backend"], started["device"]) == (backend.name, backend.device)
-    assert len(losses(result.run_dir)) == STEPS
     on_gpu = backend.device == "cuda"
+    has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = "bf16" if has_bf16 else "fp32"
+    assert started["precision"] == RunDir(result.run_dir).read_record()["precision"] == precision
+    assert len(losses(result.run_dir)) == STEPS
     assert set(series(result.run_dir, "train/on_gpu").values()) == {float(on_gpu)}
     if on_gpu:
         assert set(series(result.run_dir, "train/visible_devices").values()) == {1.0}

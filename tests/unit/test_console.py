@@ -45,7 +45,9 @@ START = 1_000_000.0
 STARTED = RunStarted(
     time=START, name="digits-ddp", run_dir="/runs/1", strategy="ddp", job="digits", world_size=2, steps=500
 )
-FORMED = GenerationStarted(time=START + 1, generation=1, backend="gloo", device="cpu", workers=("node-a", "node-b"))
+FORMED = GenerationStarted(
+    time=START + 1, generation=1, backend="gloo", device="cpu", precision="fp32", workers=("node-a", "node-b")
+)
 FAILED = WorkerFailed(
     display_name="rank 1",
     time=START + 20,
@@ -205,7 +207,7 @@ def test_every_event_has_words() -> None:
         "/runs/1",
         "resumed from step 40",
         "waiting 12s for 4 x 1 GPU; held by gpt-ddp",
-        "gloo on cpu: rank 0 on node-a, rank 1 on node-b",
+        "gloo on cpu in fp32: rank 0 on node-a, rank 1 on node-b",
         "checkpoint of step 40 saved (2.1 MB in 0.03 s)",
         "warning: cannot write the checkpoint of step 50: No space left on device; training continues",
         "SIGINT: writing a checkpoint before stopping; send it again to stop at once",
@@ -479,7 +481,7 @@ def test_on_a_terminal_the_panel_goes_and_the_verdict_stays(monkeypatch: pytest.
     assert shown == [
         "digits-ddp",
         "run directory",
-        "gloo on cpu",
+        "gloo on cpu in fp32",
         "warning",
         "finished",
         "run directory",

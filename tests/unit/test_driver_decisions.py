@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.cases import having
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator, percentile
-from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus
+from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus, with_common_precision
 from orchestrator.policy.failure import death, first_failure, standstill, unreachable_addresses
 from orchestrator.policy.rank_order import rank_order, shards_last
 from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, Phase, TrainPoint, WorkerInfo
 from orchestrator.protocol.metrics import Metric, MetricSpec, Reduce
 from orchestrator.timeline.spans import Kind, Span
-from orchestrator.worker.process.gpu import gpu_error
+from orchestrator.worker.process.gpu import gpu_error, has_bf16
 
 
 def point(**changes: Any) -> TrainPoint:
@@ -332,6 +335,45 @@ def test_a_spare_joins_if_it_can_use_what_the_members_use() -> None:
     assert can_join(place("10.0.0.2", 0, "b"), [on_gpu])
     assert not can_join(broken("10.0.0.2"), [on_gpu])
     assert can_join(broken("10.0.0.2"), [on_cpu])
+
+
+def with_bf16(ip: str) -> WorkerInfo:
+    return replace(place(ip, 0, ip), has_bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("requested", "workers", "refused", "expected"),
+    [
+        ("auto", [with_bf16("10.0.0.1"), with_bf16("10.0.0.2")], (), "bf16"),
+        ("auto", [with_bf16("10.0.0.1"), place("10.0.0.2", 0, "old")], (), "fp32"),
+        ("auto", [place("10.0.0.1")], (), "fp32"),
+        ("auto", [with_bf16("10.0.0.1")], ("bf16",), "fp32"),
+        ("fp16", [with_bf16("10.0.0.1")], (), "fp16"),
+        ("bf16", [place("10.0.0.1")], (), "bf16"),
+    ],
+    ids=["every GPU has it", "one GPU lacks it", "CPUs", "refused", "given", "given on CPUs"],
+)
+def test_auto_is_the_precision_that_every_device_has(
+    requested: str, workers: list[WorkerInfo], refused: tuple[str, ...], expected: str
+) -> None:
+    train = with_common_precision(having(precision=requested), workers, refused=refused)
+    assert train.precision == expected
+
+
+@pytest.mark.parametrize(("capabilities", "expected"), [([8, 9], True), ([9, 7], False), ([], False)])
+def test_a_worker_has_bfloat16_if_all_its_gpus_have_it(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[int], expected: bool
+) -> None:
+    current: list[int] = []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: capabilities[current[-1]] >= 8)
+    assert has_bf16(len(capabilities)) == expected
 
 
 def test_a_long_list_of_unusable_gpus_is_cut() -> None:

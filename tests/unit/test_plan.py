@@ -235,3 +235,10 @@ def test_an_average_of_the_weights_needs_a_strategy_that_keeps_one(strategy: str
     errors = errors_of(LAPTOP, f"strategy={strategy}", "train.ema_decay=0.99", embedded=True)
     kept = f"train.ema_decay=0.99: strategy={strategy} keeps no average of the weights"
     assert errors == (f"{kept}; set it to null, or use strategy=ddp",)
+
+
+def test_auto_is_noted_where_it_may_be_bfloat16() -> None:
+    note = "train.precision=auto: bf16 if all GPUs have it, else fp32"
+    assert note in plan_of(GPU_BOX).notes
+    assert note not in plan_of(GPU_BOX, "train.precision=fp32").notes
+    assert note not in plan_of(LAPTOP).notes

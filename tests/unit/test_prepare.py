@@ -252,6 +252,37 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("record", "word", "expected", "said"),
+    [
+        ({"precision": "bf16"}, "auto", "bf16", ["train.precision=auto: the run continues in bf16, as before"]),
+        ({"precision": "fp32", "params": {"train.precision": "auto"}}, "auto", "fp32", []),
+        ({"params": {"train.precision": "fp32"}}, "auto", "fp32", []),
+        ({"params": {"train.precision": "auto"}}, "auto", "auto", []),
+        (
+            {"precision": "bf16", "params": {"train.precision": "auto"}},
+            "fp16",
+            "fp16",
+            ["train.precision was bf16 in this run so far; it is fp16 from now on"],
+        ),
+    ],
+    ids=["bf16", "fp32", "given before", "never chosen", "given now"],
+)
+def test_a_resumed_run_keeps_its_precision(
+    tmp_path: Path, record: dict[str, Any], word: str, expected: str, said: list[str]
+) -> None:
+    an_earlier_run(tmp_path).update_record(**record)
+    found, warnings = resume(config_of(tmp_path, "resume=auto", f"train.precision={word}"))
+    assert found is not None
+    assert (found.train.precision, warnings) == (expected, said)
+
+
+def test_a_kept_precision_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path).update_record(precision="bf16-true")
+    (error,) = refused(config_of(tmp_path, "resume=auto", "train.ema_decay=0.9"))
+    assert error.startswith("resume=auto: train.ema_decay=0.9: ")
+
+
 def test_the_command_of_a_run_can_be_typed_again() -> None:
     overrides = ["strategy=ddp", "resume=auto", "tracking.uri=http://me:hunter2@h", "job.path=a b", "resume=/r"]
     assert command_line(overrides, Redactor()) == (

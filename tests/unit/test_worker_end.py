@@ -60,7 +60,7 @@ def test_a_worker_that_has_built_no_loop_leaves_too() -> None:
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.usefixtures("group")
 def test_only_a_clean_end_waits_for_other_ranks(clean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NCCL, ``destroy_process_group`` waits until all ranks call it."""
+    """With gloo: ``destroy_process_group`` may wait until all ranks call it."""
     called, released = threading.Event(), threading.Event()
     destroy = dist.destroy_process_group
 
@@ -112,6 +112,21 @@ def test_with_nccl_a_rank_that_has_failed_aborts_at_the_word_of_the_driver() -> 
     time.sleep(0.2)
     assert dist.is_initialized()
     teardown.abort(2)
+    teardown.begin(3, backend="nccl")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("group")
+def test_with_nccl_a_clean_end_waits_for_no_rank_but_for_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may have died since, and ``destroy_process_group`` would wait for it."""
+    monkeypatch.setattr(dist, "destroy_process_group", breaks)
+    teardown = Teardown(timeout_s=5)
+    teardown.begin(2, backend="nccl")
+    closed = threading.Event()
+    teardown.start(closed.set, clean=True)
+    assert closed.wait(5)
+    time.sleep(0.2)
+    assert dist.is_initialized(), "a peer may still receive what this rank has sent"
     teardown.begin(3, backend="nccl")
     assert not dist.is_initialized()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors import safe_open
 from orchestrator.compat import deferred_dynamo
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir
@@ -28,17 +28,23 @@ from orchestrator.state.mismatch import mismatches
 from orchestrator.storage.remote import StorageError, is_url
 from orchestrator.strategies.training_step import joined, optimizers_of
 
+PRECISION = "train.precision"
 _SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|precision|on_nonfinite)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """The run to continue, and the checkpoint and step that it continues from. ``driver``: who drove it last."""
+    """The run to continue, and the checkpoint and step that it continues from.
+
+    ``driver``: who drove it last. ``train``: the section of the configuration, in the precision of the run so far if
+    that is left to the run.
+    """
 
     run_dir: RunDir
     checkpoint: Path
     step: int
     driver: Mapping[str, Any]
+    train: TrainConfig
 
 
 def find_resume(config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor) -> Resume | None:
@@ -91,11 +97,12 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
         errors.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
     if errors:
         raise ConfigError(errors)
+    before = _settings(run_dir)
+    train = _in_precision(config, before.get(PRECISION), warnings)
     if job is not None:
-        warnings.extend(
-            _changes(run_dir.read_record().get("params", {}), params_of(recorded_config(config, job, redactor)))
-        )
-    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver)
+        config = replace(config, train=train)
+        warnings.extend(_changes(before, params_of(recorded_config(config, job, redactor))))
+    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver, train=train)
 
 
 def refuse_if_taken(config: Config, resume: Resume | None) -> None:
@@ -199,6 +206,26 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     if optimizer != meta["optimizer"]:
         errors.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
     return errors
+
+
+def _settings(run_dir: RunDir) -> Mapping[str, Any]:
+    """Return the parameters of a run so far, with the precision that its workers computed in."""
+    record = run_dir.read_record()
+    params = record.get("params", {})
+    return {**params, PRECISION: record["precision"]} if "precision" in record else params
+
+
+def _in_precision(config: Config, before: Any, warnings: list[str]) -> TrainConfig:
+    """Return the section ``train``, with the precision ``before`` in place of ``auto``."""
+    train = config.train
+    if train.precision != "auto" or before in (None, "auto"):
+        return train
+    if before != "fp32":
+        warnings.append(f"{PRECISION}=auto: the run continues in {before}, as before")
+    try:
+        return replace(train, precision=before)
+    except ValueError as e:
+        raise ConfigError([f"resume={config.resume}: {e}"]) from e
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

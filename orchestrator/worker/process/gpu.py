@@ -1,4 +1,4 @@
-"""Whether torch can compute on the GPUs that Ray has given to this process."""
+"""What torch can compute on the GPUs that Ray has given to this process."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def gpu_error(ids: Sequence[str]) -> str | None:
         except (AssertionError, RuntimeError) as e:  # AssertionError: this build of torch has no CUDA
             return f"GPU {gpu}: {str(e).strip().partition(chr(10))[0]}"
     return None
+
+
+def has_bf16(count: int) -> bool:
+    """Return whether the first ``count`` GPUs of this process, at least one, all compute in bfloat16."""
+    return count > 0 and all(_has_bf16(index) for index in range(count))
+
+
+def _has_bf16(index: int) -> bool:
+    with torch.cuda.device(index):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
