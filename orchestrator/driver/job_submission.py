@@ -31,7 +31,7 @@ _STATUS_TIMEOUT_S = 20.0
 _POLL_S = 0.2
 _STOPPED = 143
 """The exit code of a command that SIGTERM has stopped."""
-_STOP_MARGIN_S = 10
+STOP_MARGIN_S = 10
 """What the driver needs after ``cluster.stop_grace_s``, to release its workers and write its records."""
 _LARGEST_FILES = 5
 
@@ -82,7 +82,7 @@ def make_submission(
         entrypoint=shlex.join(["python", "-m", "orchestrator.launch", *words]),
         working_dir=working_dir,
         env={
-            "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(grace_s) + _STOP_MARGIN_S),
+            "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(grace_s) + STOP_MARGIN_S),
             "PYTHONUNBUFFERED": "1",
             **carried(source),
         },

@@ -23,6 +23,7 @@ from orchestrator.driver.event_stream import EventStream, FailureSink, Redacting
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.prometheus import PrometheusSink
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
@@ -241,6 +242,7 @@ def _run(
     stop.console = console
     writer = Journal(run_dir, warnings=console)
     journal = RedactingSink(writer, redactor)
+    events = EventStream([journal, console, RedactingSink(PrometheusSink(), redactor)])
     spec = RunSpec(
         config=config,
         sizes=sizes,
@@ -271,7 +273,7 @@ def _run(
             console.emit(Warned(message=warning))
         try:
             with lease, StopRequests(run_dir, stop):
-                result = Run(spec, EventStream([journal, console]), stop, uploader, records, lease).execute()
+                result = Run(spec, events, stop, uploader, records, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.
             writer.discard()

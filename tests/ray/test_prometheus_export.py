@@ -1,0 +1,39 @@
+"""The metrics of a run at the port that Prometheus scrapes."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from helpers.runs import series, wait_for
+from orchestrator.driver.prometheus import GAUGES, LABELS, NAMESPACE
+
+
+def exported(run_name: str) -> dict[str, float]:
+    """The gauges of a run that the agent of Ray exports, by name."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    own = [line for line in lines if line.startswith(f"{NAMESPACE}_orchestrator_") and f'run="{run_name}"' in line]
+    for line in own:
+        assert all(f'{label}="' in line for label in LABELS), line
+    return {re.split("[{ ]", line)[0].removeprefix(f"{NAMESPACE}_"): float(line.rsplit(" ", 1)[1]) for line in own}
+
+
+def test_the_values_of_a_run_are_exported(run: Callable[..., Any]) -> None:
+    result = run("strategy=ddp", "job=toy", "train.steps=30", "train.log_every=5", "name=exported-run")
+    assert result.status == "FINISHED"
+    values = wait_for(lambda: v if (v := exported("exported-run")).keys() == GAUGES.keys() else None, "the export")
+    run_dir = Path(result.run_dir)
+    assert values == {
+        "orchestrator_loss": series(run_dir, "train/loss")[30],
+        "orchestrator_samples_per_s": series(run_dir, "perf/samples_per_s")[30],
+        "orchestrator_step": 30.0,
+        "orchestrator_workers": 2.0,
+        "orchestrator_restarts": 0.0,
+    }
