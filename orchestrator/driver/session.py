@@ -23,6 +23,7 @@ from orchestrator.driver.event_stream import EventStream, FailureSink, Redacting
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.queue_place import queue_entry
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.signals import StopSignals
@@ -230,6 +231,7 @@ def _run(
     stop.console = console
     writer = Journal(run_dir, warnings=console)
     journal = RedactingSink(writer, redactor)
+    queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at)
     spec = RunSpec(
         config=config,
         sizes=sizes,
@@ -241,6 +243,7 @@ def _run(
         tokens_per_sample=candidate.job.tokens_per_sample,
         secrets=tuple(redactor.secrets),
         pickled_job=None if candidate.given is None else candidate.given.data,
+        queue_entry=redactor.data(queued, by_key=False),
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
     ending = RunEnding(
