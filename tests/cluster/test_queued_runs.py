@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,17 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from helpers.queue_entries import entry
+from helpers.recorder import Recorder
 from helpers.runs import events, last_step, losses, wait_for
+from orchestrator.driver import queue_place
+from orchestrator.driver.calls import GangError
+from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.queue_control import QueueControl, QueueError
+from orchestrator.driver.queue_place import QueuePlace, TurnLostError
+from orchestrator.driver.run_queue import find_queue
+from orchestrator.driver.signals import StopSignals
+from orchestrator.protocol.events import WaitingInQueue, Warned
 from orchestrator.protocol.queue import QueueEntry
 from orchestrator.records.run_dir import RunDir, state_of
 
@@ -123,6 +133,74 @@ def kill_queue(cluster: Cluster) -> None:
         if child.cmdline()[:1] == ["ray::RunQueueActor"]
     )
     actor.kill()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Callable[..., QueuePlace]:
+    """``place(entry("run"), timeout_s=1)`` is the place of a run of this process."""
+
+    def make(run: QueueEntry, *, timeout_s: float | None = None, sink: Recorder | None = None) -> QueuePlace:
+        events, run_dir = EventStream([sink or Recorder()]), RunDir(tmp_path)
+        return QueuePlace(run, run_dir, events, StopSignals(), timeout_s=timeout_s)
+
+    return make
+
+
+def test_a_run_that_reserves_gives_way_to_a_more_urgent_one(cluster: Cluster, place: Callable[..., QueuePlace]) -> None:
+    waits: Any = Recorder()
+    with place(entry("first", workers=2), sink=waits) as first:
+        first.wait_for_turn(lambda: None)
+        with place(entry("urgent", priority=1)) as urgent:
+            wait_for(lambda: lost_turn(first), "the loss of the turn")
+            again = threading.Thread(target=first.wait_for_turn, args=(lambda: None,))
+            again.start()
+            urgent.wait_for_turn(lambda: None)
+            urgent.check_turn()
+            urgent.has_workers({ray.get_runtime_context().get_node_id(): 1})
+            wait_for(
+                lambda: any(isinstance(e, WaitingInQueue) and e.running == ("urgent",) for e in waits.seen), "the wait"
+            )
+            assert urgent.others_wait
+            assert again.is_alive(), "two workers do not fit beside the other run"
+        again.join(TIMEOUT_S)
+        first.check_turn()
+        assert first.waited_s > 1
+
+
+def lost_turn(run: QueuePlace) -> bool:
+    try:
+        run.check_turn()
+    except TurnLostError:
+        return True
+    return False
+
+
+def test_a_wait_ends_at_its_timeout_or_without_a_queue_that_answers(
+    cluster: Cluster, place: Callable[..., QueuePlace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place(entry("first", at=1)) as first, place(entry("second", at=2), timeout_s=1) as second:
+        first.wait_for_turn(lambda: None)
+        with pytest.raises(GangError, match=r"not the first in the queue within 1 s \(cluster\.queue_timeout_s\)"):
+            second.wait_for_turn(lambda: None)
+    ray.kill(find_queue())
+    other_version = ray.remote(num_cpus=0)(Recorder).options(name="queue", namespace="orchestrator")
+    stranger = wait_for(lambda: taken_by(other_version), "the name of the queue")
+    monkeypatch.setattr(queue_place, "UNREACHABLE_S", 1.0)
+    warnings = Recorder()
+    with place(entry("third"), sink=warnings) as third:
+        third.wait_for_turn(lambda: None)
+    (warned,) = warnings.seen
+    assert isinstance(warned, Warned)
+    assert "the queue of the cluster cannot be reached (AttributeError: " in warned.message
+    assert "cluster.queue=false" in warned.message
+    ray.kill(stranger)
+
+
+def taken_by(actor: Any) -> Any:
+    """An actor under its name; None while another one has the name."""
+    with contextlib.suppress(ValueError):
+        return actor.remote()
+    return None
 
 
 def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from helpers.queue_entries import entry
 from orchestrator.display.queue_table import queue_table
 from orchestrator.driver.run_queue import SETTLE_S, STALE_S, RunQueue
 from orchestrator.policy.queue import find_entries, free_room, line, may_reserve, victims
 from orchestrator.protocol.queue import NodeResources, QueueEntry
 
 FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}
-
-
-def entry(name: str, *, at: float = 0.0, **fields: Any) -> QueueEntry:
-    """A run of one worker with one CPU that was submitted ``at``, and has its workers on node ``a`` if it runs."""
-    workers = fields.get("workers", 1)
-    values: dict[str, Any] = {
-        "uid": name, "name": name, "location": f"/outputs/2026-05-01/{name}", "user": "ada", "host": "laptop",
-        "submitted_at": at, "priority": 0, "workers": 1, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0,
-        "one_node": False, "autoscaling": False, "since": at,
-    }  # fmt: skip
-    if fields.get("state") in ("running", "yielding"):
-        values["workers_by_node"] = {"a": workers}
-    return QueueEntry(**(values | fields))
 
 
 def names(entries: list[QueueEntry]) -> list[str]:
