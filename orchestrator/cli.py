@@ -30,6 +30,7 @@ VERBS: Mapping[str, Verb] = {
     "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`"),
     "submit": Verb("orchestrator.submit", "send a launch to a Ray cluster as a job, and follow it"),
     "stop": Verb("orchestrator.stop", "stop a run, whose driver may be on another host"),
+    "queue": Verb("orchestrator.queue", "list the runs that share a cluster, cancel them, or change their priority"),
     "logs": Verb("orchestrator.logs", "show what the ranks of a run have written"),
     "runs": Verb("orchestrator.runs", "list the newest runs: state, speed, loss, age"),
     "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow"),

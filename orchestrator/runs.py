@@ -18,10 +18,10 @@ from orchestrator.display.comparison import CompareError, Run, read_run
 from orchestrator.display.run_list import plain, run_list
 from orchestrator.display.text import refuse, writable
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.run_dir import state_of
+from orchestrator.records.run_dir import ACTIVE_STATES, state_of
 from orchestrator.storage.remote import StorageError
 
-STATES = ("running", "finished", "failed", "killed", "died")
+STATES = (*ACTIVE_STATES, "finished", "failed", "killed", "died")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

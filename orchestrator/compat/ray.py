@@ -39,6 +39,9 @@ _GCS_STUB = "ray.core.generated.gcs_service_pb2_grpc.NodeInfoGcsServiceStub"
 _GCS_REQUEST = "ray.core.generated.gcs_service_pb2.GetClusterIdRequest"
 _WALK_PACKAGE = "ray._private.runtime_env.packaging._dir_travel"
 _MAX_PACKAGE_BYTES = "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE"
+_ALL_RESOURCES = "ray._private.state.total_resources_per_node"
+_FREE_RESOURCES = "ray._private.state.available_resources_per_node"
+_HEAD_RESOURCE = "ray._common.constants.HEAD_NODE_RESOURCE_NAME"
 
 INTERNALS = (
     _SET_SIGTERM_HANDLER,
@@ -55,6 +58,9 @@ INTERNALS = (
     _GCS_REQUEST,
     _WALK_PACKAGE,
     _MAX_PACKAGE_BYTES,
+    _ALL_RESOURCES,
+    _FREE_RESOURCES,
+    _HEAD_RESOURCE,
 )
 """The dotted names of all private objects that this module uses."""
 
@@ -162,6 +168,24 @@ def own_ray_has_died() -> bool:
     """Return whether this process started a Ray whose GCS server or raylet is dead; no call to it would return."""
     node = find_internal(_NODE)
     return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+
+
+def is_own_ray() -> bool:
+    """Return whether this process started the Ray that it is connected to."""
+    node = find_internal(_NODE)
+    return node is not None and bool(node.head)
+
+
+def resources_by_node() -> dict[str, tuple[Mapping[str, float], Mapping[str, float]]]:
+    """Return all resources and the free ones of each living node, by its id."""
+    every: Mapping[str, Mapping[str, float]] = find_internal(_ALL_RESOURCES)()
+    free: Mapping[str, Mapping[str, float]] = find_internal(_FREE_RESOURCES)()
+    return {node_id: (every[node_id], free[node_id]) for node_id in every.keys() & free.keys()}
+
+
+def on_head() -> dict[str, float]:
+    """Return the resources to ask for so that an actor is placed on the head node."""
+    return {find_internal(_HEAD_RESOURCE): 0.001}
 
 
 def died_with_node(error: ray.exceptions.RayError) -> bool:

@@ -146,7 +146,14 @@ class ClusterConfig:
         "environment variables to set on the workers, as in cluster.env.NCCL_DEBUG=INFO; null: the value here. NCCL_*, "
         "TORCH_*, PYTORCH_* and HF_* are forwarded without being named, unless Ray was started with another value"
     )
-    pending_timeout_s: float = option("maximum wait for resources, in seconds", above=0)
+    queue: bool = option(
+        "wait for the turn of the run in the queue of a cluster that several commands share; false: reserve at once"
+    )
+    priority: int = option(
+        "place in the queue: a higher one goes first, and makes running runs of lower priority yield their resources"
+    )
+    queue_timeout_s: float | None = option("maximum wait in the queue, in seconds; null: no limit", above=0)
+    pending_timeout_s: float = option("maximum wait for resources when it is the turn of the run, in seconds", above=0)
     rendezvous_timeout_s: float = option("maximum wait for all ranks to join the process group, in seconds", above=0)
     collective_timeout_s: float = option(
         "timeout of a collective operation, in seconds: the last resort, above every limit of the hang detector",

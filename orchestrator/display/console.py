@@ -33,6 +33,7 @@ from orchestrator.protocol.events import (
     StopRequested,
     TextSampled,
     WaitingForResources,
+    WaitingInQueue,
     WorkerFailed,
 )
 
@@ -184,7 +185,7 @@ class LiveConsole(PlainConsole):
         super()._emit(event)
 
     def _lines(self, event: Event) -> list[Line]:
-        shown_in_panel = (MetricsLogged, CheckpointSaved, WaitingForResources)
+        shown_in_panel = (MetricsLogged, CheckpointSaved, WaitingForResources, WaitingInQueue)
         if isinstance(event, shown_in_panel) and self._live.is_started:
             return []
         return super()._lines(event)

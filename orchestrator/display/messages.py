@@ -22,9 +22,11 @@ from orchestrator.protocol.events import (
     SystemMetricsLogged,
     TextSampled,
     WaitingForResources,
+    WaitingInQueue,
     Warned,
     WorkerFailed,
     WorkerLost,
+    Yielded,
 )
 
 Line = tuple[str, str]
@@ -38,8 +40,11 @@ def describe(event: Event) -> list[Line]:
     match event:
         case RunStarted():
             return _started(event)
-        case WaitingForResources():
+        case WaitingForResources() | WaitingInQueue():
             return [(waiting_text(event), "")]
+        case Yielded():
+            text = f"yielded to {event.to} at step {event.step}: the run continues when there is room again"
+            return [(text, "yellow")]
         case GenerationStarted():
             return _generation(event)
         case ModelCut():
@@ -95,7 +100,9 @@ def _straggler(event: StragglerFound) -> str:
 
 def _recovered(event: Recovered) -> str:
     ranks = ", ".join(str(rank) for rank in event.replaced)
-    if event.num_workers != event.num_workers_before:
+    if event.planned == "yielded":
+        how = f"it is the run's turn again with {count(event.num_workers, 'worker')}"
+    elif event.num_workers != event.num_workers_before:
         how = f"{count(event.num_workers, 'worker')} instead of {event.num_workers_before}"
     elif ranks:
         how = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced"
@@ -129,8 +136,12 @@ def stop_text(event: StopRequested) -> str:
     return f"{event.signal}: writing a checkpoint before stopping; send it again to stop at once"
 
 
-def waiting_text(event: WaitingForResources) -> str:
+def waiting_text(event: WaitingForResources | WaitingInQueue) -> str:
     """Return what the run waits for, and what occupies it."""
+    if isinstance(event, WaitingInQueue):
+        place = f"waiting {duration(event.waited_s)} in the queue, place {len(event.ahead) + 1}"
+        ahead = f"; before it: {first_few(event.ahead)}" if event.ahead else ""
+        return place + ahead + (f"; running: {first_few(event.running)}" if event.running else "")
     held = f"; held by {event.holders}" if event.holders else ""
     return f"waiting {duration(event.waited_s)} for {event.wanted}{held}"
 

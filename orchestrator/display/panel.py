@@ -32,6 +32,7 @@ from orchestrator.protocol.events import (
     RunStarted,
     StopRequested,
     WaitingForResources,
+    WaitingInQueue,
     WorkerFailed,
 )
 from orchestrator.protocol.metrics import MetricRegistry, MetricSpec
@@ -53,7 +54,7 @@ class RunView:
         self.world_size = world_size
         self.step = 0
         self.started: RunStarted | None = None
-        self.waiting: WaitingForResources | None = None
+        self.waiting: WaitingForResources | WaitingInQueue | None = None
         self.generation: GenerationStarted | None = None
         self.checkpoint: CheckpointSaved | None = None
         self.stop: StopRequested | None = None
@@ -72,7 +73,7 @@ class RunView:
         match event:
             case RunStarted():
                 self.started, self.step = event, event.resumed_from_step or 0
-            case WaitingForResources():
+            case WaitingForResources() | WaitingInQueue():
                 self.waiting = event
             case GenerationStarted():
                 self.generation, self.waiting, self.failure = event, None, None

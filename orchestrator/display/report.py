@@ -29,6 +29,8 @@ from orchestrator.planning.plan import Node, Plan, WorkerPlan
 from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
 
 _TABLE_WIDTH = 100
+_LEAST_WAIT_S = 1.0
+"""A shorter wait in the queue is not worth a word."""
 
 
 def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
@@ -186,7 +188,9 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
     if started:
         if started.resumed_from_step:
             text += f" (resumed at {started.resumed_from_step})"
-        text += f" in {ended.time - started.time:,.1f} s"
+        queue_s = float(summary.get("queue_s", 0.0))
+        text += f" in {ended.time - started.time - queue_s:,.1f} s"
+        text += f" after {queue_s:,.0f} s in the queue" if queue_s >= _LEAST_WAIT_S else ""
     parts = [text]
     validation = "val_accuracy" if summary.get("val_accuracy") is not None else "val_loss"
     if (value := summary.get("samples_per_s")) is not None:

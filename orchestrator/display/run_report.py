@@ -9,7 +9,7 @@ from typing import Any
 from orchestrator.display.text import count, duration, first_line, number, rate, size
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import read_lines
-from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 
 _WIDTH_OF_NAMES = 12
 
@@ -20,7 +20,8 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
     Args:
         run_dir: the directory of the run.
         record: the contents of its ``run.json``.
-        state: ``finished``, ``failed``, ``killed``, ``running``, or ``died``: running without a driver.
+        state: ``finished``, ``failed``, ``killed``, ``running``, ``waiting`` in the queue of a cluster, or
+            ``died``: not ended, and without a driver.
         now: seconds since the epoch.
     """
     summary: Mapping[str, Any] = record.get("summary") or {}
@@ -38,7 +39,7 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
         "files": [run_dir.location, *_files(run_dir)],
         "MLflow": _tracking(record, summary),
         "next": _next_commands(
-            run_dir, record, resumable=checkpoint is not None and state not in ("finished", "running")
+            run_dir, record, resumable=checkpoint is not None and state not in ("finished", *ACTIVE_STATES)
         ),
     }
     lines = []
@@ -51,7 +52,7 @@ def _state(record: Mapping[str, Any], state: str, now: float) -> str:
     started, ended = record.get("started"), record.get("ended")
     if not isinstance(started, (int, float)):
         return state
-    if state in ("running", "died") or not isinstance(ended, (int, float)) or ended < started:
+    if state in (*ACTIVE_STATES, "died") or not isinstance(ended, (int, float)) or ended < started:
         return f"{state}, started {duration(max(0.0, now - started), whole=True)} ago"
     ago = duration(max(0.0, now - ended), whole=True)
     return f"{state} after {duration(ended - started)}, {ago} ago"

@@ -71,15 +71,18 @@ def embedded(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Iterat
         yield
 
 
-def address_error(address: str) -> str | None:
-    """Return what is wrong with the address or with the server there, in one line; None if nothing is."""
+def address_error(address: str, *, key: str | None = None) -> str | None:
+    """Return what is wrong with the address or with the server there, in one line; None if nothing is.
+
+    ``key``: what the user has typed it for; None for the key of a run or ``RAY_ADDRESS``.
+    """
     if is_ray_client():
         return (
             "this process uses Ray Client (ray://), which is not supported; call ray.shutdown() first, or run on a "
             "node of the cluster"
         )
     error = None if ray.is_initialized() else _error(address)
-    return error and f"{_to_cli(address)}: {error}"
+    return error and f"{_to_cli(address) if key is None else f'{key}={address}'}: {error}"
 
 
 @contextlib.contextmanager

@@ -83,8 +83,20 @@ class Gang:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def workers_by_node(self) -> Mapping[str, int]:
+        """The number of ranks and spares on each node, by its id."""
+        return Counter(info.node_id for info in (*(m.info for m in self.members), *self._spares.values()))
+
+    def release(self) -> None:
+        """Kill all workers and give back their resources. The gang may be acquired again."""
         self._slots.release()
         self.members = ()
+        self._starting, self._spares, self._unprepared = {}, {}, set()
+        self._vacant, self._failed_starts, self._given_up = [], Counter(), set()
+        self._pending_heartbeats, self._last_heartbeats, self._next_asked = {}, {}, 0
 
     def acquire(self) -> None:
         """Reserve the resources, start the actors, and assign the ranks.

@@ -26,6 +26,7 @@ from orchestrator.driver.gang import Gang, Member
 from orchestrator.driver.growth import Growth
 from orchestrator.driver.hang_report import write_stacks
 from orchestrator.driver.node_watch import NodeWatch, kernel_oom_kills
+from orchestrator.driver.queue_place import QueuePlace
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import HEARTBEAT_WAIT_S, Telemetry
 from orchestrator.planning.faults import Fault
@@ -96,6 +97,7 @@ class Generation:
         lease: Lease,
         events: EventStream,
         growth: Growth,
+        queue: QueuePlace,
         earlier_hangs: Sequence[int],
     ):
         self.number = number
@@ -117,6 +119,7 @@ class Generation:
         self._lease = lease
         self._events = events
         self._growth = growth
+        self._queue = queue
         self._pending: dict[Any, Member] = {}  # by the reference to its outcome
         self._heard_at: dict[int, float] = {}
         self._lost_nodes: set[str] = set()
@@ -418,7 +421,7 @@ class Generation:
             self._awaited = set(range(self._plan.world_size))
 
     def _pause_if_due(self) -> None:
-        """End the generation after a step if workers must leave, or if more could join."""
+        """End the generation after a step if workers must leave, if all must make room, or if more could join."""
         nodes = self._nodes.draining
         draining = self._leaving | {m.global_rank for m in self._gang.members if m.info.node_id in nodes}
         if draining:
@@ -429,7 +432,9 @@ class Generation:
                 "the run saves a checkpoint and replaces it"
             )
             self._pause("preempted", save=True)
-        elif (larger := self._growth.start_and_find()) is not None:
+        elif self._queue.yield_to is not None:
+            self._pause("yielded", save=True)
+        elif not self._queue.others_wait and (larger := self._growth.start_and_find()) is not None:
             self._pause("growing", save=larger.state_sources is None)
 
     def _pause(self, why: PauseReason, *, save: bool) -> None:

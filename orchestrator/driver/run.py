@@ -22,6 +22,7 @@ from orchestrator.driver.generation import Generation
 from orchestrator.driver.growth import Growth
 from orchestrator.driver.node_uploads import NodeUploads
 from orchestrator.driver.node_watch import NodeWatch
+from orchestrator.driver.queue_place import QueuePlace, TurnLostError
 from orchestrator.driver.result import RESULT_LOST, RunResult
 from orchestrator.driver.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.signals import StopSignals
@@ -41,13 +42,16 @@ from orchestrator.protocol.events import (
     Event,
     FirstStepDone,
     MetricsLogged,
+    PauseReason,
     RunStarted,
     TextSampled,
     WorkerFailed,
     WorkerFailure,
     WorkerLost,
+    Yielded,
 )
 from orchestrator.protocol.messages import PendingCheckpoint, RecoverableSteps, WorkerEnvironment
+from orchestrator.protocol.queue import QueueEntry
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
@@ -71,6 +75,7 @@ class RunSpec:
     ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run.
     ``started_at``: seconds since the epoch. ``secrets``: texts to mask in what other nodes upload.
     ``pickled_job``: see :class:`WorkerEnvironment`.
+    ``queue_entry``: the run in the queue of the cluster; None if it does not queue.
     """
 
     config: Config
@@ -83,6 +88,7 @@ class RunSpec:
     tokens_per_sample: int | None
     secrets: tuple[str, ...] = ()
     pickled_job: bytes | None = None
+    queue_entry: QueueEntry | None = None
 
 
 class Run:
@@ -117,7 +123,10 @@ class Run:
         self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
         self._node_uploads = NodeUploads(spec.run_dir, spec.run_uid, spec.config.storage, spec.secrets)
         self._lease = lease
-        self._monitor = WaitMonitor(events, self._lease, stop)
+        self._queue = QueuePlace(
+            spec.queue_entry, spec.run_dir, events, stop, timeout_s=spec.config.cluster.queue_timeout_s
+        )
+        self._monitor = WaitMonitor(events, self._lease, stop, self._queue.check_turn)
         self._gang = Gang(
             self._plan,
             self._environment,
@@ -133,6 +142,8 @@ class Run:
         self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
         self._transitions = TransitionLog()
         self._hangs: list[int] = []  # the step of each
+        self._yielded: Generation | None = None  # the last one, while the run waits for its turn after it
+        self._waited_before_start_s = 0.0
 
     def execute(self) -> RunResult:
         """Train until the run finishes, is stopped or fails. No actor of the run is alive afterwards.
@@ -162,7 +173,7 @@ class Run:
         with contextlib.ExitStack() as at_end:
             at_end.callback(shutil.rmtree, spec.run_dir.spools, ignore_errors=True)
             try:
-                with self._nodes, self._gang:
+                with self._nodes, self._queue, self._gang:
                     result = self._acquire_and_train()
             except SupersededError:
                 at_end.pop_all()  # the workers of the other driver write there
@@ -178,16 +189,29 @@ class Run:
 
     def _acquire_and_train(self) -> RunResult:
         try:
-            began = time.perf_counter()
             with self._stop.raising():
-                self._gang.acquire()
-                self._startup["workers_s"] = time.perf_counter() - began
-                self._choose_precision()
+                self._acquire()
                 return self._train()
         except (GangError, ray.exceptions.RayError) as e:
-            return self._interrupted(None) if self._stop.received is not None else self._failed(str(e))
+            return self._interrupted(self._yielded) if self._stop.received is not None else self._failed(str(e))
         except Interrupted:
-            return self._interrupted(None)
+            return self._interrupted(self._yielded)
+
+    def _acquire(self) -> None:
+        """Wait for the turn of the run, and acquire its workers. Raises as :meth:`Gang.acquire`."""
+        while True:
+            self._queue.wait_for_turn(self._monitor.check)
+            if self._yielded is None:
+                self._waited_before_start_s = self._queue.waited_s
+            began = time.perf_counter()
+            try:
+                self._gang.acquire()
+            except TurnLostError:
+                self._gang.release()
+                continue
+            self._startup.setdefault("workers_s", time.perf_counter() - began)
+            self._choose_precision()
+            return
 
     def _choose_precision(self) -> None:
         """Choose what all ranks compute in until the run ends, and record it for a run that resumes this one."""
@@ -203,6 +227,7 @@ class Run:
         number = 1
         while True:
             generation = self._make_generation(number)
+            self._queue.has_workers(self._gang.workers_by_node)
             self._node_uploads.cover(member.info.node_id for member in self._gang.members)
             generation.begin(
                 self.spec.run_uid,
@@ -237,6 +262,10 @@ class Run:
                 break
             elif generation.paused == "preempted" and self._stop.received is not None:
                 return self._interrupted(generation)
+            elif generation.paused == "yielded" and generation.all_ended("stopped"):
+                recovery_plan = self._yield(generation)
+                number += 1
+                continue
             elif generation.paused is not None and generation.all_ended("stopped"):
                 decision = plan_after_pause(
                     self._recoverable_steps, generation.draining, world_size=self._plan.world_size
@@ -274,6 +303,7 @@ class Run:
             lease=self._lease,
             events=self._events,
             growth=Growth(self._gang, self.spec.sizes, self._plan),
+            queue=self._queue,
             earlier_hangs=tuple(self._hangs),
         )
 
@@ -332,19 +362,57 @@ class Run:
             self._plan, self._recoverable_steps = assignment.plan, {}
         if decision.sources is None:
             self._checkpoints.find_newest(self._events.warn)
+        began = generation.paused_at if failed_rank is None else generation.failure(failed_rank).time
+        planned = generation.paused if failed_rank is None else None
+        self._begin_transition(generation, decision, began=began, workers_before=workers_before, planned=planned)
+        return decision
+
+    def _yield(self, generation: Generation) -> RecoveryPlan:
+        """Release all workers for a run that goes first, and acquire them again when it is this run's turn.
+
+        Returns:
+            How the next generation starts: from the checkpoint of the last step.
+        """
+        to, waited_s = self._queue.yield_to or "another run", self._queue.waited_s
+        self._queue.begin_yielding()
+        self._finish_workers(generation)
+        self._gang.release()
+        self._events.emit(Yielded(step=generation.last_step(), to=to))
+        self._monitor.grace_s, self._yielded = 0.0, generation
+        self._acquire()
+        self._yielded, self._recoverable_steps = None, {}
+        self._checkpoints.find_newest(self._events.warn)
+        decision = RecoveryPlan(lost=tuple(range(self._plan.world_size)), sources=None, step=0, pause_s=0.0)
+        self._begin_transition(
+            generation,
+            decision,
+            began=generation.paused_at + self._queue.waited_s - waited_s,
+            workers_before=self._plan.mesh.num_workers,
+            planned="yielded",
+        )
+        return decision
+
+    def _begin_transition(
+        self,
+        generation: Generation,
+        decision: RecoveryPlan,
+        *,
+        began: float,
+        workers_before: int,
+        planned: PauseReason | None,
+    ) -> None:
         transition = self._transitions.begin(
             Transition(
-                began=generation.paused_at if failed_rank is None else generation.failure(failed_rank).time,
+                began=began,
                 reached=generation.last_step(),
                 resumed_at=self._checkpoints.step if decision.sources is None else decision.step,
                 decision=decision,
                 num_workers_before=workers_before,
                 num_workers=self._plan.mesh.num_workers,
-                planned=generation.paused if failed_rank is None else None,
+                planned=planned,
             )
         )
         self._telemetry.begin_generation(self._plan, decision.lost, transition.resumed_at)
-        return decision
 
     def _change_size(self, lost: Collection[int], *, saved: bool) -> RankAssignment | None:
         """Give the present workers the ranks of a plan of another size; None if the run keeps its size."""
@@ -430,10 +498,14 @@ class Run:
             "steps": max(self._telemetry.last_step.values(), default=0),
             **self._transitions.summary(),
         }
+        if self.spec.queue_entry is not None:
+            summary["queue_s"] = self._queue.waited_s
         if self._first_step_at is not None:
-            summary["startup_s"] = self._first_step_at - self.spec.started_at
+            summary["startup_s"] = self._first_step_at - self.spec.started_at - self._waited_before_start_s
             summary["startup"] = self._startup
-            elapsed_s, step_s = time.time() - self._first_step_at, float(summary.get("step_ms_p50", 0.0)) / 1e3
+            waited_s = self._queue.waited_s - self._waited_before_start_s
+            elapsed_s = time.time() - self._first_step_at - waited_s
+            step_s = float(summary.get("step_ms_p50", 0.0)) / 1e3
             summary["effective_time_pct"] = self._transitions.effective_time_pct(elapsed_s, step_s=step_s)
         return RunResult(
             status=status,

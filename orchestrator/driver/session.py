@@ -24,6 +24,7 @@ from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.prometheus import PrometheusSink
+from orchestrator.driver.queue_place import queue_entry
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.run import Run, RunSpec
 from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
@@ -243,6 +244,7 @@ def _run(
     writer = Journal(run_dir, warnings=console)
     journal = RedactingSink(writer, redactor)
     events = EventStream([journal, console, RedactingSink(PrometheusSink(), redactor)])
+    queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at)
     spec = RunSpec(
         config=config,
         sizes=sizes,
@@ -254,6 +256,7 @@ def _run(
         tokens_per_sample=candidate.job.tokens_per_sample,
         secrets=tuple(redactor.secrets),
         pickled_job=None if candidate.given is None else candidate.given.data,
+        queue_entry=redactor.data(queued, by_key=False),
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
     ending = RunEnding(

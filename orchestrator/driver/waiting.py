@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ray.util.placement_group import placement_group_table
 
@@ -23,13 +24,17 @@ class Interrupted(Exception):
 class WaitMonitor:
     """The driver's duties while it waits for workers that do not train yet.
 
-    ``grace_s``: the seconds that a wait continues after a stop request.
+    ``grace_s``: the seconds that a wait continues after a stop request. ``check_turn``: see
+    :meth:`~orchestrator.driver.queue_place.QueuePlace.check_turn`.
     """
 
-    def __init__(self, events: EventStream, lease: Lease, stop: StopSignals):
+    def __init__(
+        self, events: EventStream, lease: Lease, stop: StopSignals, check_turn: Callable[[], None] = lambda: None
+    ):
         self._events = events
         self._lease = lease
         self._stop = stop
+        self._check_turn = check_turn
         self.grace_s = 0.0
 
     def check(self) -> None:
@@ -38,8 +43,10 @@ class WaitMonitor:
         Raises:
             Interrupted: a stop has been requested, and the grace period has passed.
             SupersededError: another driver has taken over the run.
+            TurnLostError: another run goes first.
         """
         self._lease.check()
+        self._check_turn()
         if self._stop.received is not None and self._stop.seconds_ago >= self.grace_s:
             raise Interrupted
 

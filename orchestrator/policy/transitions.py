@@ -71,7 +71,7 @@ class TransitionLog:
     def summary(self) -> dict[str, Any]:
         """Return the totals for ``run.json``: recoveries from failures, with their times, apart from preemptions."""
         recovery_s = [r.seconds for r in self._done if r.planned is None]
-        preemptions = sum(r.planned == "preempted" for r in self._done)
+        preemptions, yields = (sum(r.planned == reason for r in self._done) for reason in ("preempted", "yielded"))
         summary: dict[str, Any] = {
             "restarts": len(recovery_s),
             "steps_lost": sum(r.steps_lost for r in self._done),
@@ -81,6 +81,8 @@ class TransitionLog:
             summary["recovery_s_max"] = max(recovery_s)
         if preemptions:
             summary["preemptions"] = preemptions
+        if yields:
+            summary["yields"] = yields
         return summary
 
     def effective_time_pct(self, elapsed_s: float, *, step_s: float) -> float:

@@ -54,6 +54,26 @@ class WaitingForResources(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WaitingInQueue(Event):
+    """The run waits for its turn in the queue of the cluster.
+
+    ``ahead`` names the runs before it, in order; ``running`` those that have workers.
+    """
+
+    waited_s: float
+    ahead: tuple[str, ...]
+    running: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yielded(Event):
+    """The run has released its workers after ``step`` for the run ``to``, and continues when that leaves room."""
+
+    step: int
+    to: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationStarted(Event):
     """A process group has been formed; ``workers`` describes the node and device of each rank.
 
@@ -182,8 +202,8 @@ class StragglerFound(Event):
     throughput_loss: float
 
 
-PauseReason = Literal["preempted", "growing"]
-"""Why all ranks end a generation after a step: workers must leave, or more could join."""
+PauseReason = Literal["preempted", "growing", "yielded"]
+"""Why all ranks end a generation after a step: workers must leave, more could join, or another run goes first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.json_file import write_json
 from orchestrator.records.lock import locked
-from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.storage.claim import claimed
 from orchestrator.storage.remote import Remote, is_url
 from orchestrator.storage.staging import make_private, staging_path
@@ -253,7 +253,7 @@ def push_records(run_dir: RunDir) -> None:
 
 def _is_orphan(run_dir: RunDir) -> bool:
     try:
-        if run_dir.read_record().get("state") != "running" or run_dir.driver_if_running():
+        if run_dir.read_record().get("state") not in ACTIVE_STATES or run_dir.driver_if_running():
             return False
         return refresh(run_dir) and run_dir.is_original(run_dir.read_record().get("driver", {}))
     except (OSError, ValueError):  # an unreadable run is left alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import getpass
 import os
 import signal
 import socket
@@ -49,6 +50,14 @@ def is_alive(process: Mapping[str, Any]) -> bool:
         return int(fields[_START_TICKS - 1]) == process["start_ticks"] and state not in "ZX"
     except (OSError, KeyError, ValueError, IndexError):
         return False
+
+
+def user_name() -> str:
+    """Return the name of the user to whom this process belongs; the number if the system has no name for it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def process_started_at() -> float:

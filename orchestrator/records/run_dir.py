@@ -19,6 +19,9 @@ from orchestrator.storage.remote import Remote
 LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
 
+ACTIVE_STATES = ("running", "waiting")
+"""The states in ``run.json`` of a run that has not ended. It has died if no process drives it."""
+
 _RESERVE_BYTES = 256 << 10
 
 
@@ -177,7 +180,7 @@ class RunDir:
         """
         record = self.read_record()
         driver: dict[str, Any] = record.get("driver", {})
-        if record.get("state") != "running":
+        if record.get("state") not in ACTIVE_STATES:
             return None
         return driver if (is_alive(driver) if is_visible(driver) else self._lease_is_fresh()) else None
 
@@ -223,13 +226,13 @@ class RunDir:
 
 
 def state_of(run_dir: RunDir) -> str:
-    """Return the state in ``run.json``, or ``died`` for a run that is running without a driver.
+    """Return the state in ``run.json``, or ``died`` for a run that has not ended and has no driver.
 
     Raises:
         ValueError: the record is damaged.
     """
     state = str(run_dir.read_record().get("state") or "-")
-    return "died" if state == "running" and run_dir.driver_if_running() is None else state
+    return "died" if state in ACTIVE_STATES and run_dir.driver_if_running() is None else state
 
 
 def create(output_dir: Path, name: str) -> RunDir:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import socket
 
 from orchestrator.records.json_file import write_json
+from orchestrator.records.process import user_name
 from orchestrator.records.run_dir import RunDir
 
 
@@ -16,7 +16,7 @@ def request_stop(run_dir: RunDir) -> None:
     Raises:
         OSError: the directory or the store cannot be written.
     """
-    request = {"by": f"{getpass.getuser()} on {socket.gethostname()}"}
+    request = {"by": f"{user_name()} on {socket.gethostname()}"}
     if run_dir.remote is None:
         write_json(run_dir.stop_file, request)
     else:

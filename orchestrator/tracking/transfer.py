@@ -18,7 +18,7 @@ from orchestrator.protocol.events import RunEnded
 from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines, read_samples
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import locked
-from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.sweep_report import find_report
 from orchestrator.tracking.uri import redact_uri
@@ -246,7 +246,7 @@ def mark_killed(run_dir: RunDir, *, reason: str) -> None:
     Disk errors are ignored.
     """
     with contextlib.suppress(OSError), run_dir.edit_record() as record:
-        if record.get("state") == "running" and not run_dir.driver_if_running():
+        if record.get("state") in ACTIVE_STATES and not run_dir.driver_if_running():
             run_dir.release_space()
             append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
             record["state"] = "killed"
@@ -257,7 +257,7 @@ def final_ending(run_dir: RunDir) -> Ending | None:
     ending, _ = read_ending(run_dir)
     record = run_dir.read_record()
     state = record.get("state", "running")
-    if ending is None and state != "running":
+    if ending is None and state not in ACTIVE_STATES:
         last = run_dir.metrics_file if run_dir.metrics_file.exists() else run_dir.record_file
         at = last.stat().st_mtime
         return Ending(status=state.upper(), time=at, summary=record.get("summary") or {})

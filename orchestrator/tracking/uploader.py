@@ -23,7 +23,7 @@ import orchestrator
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.records.output_dir import OutputDir, push_records
 from orchestrator.records.process import this_process
-from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.transfer import (
     count_points,
@@ -188,7 +188,7 @@ def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) 
             continue
         with contextlib.suppress(OSError, ValueError, KeyError):  # an unreadable run is left alone
             record = run_dir.read_record()
-            if record.get("state") != "running" or run_dir.driver_if_running():
+            if record.get("state") not in ACTIVE_STATES or run_dir.driver_if_running():
                 continue
             with exclusive(run_dir) as acquired:
                 if not acquired:

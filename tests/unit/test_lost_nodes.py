@@ -41,7 +41,7 @@ def test_nodes_that_fall_silent_one_after_the_other_are_all_lost(tmp_path: Path)
     anything: Any = SimpleNamespace(received=None, world_size=4)
     generation = Generation(
         1, gang, SimpleNamespace(config=config), anything, RunDir(tmp_path), telemetry=telemetry, stop=anything,
-        nodes=nodes, lease=anything, events=anything, growth=anything, earlier_hangs=(),
+        nodes=nodes, lease=anything, events=anything, growth=anything, queue=anything, earlier_hangs=(),
     )  # fmt: skip
     generation._pending = {str(m.global_rank): m for m in gang.members}
     generation._check_workers({}, 0.0)

@@ -1,0 +1,241 @@
+"""The place of a run in the queue of its cluster, as its driver keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from orchestrator.compat.ray import is_own_ray
+from orchestrator.config.schema import Config
+from orchestrator.driver.calls import GangError
+from orchestrator.driver.event_stream import EventStream
+from orchestrator.driver.run_queue import POLL_EVERY_S, open_queue
+from orchestrator.driver.signals import StopSignals
+from orchestrator.policy.elastic import Sizes
+from orchestrator.protocol.events import WaitingInQueue
+from orchestrator.protocol.queue import QueueAnswer, QueueEntry, QueueState
+from orchestrator.records.process import user_name
+from orchestrator.records.run_dir import RunDir
+
+ANSWER_TIMEOUT_S = 5.0
+UNREACHABLE_S = 30.0
+"""A run whose polls are not answered for so long does not wait for its turn."""
+REPORT_EVERY_S = 60.0
+"""A wait is reported when the line changes, and at this interval."""
+_CHECK_EVERY_S = 0.2
+_END_TIMEOUT_S = 2.0
+
+
+class TurnLostError(Exception):
+    """Another run goes first; this one must release what it has reserved, and wait again."""
+
+
+def queue_entry(
+    config: Config, sizes: Sizes, run_dir: RunDir, *, run_uid: str, submitted_at: float
+) -> QueueEntry | None:
+    """Return the entry of a run that is to be queued; None if it has a Ray of its own, or ``cluster.queue=false``."""
+    if not config.cluster.queue or is_own_ray():
+        return None
+    plan = sizes.plans[0]
+    return QueueEntry(
+        uid=run_uid,
+        name=config.run_name,
+        location=run_dir.location,
+        user=user_name(),
+        host=socket.gethostname(),
+        submitted_at=submitted_at,
+        priority=config.cluster.priority,
+        workers=plan.world_size + plan.spares,
+        cpus_per_worker=plan.cpus_per_worker,
+        gpus_per_worker=plan.gpus_per_worker,
+        one_node=plan.one_node,
+        autoscaling=config.cluster.autoscaling,
+        since=time.time(),
+    )
+
+
+class QueuePlace:
+    """Polls the queue about once a second while in the context, whatever the driver is doing.
+
+    Args:
+        entry: the run; None if it is not queued, and then every turn is its own.
+        run_dir: its record says ``waiting`` while the run waits.
+        timeout_s: the longest wait for a turn; None for no limit.
+
+    Attributes:
+        waited_s: how long the run has waited for its turns, in seconds.
+    """
+
+    def __init__(
+        self,
+        entry: QueueEntry | None,
+        run_dir: RunDir,
+        events: EventStream,
+        stop: StopSignals,
+        *,
+        timeout_s: float | None,
+    ):
+        self.waited_s = 0.0
+        self._entry = entry
+        self._run_dir = run_dir
+        self._events = events
+        self._stop = stop
+        self._timeout_s = timeout_s
+        self._queue: Any = None
+        self._answered: tuple[QueueEntry, QueueAnswer] | None = None  # the last poll, as it was sent
+        self._heard_at = 0.0
+        self._problem = "no answer"
+        self._lock = threading.Lock()  # of the entry
+        self._poll_now = threading.Event()
+        self._news = threading.Event()
+        self._ended = False
+        # A thread of its own, because the driver waits for workers meanwhile.
+        self._thread = threading.Thread(target=self._work, name="queue", daemon=True)
+
+    def __enter__(self) -> QueuePlace:
+        self._heard_at = time.monotonic()
+        if self._entry is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._entry is None:
+            return
+        self._ended = True
+        self._poll_now.set()
+        self._thread.join(_END_TIMEOUT_S)
+        if self._queue is not None:
+            with contextlib.suppress(Exception):  # the queue forgets a run that does not poll
+                ray.get(self._queue.leave.remote(self._entry.uid), timeout=_END_TIMEOUT_S)
+
+    def wait_for_turn(self, check: Callable[[], None]) -> None:
+        """Wait until the run may acquire its workers.
+
+        ``check()`` is called several times a second, and may raise to stop waiting.
+
+        Raises:
+            GangError: ``cluster.queue_timeout_s`` has passed.
+        """
+        if self._entry is None:
+            return
+        self._enter("waiting")
+        began, reported_at, reported = time.monotonic(), 0.0, None
+        try:
+            while not self._is_admitted():
+                check()
+                waited_s = time.monotonic() - began
+                if self._timeout_s is not None and waited_s > self._timeout_s:
+                    raise GangError(
+                        f"not the first in the queue within {waited_s:.0f} s (cluster.queue_timeout_s); raise it or "
+                        "cluster.priority, or look at `orchestrator queue list`"
+                    )
+                if time.monotonic() - self._heard_at > UNREACHABLE_S:
+                    self._events.warn(
+                        f"the queue of the cluster cannot be reached ({self._problem}); the run goes on without it "
+                        "(cluster.queue=false)"
+                    )
+                    break
+                if (answer := self._answer("waiting")) is not None:
+                    seen = answer.ahead, answer.running
+                    if seen != reported or waited_s - reported_at > REPORT_EVERY_S:
+                        if reported is None:
+                            self._record("waiting")
+                        reported, reported_at = seen, waited_s
+                        self._events.emit(WaitingInQueue(waited_s=waited_s, ahead=answer.ahead, running=answer.running))
+                self._news.wait(_CHECK_EVERY_S)
+                self._news.clear()
+        finally:
+            self.waited_s += time.monotonic() - began
+        if reported is not None:
+            self._record("running")
+        self._enter("reserving")
+
+    def check_turn(self) -> None:
+        """Check that no other run has come before this one, which acquires its workers.
+
+        Raises:
+            TurnLostError: one has.
+        """
+        answer = self._answer("reserving")
+        if answer is not None and not answer.may_reserve:
+            raise TurnLostError
+
+    def has_workers(self, workers_by_node: Mapping[str, int]) -> None:
+        """Report the workers of the run, by the id of their node."""
+        self._enter("running", workers_by_node)
+
+    def begin_yielding(self) -> None:
+        """Report that the run is about to release its workers."""
+        if self._entry is not None:
+            self._enter("yielding", self._entry.workers_by_node)
+
+    @property
+    def yield_to(self) -> str | None:
+        """The name of the run that needs the resources of this one; None to keep them."""
+        answer = self._answer("running")
+        return None if answer is None else answer.yield_to
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether other runs wait for resources."""
+        return self._answered is not None and self._answered[1].others_wait
+
+    def _enter(self, state: QueueState, workers_by_node: Mapping[str, int] | None = None) -> None:
+        """Report a new state at once, or another number of workers."""
+        held = {} if workers_by_node is None else dict(workers_by_node)
+        with self._lock:
+            if self._entry is None or (self._entry.state, self._entry.workers_by_node) == (state, held):
+                return
+            since = self._entry.since if self._entry.state == state else time.time()
+            self._entry = replace(self._entry, state=state, workers_by_node=held, since=since)
+        self._poll_now.set()
+
+    def _is_admitted(self) -> bool:
+        answer = self._answer("waiting")
+        return answer is not None and answer.may_reserve
+
+    def _answer(self, state: QueueState) -> QueueAnswer | None:
+        """Return the answer to a poll in the present state, which is ``state``; None if there is none yet."""
+        if self._entry is None or self._answered is None:
+            return None
+        sent, answer = self._answered
+        return answer if sent.state == state and sent.since == self._entry.since else None
+
+    def _work(self) -> None:
+        while not self._ended:
+            self._poll()
+            self._poll_now.wait(POLL_EVERY_S)
+            self._poll_now.clear()
+
+    def _poll(self) -> None:
+        entry = self._entry
+        assert entry is not None
+        try:
+            if self._queue is None:
+                self._queue = open_queue(again=self._answered is not None)
+            answer: QueueAnswer = ray.get(self._queue.poll.remote(entry), timeout=ANSWER_TIMEOUT_S)
+        except Exception as e:  # of any type, also from the start of the queue
+            self._problem = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
+            if isinstance(e, ray.exceptions.ActorDiedError):
+                self._queue = None
+            return
+        with self._lock:
+            if self._entry is not None and self._entry.priority != answer.priority:
+                self._entry = replace(self._entry, priority=answer.priority)
+        self._answered, self._heard_at = (entry, answer), time.monotonic()
+        self._news.set()
+        if answer.cancelled_by is not None:
+            self._stop.request(signal.SIGTERM, f"`orchestrator queue cancel` of {answer.cancelled_by}")
+
+    def _record(self, state: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
+            self._run_dir.update_record(state=state)

@@ -1,0 +1,117 @@
+"""The queue of the runs on a cluster: who reserves next, and who makes room. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from orchestrator.protocol.queue import NodeResources, QueueEntry
+
+_TOLERANCE = 1e-6
+"""Ray counts resources in units of 1e-4."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Resources of a node that a run could have."""
+
+    cpus: float
+    gpus: float
+
+
+def stale(heard_at: Mapping[str, float], now: float, *, timeout_s: float) -> list[str]:
+    """Return the uids of the runs whose driver has not been heard for ``timeout_s``; ``heard_at`` has them by uid."""
+    return [uid for uid, at in heard_at.items() if now - at > timeout_s]
+
+
+def line(entries: Iterable[QueueEntry]) -> list[QueueEntry]:
+    """Return the runs without workers, in the order in which they may acquire theirs."""
+    return sorted(
+        (e for e in entries if e.state in ("waiting", "reserving")), key=lambda e: (-e.priority, e.submitted_at, e.uid)
+    )
+
+
+def free_room(nodes: Mapping[str, NodeResources], entries: Iterable[QueueEntry]) -> dict[str, Room]:
+    """Return what is free on each node.
+
+    This is what Ray reports, but not more than what the runs in the queue leave: Ray's report may be late.
+    """
+    taken = _add({node_id: Room(0.0, 0.0) for node_id in nodes}, entries)
+    return {
+        node_id: Room(
+            cpus=min(node.free_cpus, node.cpus - taken[node_id].cpus),
+            gpus=min(node.free_gpus, node.gpus - taken[node_id].gpus),
+        )
+        for node_id, node in nodes.items()
+    }
+
+
+def may_reserve(entry: QueueEntry, entries: Collection[QueueEntry], room: Mapping[str, Room]) -> bool:
+    """Return whether a run may acquire its workers: the first in the line, as the only one, and if they fit.
+
+    It need not fit if no other run has workers, because then nothing in the queue would change that, and if the cluster
+    adds nodes. A run that reserves already keeps its turn until another one is before it.
+    """
+    others = [e for e in entries if e.uid != entry.uid]
+    if line(entries)[0].uid != entry.uid or any(e.state == "reserving" for e in others):
+        return False
+    if entry.state == "reserving" or _fits(entry, room):
+        return True
+    if entry.autoscaling:
+        return not victims(entries, room) and not any(e.state == "yielding" for e in others)
+    return not any(_has_workers(e) for e in others)
+
+
+def victims(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> list[QueueEntry]:
+    """Return the runs that must make room for the first one in the line.
+
+    These are runs of lower priority, the lowest and then the youngest first, and no more of them than needed. None if
+    the runs that yield already suffice, or if all of them together would not.
+    """
+    waiting = line(entries)
+    if not waiting or waiting[0].state == "reserving":
+        return []
+    first = waiting[0]
+    room = _add(room, (e for e in entries if e.state == "yielding"))
+    candidates = [e for e in entries if e.state == "running" and e.priority < first.priority]
+    candidates.sort(key=lambda e: (e.priority, -e.submitted_at, e.uid))
+    if _fits(first, room) or not _fits(first, _add(room, candidates)):
+        return []
+    chosen = candidates
+    for candidate in reversed(candidates):
+        others = [e for e in chosen if e is not candidate]
+        if _fits(first, _add(room, others)):
+            chosen = others
+    return chosen
+
+
+def find_entries(entries: Iterable[QueueEntry], text: str) -> list[QueueEntry]:
+    """Return the runs that ``text`` names, by their name, their directory or the last parts of it."""
+    wanted = text.rstrip("/")
+    return [e for e in entries if wanted == e.name or f"/{e.location}".endswith(f"/{wanted.lstrip('/')}")]
+
+
+def _has_workers(entry: QueueEntry) -> bool:
+    return entry.state in ("running", "yielding")
+
+
+def _add(room: Mapping[str, Room], entries: Iterable[QueueEntry]) -> dict[str, Room]:
+    """Return ``room`` with the resources of the workers that these runs have."""
+    total = dict(room)
+    for entry in entries:
+        for node_id, workers in entry.workers_by_node.items():
+            if (before := total.get(node_id)) is not None:  # otherwise the node is gone
+                total[node_id] = Room(
+                    before.cpus + workers * entry.cpus_per_worker, before.gpus + workers * entry.gpus_per_worker
+                )
+    return total
+
+
+def _fits(entry: QueueEntry, room: Mapping[str, Room]) -> bool:
+    on_each = [_workers_in(node, entry) for node in room.values()]
+    return (max(on_each, default=0) if entry.one_node else sum(on_each)) >= entry.workers
+
+
+def _workers_in(room: Room, entry: QueueEntry) -> int:
+    needs = ((room.cpus, entry.cpus_per_worker), (room.gpus, entry.gpus_per_worker))
+    return max(0, min(int(have / need + _TOLERANCE) for have, need in needs if need > 0))

@@ -1,0 +1,76 @@
+"""What the drivers of a cluster's runs and the queue of these runs tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+QueueState = Literal["waiting", "reserving", "running", "yielding"]
+"""``waiting``: without workers; ``reserving``: may acquire its workers, as the only run at a time; ``running``: has
+workers; ``yielding``: saves a checkpoint, and then releases its workers and waits again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueEntry:
+    """A run in the queue, as its driver reports it.
+
+    Args:
+        location: its run directory or URL.
+        submitted_at: seconds since the epoch; of two runs of equal priority, the earlier one goes first.
+        priority: the higher one goes first.
+        workers: the processes that it needs at least, spares included.
+        one_node: all workers must be on one node.
+        autoscaling: its request may make the cluster add nodes.
+        since: when it entered its state, in seconds since the epoch.
+        workers_by_node: the workers that it has, by the id of their node.
+    """
+
+    uid: str
+    name: str
+    location: str
+    user: str
+    host: str
+    submitted_at: float
+    priority: int
+    workers: int
+    cpus_per_worker: float
+    gpus_per_worker: float
+    one_node: bool
+    autoscaling: bool
+    since: float
+    state: QueueState = "waiting"
+    workers_by_node: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueAnswer:
+    """What the queue tells a run.
+
+    Args:
+        may_reserve: the run may acquire its workers.
+        ahead: the names of the runs that go before it, in order.
+        running: the names of the runs that have workers.
+        others_wait: whether other runs wait for resources.
+        yield_to: the name of the run that needs the resources of this one; None to keep them.
+        priority: the run's priority, which ``orchestrator queue priority`` may have changed.
+        cancelled_by: who has cancelled the run; None if nobody has.
+    """
+
+    may_reserve: bool
+    ahead: tuple[str, ...]
+    running: tuple[str, ...]
+    others_wait: bool
+    yield_to: str | None
+    priority: int
+    cancelled_by: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeResources:
+    """The resources of a node: all of them, and those that Ray reports as free."""
+
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float

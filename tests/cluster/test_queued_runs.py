@@ -1,0 +1,272 @@
+"""Runs of several commands on one cluster: they take turns, make room for more urgent ones, and lose nothing by it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from helpers.queue_entries import entry
+from helpers.recorder import Recorder
+from helpers.runs import events, last_step, losses, wait_for
+from orchestrator.driver import queue_place
+from orchestrator.driver.calls import GangError
+from orchestrator.driver.event_stream import EventStream
+from orchestrator.driver.queue_control import QueueControl, QueueError
+from orchestrator.driver.queue_place import QueuePlace, TurnLostError
+from orchestrator.driver.run_queue import find_queue
+from orchestrator.driver.signals import StopSignals
+from orchestrator.protocol.events import WaitingInQueue, Warned
+from orchestrator.protocol.queue import QueueEntry
+from orchestrator.records.run_dir import RunDir, state_of
+
+WORDS = (
+    "strategy=ddp",
+    "strategy.num_workers=2",
+    "tracking=none",
+    "train.log_every=1",
+    "train.eval_every=0",
+    "checkpoint.every=0",
+    "job._target_=helpers.leisurely_job.Leisurely",
+)
+TIMEOUT_S = 150
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Command:
+    """A command on the cluster that runs in a folder of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path):
+        self.process = process
+        self._folder = folder
+
+    @property
+    def run_dir(self) -> Path:
+        (record,) = self._folder.glob("outputs/*/*/run.json")
+        return record.parent
+
+    @property
+    def state(self) -> str:
+        return state_of(RunDir(self.run_dir))
+
+    def events(self, kind: str) -> Sequence[dict[str, Any]]:
+        with contextlib.suppress(ValueError, FileNotFoundError):  # it has not begun
+            return events(self.run_dir, kind)
+        return ()
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait while the command runs."""
+
+        def met() -> Any:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            return condition()
+
+        wait_for(met, what, timeout_s=TIMEOUT_S)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: last_step(self._folder) >= step, f"step {step}")
+
+    def output(self, *, code: int) -> str:
+        """What the command has printed when it has ended with ``code``."""
+        output, _ = self.process.communicate(timeout=TIMEOUT_S)
+        assert self.process.returncode == code, output
+        return output
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A node with two CPUs, which this process has joined. It asks for no token, although this user may have one."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    ray.init(address=made.address)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture
+def queue(cluster: Cluster) -> Iterator[QueueControl]:
+    with QueueControl(cluster.address) as control:
+        yield control
+
+
+@pytest.fixture
+def start(cluster: Cluster, tmp_path: Path, launch: Callable[..., Any]) -> Callable[..., Command]:
+    """``start("first", "train.steps=30")`` starts a run of this name."""
+
+    def begin(name: str, *words: str) -> Command:
+        folder = tmp_path / name
+        words = (*WORDS, f"cluster.address={cluster.address}", f"name={name}", f"output_dir={folder}/outputs", *words)
+        return Command(launch(*words, RAY_AUTH_MODE="disabled"), folder)
+
+    return begin
+
+
+def entries(queue: QueueControl) -> dict[str, QueueEntry]:
+    """The runs in the queue by name, in its order; none while it is started again."""
+    with contextlib.suppress(QueueError):
+        return {e.name: e for e in queue.entries()}
+    return {}
+
+
+def states(queue: QueueControl) -> dict[str, str]:
+    return {name: e.state for name, e in entries(queue).items()}
+
+
+def kill_queue(cluster: Cluster) -> None:
+    (raylet,) = cluster.head_node.all_processes["raylet"]
+    (actor,) = (
+        child
+        for child in psutil.Process(raylet.process.pid).children(recursive=True)
+        if child.cmdline()[:1] == ["ray::RunQueueActor"]
+    )
+    actor.kill()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Callable[..., QueuePlace]:
+    """``place(entry("run"), timeout_s=1)`` is the place of a run of this process."""
+
+    def make(run: QueueEntry, *, timeout_s: float | None = None, sink: Recorder | None = None) -> QueuePlace:
+        events, run_dir = EventStream([sink or Recorder()]), RunDir(tmp_path)
+        return QueuePlace(run, run_dir, events, StopSignals(), timeout_s=timeout_s)
+
+    return make
+
+
+def test_a_run_that_reserves_gives_way_to_a_more_urgent_one(cluster: Cluster, place: Callable[..., QueuePlace]) -> None:
+    waits: Any = Recorder()
+    with place(entry("first", workers=2), sink=waits) as first:
+        first.wait_for_turn(lambda: None)
+        with place(entry("urgent", priority=1)) as urgent:
+            wait_for(lambda: lost_turn(first), "the loss of the turn")
+            again = threading.Thread(target=first.wait_for_turn, args=(lambda: None,))
+            again.start()
+            urgent.wait_for_turn(lambda: None)
+            urgent.check_turn()
+            urgent.has_workers({ray.get_runtime_context().get_node_id(): 1})
+            wait_for(
+                lambda: any(isinstance(e, WaitingInQueue) and e.running == ("urgent",) for e in waits.seen), "the wait"
+            )
+            assert urgent.others_wait
+            assert again.is_alive(), "two workers do not fit beside the other run"
+        again.join(TIMEOUT_S)
+        first.check_turn()
+        assert first.waited_s > 1
+
+
+def lost_turn(run: QueuePlace) -> bool:
+    try:
+        run.check_turn()
+    except TurnLostError:
+        return True
+    return False
+
+
+def test_a_wait_ends_at_its_timeout_or_without_a_queue_that_answers(
+    cluster: Cluster, place: Callable[..., QueuePlace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place(entry("first", at=1)) as first, place(entry("second", at=2), timeout_s=1) as second:
+        first.wait_for_turn(lambda: None)
+        with pytest.raises(GangError, match=r"not the first in the queue within 1 s \(cluster\.queue_timeout_s\)"):
+            second.wait_for_turn(lambda: None)
+    ray.kill(find_queue())
+    other_version = ray.remote(num_cpus=0)(Recorder).options(name="queue", namespace="orchestrator")
+    stranger = wait_for(lambda: taken_by(other_version), "the name of the queue")
+    monkeypatch.setattr(queue_place, "UNREACHABLE_S", 1.0)
+    warnings = Recorder()
+    with place(entry("third"), sink=warnings) as third:
+        third.wait_for_turn(lambda: None)
+    (warned,) = warnings.seen
+    assert isinstance(warned, Warned)
+    assert "the queue of the cluster cannot be reached (AttributeError: " in warned.message
+    assert "cluster.queue=false" in warned.message
+    ray.kill(stranger)
+
+
+def taken_by(actor: Any) -> Any:
+    """An actor under its name; None while another one has the name."""
+    with contextlib.suppress(ValueError):
+        return actor.remote()
+    return None
+
+
+def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
+    cluster: Cluster, queue: QueueControl, start: Callable[..., Command]
+) -> None:
+    """The queue is killed and so is a driver that waits, while all CPUs are taken."""
+    taken = placement_group([{"CPU": 2}])
+    ray.get(taken.ready())
+    first = start("first", "train.steps=120")
+    first.wait_for(lambda: states(queue) == {"first": "reserving"}, "the first run")
+    lost = start("lost", "train.steps=120")
+    lost.wait_for(lambda: "lost" in states(queue), "the run that will be lost")
+    urgent, third = start("urgent", "train.steps=20"), start("third", "train.steps=120")
+    everybody = {"first": "reserving", "lost": "waiting", "urgent": "waiting", "third": "waiting"}
+    third.wait_for(lambda: states(queue) == everybody, "the line")
+    assert list(entries(queue)) == list(everybody), "in the order of submission"
+    wait_for(lambda: lost.state == "waiting", "the record")
+    lost.process.kill()
+    kill_queue(cluster)
+    del everybody["lost"]
+    third.wait_for(lambda: states(queue) == everybody, "the line in the new queue")
+    assert list(entries(queue)) == list(everybody)
+    remove_placement_group(taken)
+    first.wait_for_step(5)
+    queue.set_priority("urgent", 1)
+    urgent.wait_for_step(1)
+    assert states(queue) == {"urgent": "running", "first": "waiting", "third": "waiting"}
+    assert (first.state, lost.state) == ("waiting", "died")
+    urgent.output(code=0)
+    output = first.output(code=0)
+    assert "in the queue, place 1" in output
+    third.output(code=0)
+    (yielded,), (recovered,) = first.events("yielded"), first.events("recovered")
+    assert (yielded["to"], recovered["planned"], recovered["steps_lost"]) == ("urgent", "yielded", 0)
+    assert yielded["step"] == recovered["step"] >= 5
+    ends = [run.events("run_ended")[0]["time"] for run in (urgent, first, third)]
+    starts = [run.events("generation_started")[-1]["time"] for run in (urgent, first, third)]
+    assert starts[0] < ends[0] < starts[1] < ends[1] < starts[2]
+    assert len(losses(first.run_dir)) == 120
+    assert losses(first.run_dir) == losses(third.run_dir)
+    summary = json.loads((first.run_dir / "run.json").read_text())["summary"]
+    assert (summary["restarts"], summary["yields"]) == (0, 1)
+    assert summary["queue_s"] > 0
+    wait_for(lambda: not entries(queue), "the end of all runs")
+
+
+def test_a_run_ends_at_once_while_it_waits_and_one_that_was_killed_there_continues(
+    queue: QueueControl, start: Callable[..., Command]
+) -> None:
+    low = start("low", "train.steps=100000")
+    low.wait_for_step(5)
+    high = start("high", "train.steps=100000", "cluster.priority=1")
+    waiting = start("waiting", "train.steps=100000")
+    high.wait_for_step(1)
+    waiting.wait_for(lambda: states(queue).get("waiting") == "waiting", "the third run")
+    (yielded,) = low.events("yielded")
+    low.process.kill()
+    waiting.process.send_signal(signal.SIGINT)
+    assert "stopped by SIGINT before training began" in waiting.output(code=130)
+    with pytest.raises(QueueError, match="nobody: no such run in the queue; it has: high"):
+        queue.cancel("nobody")
+    queue.cancel("high")
+    output = high.output(code=143)
+    assert "stopped by `orchestrator queue cancel` of" in output
+    steps = yielded["step"] + 5
+    again = start("low", f"train.steps={steps}", "resume=auto")
+    again.output(code=0)
+    assert again.run_dir == low.run_dir
+    assert sorted(losses(low.run_dir)) == list(range(1, steps + 1))

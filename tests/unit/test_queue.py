@@ -1,0 +1,220 @@
+"""Who reserves next, who makes room, and what the queue keeps, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from helpers.queue_entries import entry
+from orchestrator.display.queue_table import queue_table
+from orchestrator.driver.run_queue import SETTLE_S, STALE_S, RunQueue
+from orchestrator.policy.queue import find_entries, free_room, line, may_reserve, victims
+from orchestrator.protocol.queue import NodeResources, QueueEntry
+
+FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}
+
+
+def names(entries: list[QueueEntry]) -> list[str]:
+    return [e.name for e in entries]
+
+
+def admitted(entries: list[QueueEntry], nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
+    room = free_room(nodes, entries)
+    return [e.name for e in line(entries) if may_reserve(e, entries, room)]
+
+
+def leaving(entries: list[QueueEntry], nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
+    return names(victims(entries, free_room(nodes, entries)))
+
+
+def test_the_line_is_in_order_of_priority_and_then_of_submission() -> None:
+    runs = [
+        entry("late", at=3),
+        entry("early", at=1),
+        entry("urgent", at=9, priority=5),
+        entry("runs", state="running"),
+    ]
+    assert names(line(runs)) == ["urgent", "early", "late"]
+    assert names(line([replace(r, submitted_at=0) for r in runs[:2]])) == ["early", "late"], "always the same order"
+
+
+def test_one_run_at_a_time_reserves_and_it_is_the_first() -> None:
+    first, second = entry("first", at=1), entry("second", at=2)
+    assert admitted([second, first]) == ["first"]
+    assert admitted([second, replace(first, state="reserving")]) == ["first"]
+    assert admitted([second, replace(first, state="running")]) == ["second"]
+
+
+def test_a_run_that_reserves_loses_its_turn_to_a_more_urgent_one_which_waits_for_that() -> None:
+    reserving, urgent = entry("reserving", state="reserving"), entry("urgent", at=2, priority=1)
+    assert admitted([reserving, urgent]) == []
+    assert admitted([replace(reserving, state="waiting"), urgent]) == ["urgent"]
+
+
+def test_a_run_waits_until_its_workers_fit() -> None:
+    running, waiting = entry("running", workers=3, state="running"), entry("waiting", at=1, workers=2)
+    assert admitted([running, waiting]) == []
+    assert admitted([running, replace(waiting, workers=1)]) == ["waiting"]
+    assert admitted([running, entry("small", at=2), waiting]) == [], "no other run overtakes it"
+
+
+def test_what_ray_reports_late_is_not_given_twice() -> None:
+    """A report that still has as free what a run in the queue has just taken, and one with other tasks."""
+    running, waiting = entry("running", workers=4, state="running"), entry("waiting", at=1)
+    assert admitted([running, waiting]) == []
+    others = {"a": NodeResources(cpus=4, gpus=0, free_cpus=0, free_gpus=0)}
+    assert admitted([replace(running, workers_by_node={"a": 1}), waiting], others) == []
+
+
+def test_a_run_with_the_queue_to_itself_reserves_whatever_is_free() -> None:
+    """Then the wait for resources says what it waits for, and for how long at most."""
+    full = {"a": NodeResources(cpus=4, gpus=0, free_cpus=0, free_gpus=0)}
+    assert admitted([entry("alone", workers=8)], full) == ["alone"]
+
+
+def test_a_cluster_that_adds_nodes_is_asked_for_them() -> None:
+    running, growing = entry("running", workers=4, state="running"), entry("growing", at=1, autoscaling=True)
+    assert admitted([running, growing]) == ["growing"]
+    urgent = replace(growing, priority=1)
+    assert (admitted([running, urgent]), leaving([running, urgent])) == ([], ["running"])
+    assert admitted([replace(running, state="yielding"), urgent]) == []
+
+
+@pytest.mark.parametrize(("one_node", "expected"), [(False, ["wide"]), (True, [])])
+def test_workers_fit_node_by_node(one_node: bool, expected: list[str]) -> None:
+    nodes = {n: NodeResources(cpus=3, gpus=1, free_cpus=3, free_gpus=1) for n in "ab"}
+    holder = entry("holder", state="running", workers_by_node={"gone": 1})
+    wide = entry("wide", at=1, workers=2, cpus_per_worker=2, gpus_per_worker=1, one_node=one_node)
+    assert admitted([holder, wide], nodes) == expected
+    assert admitted([holder, replace(wide, workers=3)], nodes) == []
+
+
+def test_fractions_of_a_cpu_add_up() -> None:
+    running = entry("running", workers=7, cpus_per_worker=0.1, state="running")
+    one = {"a": NodeResources(cpus=1, gpus=0, free_cpus=0.3, free_gpus=0)}
+    assert admitted([running, entry("waiting", at=1, workers=3, cpus_per_worker=0.1)], one) == ["waiting"]
+
+
+def test_the_lowest_and_then_the_youngest_make_room() -> None:
+    running = [
+        entry("old", at=1, state="running"),
+        entry("young", at=2, state="running"),
+        entry("middle", at=0, priority=1, state="running"),
+        entry("equal", at=0, priority=2, state="running"),
+    ]
+    urgent = entry("urgent", at=9, priority=2)
+    assert leaving([*running, urgent]) == ["young"]
+    assert leaving([*running, replace(urgent, workers=2)]) == ["young", "old"]
+    assert leaving([*running, replace(urgent, workers=3)]) == ["young", "old", "middle"]
+    assert leaving([*running, replace(urgent, workers=4)]) == [], "those of equal priority do not, so nobody does"
+    assert leaving([*running, replace(urgent, priority=0)]) == []
+
+
+def test_no_run_makes_room_in_vain() -> None:
+    small, large = entry("small", at=2, state="running"), entry("large", at=1, workers=3, state="running")
+    urgent = entry("urgent", at=9, priority=1, workers=3)
+    assert leaving([small, large, urgent]) == ["large"], "the smaller one alone would not do, and is not needed"
+    assert leaving([small, large, replace(urgent, workers=5)]) == []
+    assert leaving([small, replace(large, state="yielding"), urgent]) == [], "another one is already leaving"
+    assert leaving([small, large, replace(urgent, state="reserving")]) == []
+
+
+class Parts:
+    """A queue with a clock that the test sets, on a cluster of four CPUs."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.queue = self.new()
+
+    def new(self, *, settle_s: float = 0.0) -> RunQueue:
+        self.queue = RunQueue(settle_s=settle_s, clock=lambda: self.now, nodes=lambda: FOUR_CPUS)
+        return self.queue
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+def test_a_run_learns_its_place_and_gets_its_turn(parts: Parts) -> None:
+    first, second = entry("first", at=1, workers=4), entry("second", at=2, workers=4)
+    assert parts.queue.poll(first).may_reserve
+    answer = parts.queue.poll(second)
+    assert (answer.may_reserve, answer.ahead, answer.running) == (False, ("first",), ())
+    assert parts.queue.poll(first).may_reserve, "an answer that was lost is given again"
+    answer = parts.queue.poll(replace(first, state="running", workers_by_node={"a": 4}))
+    assert (answer.others_wait, answer.yield_to) == (True, None)
+    answer = parts.queue.poll(second)
+    assert (answer.may_reserve, answer.ahead, answer.running) == (False, (), ("first",))
+    parts.queue.leave("first")
+    assert parts.queue.poll(second).may_reserve
+
+
+def test_a_run_whose_driver_is_silent_blocks_nobody(parts: Parts) -> None:
+    first, second = entry("first", at=1), entry("second", at=2)
+    assert parts.queue.poll(first).may_reserve
+    parts.now += STALE_S
+    assert not parts.queue.poll(second).may_reserve
+    parts.now += 0.1
+    assert parts.queue.poll(second).may_reserve
+    assert names(parts.queue.entries()) == ["second"]
+
+
+def test_a_queue_that_was_started_again_admits_nobody_before_it_knows_the_order(parts: Parts) -> None:
+    queue = parts.new(settle_s=SETTLE_S)
+    early, late, urgent = entry("early", at=1), entry("late", at=2), entry("urgent", at=3, priority=1, workers=4)
+    running = entry("running", workers=4, state="running")
+    assert not queue.poll(late).may_reserve
+    assert not queue.poll(early).may_reserve
+    assert queue.poll(replace(early, uid="was reserving", state="reserving")).may_reserve, "it keeps its turn"
+    queue.leave("was reserving")
+    queue.poll(urgent)
+    assert queue.poll(running).yield_to is None
+    parts.now += SETTLE_S
+    assert queue.poll(running).yield_to == "urgent"
+    queue.leave("urgent")
+    queue.leave("running")
+    assert not queue.poll(late).may_reserve
+    assert queue.poll(early).may_reserve
+
+
+def test_a_changed_priority_stays_with_the_run(parts: Parts) -> None:
+    run, other = entry("run", at=2, workers=4), entry("other", at=1, workers=4, priority=1)
+    parts.queue.poll(replace(other, uid="holder", state="running", workers_by_node={"a": 4}))
+    parts.queue.poll(run)
+    parts.queue.poll(other)
+    assert names(parts.queue.entries())[1:] == ["other", "run"]
+    parts.queue.set_priority("run", 7)
+    assert names(parts.queue.entries())[1:] == ["run", "other"]
+    assert parts.queue.poll(run).priority == 7, "its driver reports this one from then on"
+    assert parts.new().poll(replace(run, priority=7)).priority == 7
+
+
+def test_a_cancelled_run_is_told_who_did_it_but_not_the_next_one_of_its_uid(parts: Parts) -> None:
+    parts.queue.cancel("run", "nobody")
+    assert parts.queue.poll(entry("run")).cancelled_by is None
+    parts.queue.cancel("run", "ada on laptop")
+    assert parts.queue.poll(entry("run")).cancelled_by == "ada on laptop"
+    parts.now += STALE_S + 1  # the driver was killed
+    assert parts.queue.poll(entry("run")).cancelled_by is None
+
+
+def test_a_run_is_found_by_its_name_or_the_end_of_its_location() -> None:
+    runs = [entry("12-00-01-digits"), replace(entry("12-00-02-digits"), name="mine"), entry("12-00-02-other")]
+    for text in ("12-00-01-digits", "2026-05-01/12-00-01-digits", "/outputs/2026-05-01/12-00-01-digits/"):
+        assert find_entries(runs, text) == [runs[0]]
+    assert find_entries(runs, "mine") == [runs[1]]
+    assert find_entries(runs, "digits") == []
+
+
+def test_the_table_has_places_and_needs() -> None:
+    runs = [
+        entry("gpt", priority=2, workers=4, gpus_per_worker=1.0, state="running"),
+        entry("digits", at=30, workers=2),
+    ]
+    head, _, first, second = queue_table(runs, now=90).splitlines()
+    assert head.split() == ["place", "state", "priority", "run", "user", "needs", "since"]
+    assert " ".join(first.split()) == "- running 2 2026-05-01/gpt ada on laptop 4 x 1 CPU and 1 GPU 1m30s"
+    assert " ".join(second.split()) == "1 waiting 0 2026-05-01/digits ada on laptop 2 x 1 CPU 1m00s"
