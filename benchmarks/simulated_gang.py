@@ -347,7 +347,7 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
     run_dir.update_record(state="running", driver=this_process())
     spec = RunSpec(
         config=config,
-        sizes=Sizes((plan,), plan),
+        sizes=Sizes.of(plan),
         run_dir=run_dir,
         run_uid="simulated",
         checkpoint=None,

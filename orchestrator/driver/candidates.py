@@ -21,10 +21,11 @@ from orchestrator.driver.given_job import PickledJob, job_override, pickle_job
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.resume import Resume, find_resume
+from orchestrator.driver.size_plans import plan_sizes
 from orchestrator.driver.sweep import Sweep
 from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.job import Job
-from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes
 from orchestrator.strategies import registry
 
@@ -105,7 +106,7 @@ def planned_on(
     planned: list[tuple[Candidate, Sizes]] = []
     for candidate in candidates:
         run_errors: list[str] = []
-        sizes = _sizes(candidate.config, candidate.job, nodes, run_errors, oversubscribe_cpus=False)
+        sizes = plan_sizes(candidate.config, candidate.job, nodes, run_errors, oversubscribe_cpus=False)
         if sizes is not None and not run_errors:
             planned.append((candidate, sizes))
         elif sweep is None or not sweep.leaves_out(candidate.overrides, run_errors):
@@ -171,8 +172,8 @@ def _check(
     address = cluster.target_address(config.cluster)
     if address is None:
         if config.sweep.unfit == "skip":
-            _sizes(config, None, (this_machine(),), errors, oversubscribe_cpus=False)
-        sizes = _sizes(config, job, (this_machine(),), errors, oversubscribe_cpus=True)
+            plan_sizes(config, None, (this_machine(),), errors, oversubscribe_cpus=False)
+        sizes = plan_sizes(config, job, (this_machine(),), errors, oversubscribe_cpus=True)
         if config.sweep.parallel not in (1, "auto"):
             errors.append(
                 f"sweep.parallel={config.sweep.parallel}: an embedded Ray has room for one run; start Ray with "
@@ -199,62 +200,3 @@ def _paths_config(overrides: Sequence[str]) -> Config | None:
     overrides = [o for o in overrides if o.startswith(("output_dir=", "storage.", "tracking=", "tracking."))]
     config, _ = compose(overrides, [], registry.config_class)
     return config
-
-
-def _sizes(
-    config: Config, job: Job | None, nodes: tuple[Node, ...], errors: list[str], *, oversubscribe_cpus: bool
-) -> Sizes | None:
-    """The plans that the run may have; one with room on the nodes is the first.
-
-    None: there is none, for reasons that are added to ``errors``.
-    """
-    requested = config.strategy.num_workers
-    if not isinstance(requested, tuple):
-        plan = _plan(config, job, nodes, errors, oversubscribe_cpus=oversubscribe_cpus)
-        return None if plan is None else Sizes((plan,), plan)
-    least, most = requested
-    plans: dict[int, Plan] = {}
-    have_room: list[int] = []
-    smallest_size_errors: list[str] = []
-    for n in range(most, least - 1, -1):
-        sized = _at_size(config, n, largest=next(iter(plans.values()), None))
-        if sized is None:
-            continue
-        room_errors: list[str] = []
-        layout_errors: list[str] = []
-        _plan(sized, None, nodes, room_errors, oversubscribe_cpus=oversubscribe_cpus)
-        growing = replace(sized, cluster=replace(sized.cluster, autoscaling=True))
-        plan = _plan(growing, job, nodes, layout_errors, oversubscribe_cpus=oversubscribe_cpus)
-        if plan is not None and not layout_errors:
-            note = f"as many workers as there are, {least} to {most}; the global batch stays"
-            plans[n] = replace(plan, notes=(*plan.notes, note))
-            have_room += [] if room_errors else [n]
-        smallest_size_errors = room_errors or layout_errors
-    if not have_room:
-        errors += smallest_size_errors
-        return None
-    return Sizes(tuple(reversed(plans.values())), plans[have_room[0]])
-
-
-def _at_size(config: Config, num_workers: int, *, largest: Plan | None) -> Config | None:
-    """``config`` with this number of workers; None if workers of the ``largest`` size could not continue with it."""
-    if largest is None:
-        return replace(config, strategy=replace(config.strategy, num_workers=num_workers))
-    rules = registry.load(config.strategy.name)
-    strategy = rules.resized(config.strategy, num_workers, mesh=largest.mesh, pipeline=largest.pipeline)
-    if strategy is None:
-        return None
-    # The rank of an injected fault may exist in the largest size alone.
-    return replace(config, strategy=strategy, recovery=replace(config.recovery, chaos=()))
-
-
-def _plan(
-    config: Config, job: Job | None, nodes: tuple[Node, ...], errors: list[str], *, oversubscribe_cpus: bool
-) -> Plan | None:
-    with collect_errors(errors):
-        strategy = registry.load(config.strategy.name)
-        plan = make_plan(config, strategy, nodes, oversubscribe_cpus=oversubscribe_cpus)
-        if job is None:
-            return plan
-        return replace(plan, notes=(*plan.notes, *strategy.check(config, job, plan, errors)))
-    return None

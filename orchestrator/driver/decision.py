@@ -42,7 +42,7 @@ class Decision:
     @property
     def sizes(self) -> Sizes:
         """The plan, as that of a run which keeps its size."""
-        return Sizes((self.plan,), self.plan)
+        return Sizes.of(self.plan)
 
     @property
     def text(self) -> str:

@@ -149,7 +149,7 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: St
         print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
         brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
-        return _run(brief, Sizes((plan,), plan), stop, sweep=None, started_at=time.time(), console=console)
+        return _run(brief, Sizes.of(plan), stop, sweep=None, started_at=time.time(), console=console)
 
     embedded = cluster.target_address(candidate.config.cluster) is None
     return Chooser(

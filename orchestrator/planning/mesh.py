@@ -81,3 +81,9 @@ class Mesh:
 def even_shares(total: int, parts: int) -> tuple[int, ...]:
     """Divide ``total`` into ``parts`` sizes that differ by at most one, the larger ones first."""
     return tuple(total // parts + (i < total % parts) for i in range(parts))
+
+
+def share_sizes(total: int, parts: int) -> set[int]:
+    """Return the sizes that occur in :func:`even_shares`, without listing all shares."""
+    size, rest = divmod(total, parts)
+    return {size, size + 1} if rest else {size}

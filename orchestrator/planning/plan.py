@@ -112,17 +112,10 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     Raises:
         ConfigError: with every error, each of which names the key to change.
     """
-    errors = _unsupported(config, rules)
+    layout = find_layout(config, rules, nodes, oversubscribe_cpus=oversubscribe_cpus)
     device = _device(config, rules, nodes)
     num_workers = _num_workers(config, rules, nodes, device)
-    layout = rules.plan_layout(config, num_workers, errors)
-    errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
-    if layout.mesh.pipeline_parallel_size == 1:
-        errors += _batch_errors(config, num_workers)
-    faults = _faults_to_inject(config, layout.mesh.world_size, errors)
-    if errors:
-        raise ConfigError(errors)
-
+    faults = _faults_to_inject(config, layout.mesh.world_size, [])
     train, cluster = config.train, config.cluster
     # Not mesh.world_size: for strategy=dp, num_workers counts the devices of its one process.
     num_processes = num_workers + layout.mesh.num_shards
@@ -160,6 +153,27 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     )
 
 
+def find_layout(
+    config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool
+) -> Layout:
+    """Return the layout of the run, after all checks of :func:`make_plan`. The cost does not grow with its size.
+
+    Raises:
+        ConfigError: see :func:`make_plan`.
+    """
+    errors = _unsupported(config, rules)
+    device = _device(config, rules, nodes)
+    num_workers = _num_workers(config, rules, nodes, device)
+    layout = rules.plan_layout(config, num_workers, errors)
+    errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
+    if layout.mesh.pipeline_parallel_size == 1:
+        errors += _batch_errors(config, num_workers)
+    _faults_to_inject(config, layout.mesh.world_size, errors)
+    if errors:
+        raise ConfigError(errors)
+    return layout
+
+
 def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
     name, decay, precision = config.strategy.name, config.train.ema_decay, config.train.precision
     errors = []
@@ -195,13 +209,14 @@ def _gpus_per_worker(layout: Layout, device: str) -> int:
 def _worker_plans(layout: Layout, samples: tuple[int, ...]) -> tuple[WorkerPlan, ...]:
     """Return the plan of each rank. ``samples``: the samples per step of each replica."""
     mesh, pipeline = layout.mesh, layout.pipeline
+    stages = pipeline.stages_by_rank() if pipeline else {}
     return tuple(
         WorkerPlan(
             global_rank=rank,
             dp_rank=mesh.dp_rank(rank),
             pp_rank=mesh.pp_rank(rank),
             samples_per_step=0 if rank in mesh.shards else samples[mesh.dp_rank(rank)],
-            stages=pipeline.stages_of(mesh.pp_rank(rank)) if pipeline else (),
+            stages=stages.get(mesh.pp_rank(rank), ()),
             shard=mesh.shard(rank),
         )
         for rank in range(mesh.world_size)

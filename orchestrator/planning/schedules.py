@@ -7,8 +7,9 @@ ZBVZeroBubble (Qi et al. 2023), DualPipeV (DeepSeek-AI 2024).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +42,8 @@ class Schedule:
         p = pipeline_parallel_size
         if self.v_shaped:
             return (*range(p), *reversed(range(p)))
-        return tuple(stage % p for stage in range(num_stages))
+        rounds, rest = divmod(num_stages, p)
+        return (*range(p),) * rounds + (*range(rest),)
 
     def microbatches_error(self, num_microbatches: int, num_stages: int, pipeline_parallel_size: int) -> str | None:
         """Return why this number of micro-batches is impossible, with a remedy; None if it is possible."""
@@ -65,12 +67,19 @@ class Schedule:
             A number that divides each of ``samples`` and keeps the rules of the schedule; None if there is none.
         """
         common, chosen = math.gcd(*samples), None
-        for m in range(1, common + 1):
-            if common % m == 0 and not self.microbatches_error(m, num_stages, pipeline_parallel_size):
+        for m in _divisors(common):
+            if not self.microbatches_error(m, num_stages, pipeline_parallel_size):
                 chosen = m
                 if m >= 2 * num_stages:
                     break
         return chosen
+
+
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a positive number in ascending order."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*low, *(number // d for d in low)}))
 
 
 SCHEDULES = {
@@ -100,4 +109,11 @@ class PipelineLayout:
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages on the workers at position ``pp_rank``."""
-        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank)
+        return self.stages_by_rank().get(pp_rank, ())
+
+    def stages_by_rank(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the stages on the workers at each position, by ``pp_rank``."""
+        stages: dict[int, tuple[int, ...]] = {}
+        for stage, rank in enumerate(self.stage_ranks):
+            stages[rank] = (*stages.get(rank, ()), stage)
+        return stages

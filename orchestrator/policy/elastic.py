@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.planning.mesh import Mesh
@@ -11,30 +11,68 @@ from orchestrator.policy.recovery import RecoveryPlan, newest_state
 from orchestrator.protocol.messages import RecoverableSteps
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """The plans that a run may have.
+    """The sizes that a run may have. The plan of a size is made when it is first needed.
 
-    ``plans``: in order of size, the smallest first. ``initial``: the plan that the run starts with.
+    ``meshes``: the mesh of each size, the smallest first. ``initial``: the plan that the run is to start with.
     """
 
-    plans: tuple[Plan, ...]
-    initial: Plan
+    def __init__(
+        self,
+        meshes: Sequence[Mesh],
+        make_plan: Callable[[Mesh], Plan],
+        *,
+        initial: Mesh,
+        find_rescues: Callable[[], Sequence[Mesh]] = tuple,
+    ):
+        self.meshes = tuple(meshes)
+        self._find_rescues = find_rescues
+        self._make_plan = make_plan
+        self._plans: dict[int, Plan] = {}
+        self.initial = self.plan(initial)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Sizes:
+        """Return the only size of a run under ``plan``."""
+        return cls([plan.mesh], lambda _: plan, initial=plan.mesh)
+
+    def plan(self, mesh: Mesh) -> Plan:
+        """Return the plan of the size with ``mesh``, the same object at every call."""
+        if mesh.world_size not in self._plans:
+            self._plans[mesh.world_size] = self._make_plan(mesh)
+        return self._plans[mesh.world_size]
+
+    def rescues(self) -> Sequence[Mesh]:
+        """Return the meshes below the smallest size, in which survivors may only save what they hold."""
+        return self._find_rescues()
+
+    @property
+    def smallest(self) -> Mesh:
+        """The mesh of the smallest size."""
+        return self.meshes[0]
 
     @property
     def largest(self) -> Plan:
-        """The largest plan."""
-        return self.plans[-1]
+        """The plan of the largest size."""
+        return self.plan(self.meshes[-1])
 
     @property
     def max_processes(self) -> int:
-        """The number of ranks and spares of the largest plan."""
-        return self.largest.world_size + self.largest.spares
+        """The number of ranks and spares of the largest size."""
+        return self.meshes[-1].world_size + self.initial.spares
 
     @property
     def is_elastic(self) -> bool:
         """Whether the run may change its size."""
-        return len(self.plans) > 1
+        return len(self.meshes) > 1
+
+    def fitting(self, room: int) -> Plan:
+        """Return the plan of the largest size that leaves room for its spares among ``room`` workers.
+
+        That of the smallest size if there is none.
+        """
+        fitting = [mesh for mesh in self.meshes if mesh.world_size + self.initial.spares <= room]
+        return self.plan(fitting[-1] if fitting else self.smallest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +98,7 @@ def find_rank_assignment(
 
     Args:
         plan: the present plan.
-        sizes: the plans to choose from.
+        sizes: the sizes to choose from.
         alive: the ranks of ``plan`` whose workers continue.
         ready: the number of new workers that could take a rank at once.
         saved: a checkpoint holds all of the state.
@@ -68,13 +106,24 @@ def find_rank_assignment(
     Returns:
         None if there are too few workers for the smallest size.
     """
-    larger_first = tuple(reversed(sizes.plans))
-    in_place = [_assign_in_place(plan.mesh, other, alive) for other in larger_first]
-    from_checkpoint = [_assign_in_order(other, alive) for other in larger_first]
-    possible = [a for a in (*in_place, *from_checkpoint) if a.before.count(None) <= ready]
-    if saved:
-        possible.sort(key=lambda a: -a.plan.world_size)
-    return next((a for a in possible if a.state_sources is not None or saved), next(iter(possible), None))
+    larger_first = [mesh for mesh in reversed(sizes.meshes) if mesh.world_size <= len(alive) + ready]
+    if not larger_first:
+        return None
+    largest = larger_first[0]
+    in_place = _largest_in_place(plan.mesh, larger_first, alive, ready=ready)
+    if in_place is None or (saved and in_place.world_size < largest.world_size):
+        return _assign_in_order(sizes.plan(largest), alive)
+    return _assign_in_place(plan.mesh, sizes.plan(in_place), alive)
+
+
+def find_rescue(plan: Plan, sizes: Sizes, alive: Collection[int]) -> RankAssignment | None:
+    """Find a size, however small, in which the survivors can save what they hold; None if there is none.
+
+    The arguments are those of :func:`find_rank_assignment`.
+    """
+    meshes = [mesh for mesh in (*sizes.rescues(), *sizes.meshes) if mesh.world_size <= len(alive)]
+    mesh = _largest_in_place(plan.mesh, meshes[::-1], alive, ready=0)
+    return None if mesh is None else _assign_in_place(plan.mesh, sizes.plan(mesh), alive)
 
 
 def reassigned(
@@ -92,12 +141,28 @@ def reassigned(
     return RecoveryPlan(lost=new, sources=sources, step=step, pause_s=decision.pause_s)
 
 
+def _largest_in_place(old: Mesh, larger_first: Sequence[Mesh], alive: Collection[int], *, ready: int) -> Mesh | None:
+    """Return the first mesh in which every worker can keep its stage, with at most ``ready`` new workers."""
+    of_stage = [len(ranks) for ranks in _alive_by_stage(old, alive)]
+    for mesh in larger_first:
+        if mesh.pipeline_parallel_size == old.pipeline_parallel_size:
+            new_workers = sum(max(0, mesh.data_parallel_size - present) for present in of_stage)
+            if new_workers <= ready:
+                return mesh
+    return None
+
+
+def _alive_by_stage(mesh: Mesh, alive: Collection[int]) -> list[list[int]]:
+    """Return the ranks in ``alive`` of each stage, in ascending order."""
+    ranks: list[list[int]] = [[] for _ in range(mesh.pipeline_parallel_size)]
+    for rank in sorted(alive):
+        ranks[mesh.pp_rank(rank)].append(rank)
+    return ranks
+
+
 def _assign_in_place(old: Mesh, plan: Plan, alive: Collection[int]) -> RankAssignment:
-    """Let every worker keep its stage, if ``plan`` divides the model as before."""
-    new = plan.mesh
-    if new.pipeline_parallel_size != old.pipeline_parallel_size:
-        return _assign_in_order(plan, alive)
-    of_stage = [[r for r in sorted(alive) if old.pp_rank(r) == stage] for stage in range(old.pipeline_parallel_size)]
+    """Let every worker keep its stage; ``plan`` divides the model as before."""
+    new, of_stage = plan.mesh, _alive_by_stage(old, alive)
     before: list[int | None] = []
     state_sources: list[int] = []
     for rank in range(new.world_size):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from helpers.plans import LAPTOP, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
+from orchestrator.driver import size_plans
 from orchestrator.driver.candidates import check_all
 from orchestrator.job import Job
-from orchestrator.planning.plan import Plan
-from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned
+from orchestrator.planning.plan import Plan, make_plan
+from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, find_rescue, reassigned
 from orchestrator.policy.recovery import RecoveryPlan, plan_after_pause
 from orchestrator.strategies import registry
 
@@ -25,8 +28,14 @@ def grid(replicas: int, close: str = "stages") -> Plan:
     return plan_of(LAPTOP, *words, f"strategy.num_workers={2 * replicas}", "train.global_batch_size=96", embedded=True)
 
 
-DDP = Sizes(tuple(ddp(n) for n in range(2, 5)), ddp(4))
-GRID = Sizes(tuple(grid(n) for n in range(1, 4)), grid(3))
+def sizes_of(*plans: Plan) -> Sizes:
+    """The sizes of these plans, the smallest first; the run starts with the largest."""
+    by_mesh = {plan.mesh: plan for plan in plans}
+    return Sizes(tuple(by_mesh), by_mesh.__getitem__, initial=plans[-1].mesh)
+
+
+DDP = sizes_of(*(ddp(n) for n in range(2, 5)))
+GRID = sizes_of(*(grid(n) for n in range(1, 4)))
 
 
 def before(plan: Plan, sizes: Sizes, alive: list[int], ready: int) -> tuple[int | None, ...] | None:
@@ -52,7 +61,7 @@ def test_a_run_has_as_many_workers_as_there_are_up_to_its_most(
 
 
 def test_a_run_of_one_size_waits_for_workers_unless_they_are_ready() -> None:
-    fixed = Sizes((ddp(2),), ddp(2))
+    fixed = Sizes.of(ddp(2))
     assert find_rank_assignment(fixed.initial, fixed, [0], ready=0) is None
     assert before(fixed.initial, fixed, [0], 1) == (0, None)
 
@@ -67,7 +76,7 @@ def test_replicas_are_lost_and_gained_as_a_whole() -> None:
 
 def test_where_a_stage_is_lost_everywhere_all_begin_anew() -> None:
     rank_assignment = find_rank_assignment(GRID.largest, GRID, [1, 3, 5], ready=0)
-    assert rank_assignment == RankAssignment(plan=GRID.plans[0], before=(1, 3), state_sources=None)
+    assert rank_assignment == RankAssignment(plan=GRID.plan(GRID.smallest), before=(1, 3), state_sources=None)
 
 
 def test_keeping_what_one_has_comes_before_size() -> None:
@@ -80,13 +89,13 @@ def test_keeping_what_one_has_comes_before_size() -> None:
 
 def test_stages_are_found_by_their_rank_whichever_way_ranks_are_numbered() -> None:
     """With replicas close, ranks 0 to 2 have the first stage and 3 to 5 the second."""
-    close = Sizes(tuple(grid(n, "replicas") for n in range(1, 4)), grid(3, "replicas"))
+    close = sizes_of(*(grid(n, "replicas") for n in range(1, 4)))
     assert before(close.largest, close, [0, 2, 3, 4, 5], 0) == (0, 2, 3, 4)
 
 
 def test_a_pipeline_that_is_cut_anew_keeps_nothing() -> None:
     pipelines = tuple(plan_of(LAPTOP, "strategy=pipeline", f"strategy.num_workers={n}", embedded=True) for n in (2, 3))
-    sizes = Sizes(pipelines, pipelines[1])
+    sizes = sizes_of(*pipelines)
     shrunk = RankAssignment(plan=pipelines[0], before=(0, 2), state_sources=None)
     assert find_rank_assignment(pipelines[1], sizes, [0, 2], ready=0) == shrunk
     grown = RankAssignment(plan=pipelines[1], before=(0, 1, None), state_sources=None)
@@ -145,7 +154,8 @@ def offered(*words: str) -> list[tuple[int, int | None]]:
     """World size and number of micro-batches of each plan."""
     (candidate,) = check_all([["tracking=none", *words]])
     assert candidate.sizes is not None
-    return [(p.world_size, p.pipeline.num_microbatches if p.pipeline else None) for p in candidate.sizes.plans]
+    plans = [candidate.sizes.plan(mesh) for mesh in candidate.sizes.meshes]
+    return [(p.world_size, p.pipeline.num_microbatches if p.pipeline else None) for p in plans]
 
 
 def test_every_number_of_workers_between_the_two_is_a_size() -> None:
@@ -154,18 +164,21 @@ def test_every_number_of_workers_between_the_two_is_a_size() -> None:
     assert offered("strategy=pipeline", "strategy.num_workers=[2,3]", "train.global_batch_size=24") == [(2, 4), (3, 6)]
 
 
-def test_each_size_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("strategy", "numbers"), [("ddp", [4]), ("pipeline", [3, 2])])
+def test_the_job_is_checked_once_for_each_number_of_stages(
+    strategy: str, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A check may build the model, with all its stages."""
-    ddp_class = registry.load("ddp")
-    check, checked = ddp_class.check, []
+    rules = registry.load(strategy)
+    check, checked = rules.check, []
 
     def counted(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         checked.append(plan.world_size)
         return check(config, job, plan, errors)
 
-    monkeypatch.setattr(ddp_class, "check", counted)
-    offered("strategy.num_workers=[2,4]")
-    assert checked == [4, 3, 2]
+    monkeypatch.setattr(rules, "check", counted)
+    check_all([["tracking=none", f"strategy={strategy}", f"strategy.num_workers=[2,{numbers[0]}]"]])
+    assert checked == numbers
 
 
 def test_the_micro_batches_of_replicas_keep_their_size() -> None:
@@ -195,3 +208,47 @@ def test_errors_may_be_rehearsed_on_any_rank_of_the_largest_size() -> None:
 def test_sizes_that_cannot_be(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         offered(*words)
+
+
+@pytest.mark.parametrize("words", [("strategy=ddp",), ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2")])
+def test_only_the_plans_that_are_needed_are_made(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(config: Config, *args: Any, **options: Any) -> Plan:
+        made.append(config.strategy.num_workers)  # type: ignore[arg-type]
+        return make_plan(config, *args, **options)
+
+    monkeypatch.setattr(size_plans, "make_plan", counted)
+    (candidate,) = check_all([["tracking=none", *words, "strategy.num_workers=[2,64]", "train.global_batch_size=1024"]])
+    assert candidate.sizes is not None
+    assert candidate.sizes.max_processes == 64
+    assert set(made) == {64}
+    assert candidate.sizes.plan(candidate.sizes.smallest).world_size == 2
+    assert candidate.sizes.fitting(9).world_size in (8, 9)
+
+
+# Where survivors can save -------------------------------------------------------------------------
+
+
+def rescue(plan: Plan, sizes: Sizes, alive: list[int]) -> tuple[int | None, ...] | None:
+    assignment = find_rescue(plan, sizes, alive)
+    return None if assignment is None else assignment.before
+
+
+def test_survivors_save_below_the_smallest_size() -> None:
+    def planned(*words: str) -> Sizes:
+        (candidate,) = check_all([["tracking=none", "train.global_batch_size=96", *words]])
+        assert candidate.sizes is not None
+        return candidate.sizes
+
+    fixed = planned("strategy.num_workers=4")
+    assert rescue(fixed.initial, fixed, [1, 3]) == (1, 3)
+    elastic = planned("strategy.num_workers=[3,4]")
+    assert rescue(elastic.initial, elastic, [2]) == (2,)
+    replicas = planned("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.num_workers=4")
+    assert rescue(replicas.initial, replicas, [1, 2]) == (2, 1)
+    assert rescue(replicas.initial, replicas, [1, 3]) is None, "the first stage is lost everywhere"
+    pipeline = planned("strategy=pipeline", "strategy.num_workers=3")
+    assert rescue(pipeline.initial, pipeline, [0, 1]) is None
+    servers = planned("strategy=parameter_server", "strategy.num_workers=2")
+    assert rescue(servers.initial, servers, [0, 1]) is None

@@ -9,7 +9,7 @@ from typing import Literal
 
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.planning.layout import Layout
-from orchestrator.planning.mesh import Mesh, even_shares
+from orchestrator.planning.mesh import Mesh, share_sizes
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
 
 
@@ -89,7 +89,7 @@ def _pipeline(config: Config, mesh: Mesh, errors: list[str], *, valid_mesh: bool
 
         The buffers between stages have a fixed shape.
         """
-        shares = set(even_shares(global_batch_size, mesh.data_parallel_size))
+        shares = share_sizes(global_batch_size, mesh.data_parallel_size)
         slices = {share // train.grad_accumulation for share in shares}
         if 0 in slices or any(share % train.grad_accumulation for share in shares):
             return None
