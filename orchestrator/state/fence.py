@@ -5,8 +5,8 @@ writes the token of each generation to one file in the run directory, and a work
 the token of its own generation. The driver's lease restores the file within seconds whenever it differs, and a worker
 waits that long before it gives a checkpoint up.
 
-A worker whose run directory has no such file may save: the driver has not been able to write the file yet. No
-checkpoint would exist otherwise.
+A worker that finds no such file may not save either: it sees another directory than the driver, or the driver has not
+been able to write there yet.
 
 On a store, which has no atomic rename, the worker reads the file just before it writes the manifest of a checkpoint.
 """
@@ -48,12 +48,12 @@ class Fence:
         self.token = token
 
     def may_save(self) -> bool:
-        """Return whether this worker's generation is the current one, which it also is if there is no file.
+        """Return whether this worker's generation is the current one.
 
         Waits for the driver to restore the file before it returns False or raises.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the file is missing or cannot be read; the text names it.
             ValueError: the file is damaged; the text names it.
         """
         deadline = time.monotonic() + self._restored_within_s
@@ -68,8 +68,8 @@ class Fence:
         try:
             text = self._path.read_bytes() if self._remote is None else self._remote.read(self._path.name)
             current = json.loads(text)
-        except FileNotFoundError:
-            return True
+        except FileNotFoundError as e:
+            raise FileNotFoundError(f"{self._path} is missing: without it, no worker may save") from e
         except ValueError as e:
             raise ValueError(f"{self._path} is damaged: {e}") from e
         if not isinstance(current, dict) or "generation" not in current:

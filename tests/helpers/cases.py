@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from helpers.quick_jobs import digits
@@ -10,6 +11,8 @@ from orchestrator.config import schema
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.messages import Assignment, WorkerEnvironment
+from orchestrator.records.json_file import write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.ddp import DDPConfig
 from orchestrator.strategies.replicated.single import SingleConfig
@@ -137,7 +140,7 @@ def assignment(
     rendezvous_timeout_s: float = 20,
     backend: Literal["gloo", "nccl"] = "gloo",
 ) -> Assignment:
-    """Orders as the driver would give them, on this machine."""
+    """Orders as the driver would give them, on this machine; in ``run_dir``, if there is one, they may save."""
     case = case or Case(job=digits(), seed=0)
     config = config_of(
         case,
@@ -146,7 +149,7 @@ def assignment(
         checkpoint=schema.CheckpointConfig(every=checkpoint_every, keep=3),
         cluster=replace(CLUSTER, rendezvous_timeout_s=rendezvous_timeout_s),
     )
-    return Assignment(
+    orders = Assignment(
         generation=generation,
         global_rank=rank,
         store_host="127.0.0.1",
@@ -158,6 +161,9 @@ def assignment(
         plan=plan_of(config),
         checkpoint=checkpoint,
     )
+    if run_dir:
+        write_json(RunDir(Path(run_dir)).fence_file, {"generation": orders.fence})
+    return orders
 
 
 def having(train: schema.TrainConfig = TRAIN, **changes: Any) -> schema.TrainConfig:

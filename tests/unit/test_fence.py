@@ -19,11 +19,18 @@ from orchestrator.storage.remote import Remote
 def test_only_the_latest_generation_may_save(tmp_path: Path) -> None:
     file = tmp_path / "fence"
     fence = Fence(file, "first")
-    assert fence.may_save(), "a full disk can keep the driver from writing the file"
+    write_json(file, {"generation": "first"})
+    assert fence.may_save()
     write_json(file, {"generation": "second"})
     assert not fence.may_save()
     fence.token = "second"
     assert fence.may_save()
+
+
+def test_without_a_fence_nobody_may_save(tmp_path: Path) -> None:
+    """This node may see another directory than the driver."""
+    with pytest.raises(FileNotFoundError, match=r"fence is missing: without it, no worker may save"):
+        Fence(tmp_path / "fence", "first").may_save()
 
 
 def test_a_failed_write_of_the_fence_is_made_up_for(tmp_path: Path) -> None:
