@@ -45,7 +45,7 @@ def queue_entry(
     """Return the entry of a run that is to be queued; None if it has a Ray of its own, or ``cluster.queue=false``."""
     if not config.cluster.queue or is_own_ray():
         return None
-    plan = sizes.plans[0]
+    plan = sizes.plan(sizes.smallest)
     return QueueEntry(
         uid=run_uid,
         name=config.run_name,
