@@ -199,8 +199,8 @@ class Strategy(LayoutRules, abc.ABC):
         """Make one optimizer update from this rank's share of the global batch.
 
         Args:
-            microbatches: ``train.grad_accumulation`` collated batches on the host, as ``model.batch.split_batch`` takes
-                them; None in place of each if not ``reads_data``.
+            microbatches: ``train.grad_accumulation`` collated batches, on the host or on the device, as
+                ``model.batch.split_batch`` takes them; None in place of each if not ``reads_data``.
             want_grad_norm: whether the result must have ``grad_norm``.
             want_metrics: whether the result must have the ``metrics`` of the job.
 

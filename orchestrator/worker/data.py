@@ -12,6 +12,7 @@ sample.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -26,7 +27,7 @@ from torch.utils.data import Dataset, default_collate
 
 from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.datasets import DatasetError, check_dataset, is_stream
-from orchestrator.worker.loader import BatchReader, Collate, Collator, DataError, ReadFailure, Slice, load
+from orchestrator.worker.loader import BatchReader, Collate, Collator, DataError, Loader, ReadFailure, Slice
 from orchestrator.worker.stream import StreamReader
 
 
@@ -187,60 +188,88 @@ def train_batches(
         reader, elements = Collator(function, "train"), slices(dataset)
     else:
         reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
-    batches = load(
+    loader = Loader(
         reader,
-        elements,
         seed=_mix(seed, samples_consumed, dp_rank),
         num_workers=num_workers,
         pin_memory=pin_memory,
         timeout_s=timeout_s,
     )
-    try:
+    with contextlib.closing(loader):
+        batches = loader.read(elements)
         while step := list(itertools.islice(batches, grad_accumulation)):
             yield step
-    finally:
-        batches.close()
 
 
-def eval_batches(
-    dataset: Any,
-    *,
-    collate: Collate | None,
-    batch_size: int,
-    data_parallel_size: int,
-    dp_rank: int,
-    num_workers: int,
-    pin_memory: bool,
-    timeout_s: float,
-    read: bool = True,
-) -> Generator[tuple[Any, int], None, None]:
-    """Yield this rank's share of the validation set, in order, as ``(batch, number of valid leading rows)``.
+class EvalBatches:
+    """This rank's share of the validation set, in order. Each pass yields ``(batch, number of valid leading rows)``.
 
     Every rank yields the same number of batches, each of ``batch_size`` rows. Rows that are not valid repeat some
-    sample. Over all ranks, each sample is valid exactly once. The arguments and errors are those of
-    :func:`train_batches`.
+    sample. Over all ranks, each sample is valid exactly once. Loader processes stay until :meth:`close`, for further
+    passes. The arguments and errors are those of :func:`train_batches`.
     """
-    check_dataset(dataset, split="val")
-    counts: deque[int] = deque()
 
-    def indices() -> Iterator[list[int]]:
-        n = len(dataset)
-        shares = even_shares(n, data_parallel_size)
-        first = sum(shares[:dp_rank])
-        end = first + shares[dp_rank]
-        for start in range(first, first + shares[0], batch_size):
-            counts.append(max(0, min(end - start, batch_size)))
-            yield [min(i, n - 1) for i in range(start, start + batch_size)]
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Collate | None,
+        batch_size: int,
+        data_parallel_size: int,
+        dp_rank: int,
+        num_workers: int,
+        pin_memory: bool,
+        timeout_s: float,
+        read: bool = True,
+    ):
+        check_dataset(dataset, split="val")
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._data_parallel_size = data_parallel_size
+        self._dp_rank = dp_rank
+        self._read = read
+        self._streamed = is_stream(dataset)
+        function = collate or default_collate
+        if not self._streamed:
+            num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
+            num_workers = min(num_workers, num_batches)
+        self._loader = Loader(
+            Collator(function, "val") if self._streamed else BatchReader(dataset, function, "val"),
+            seed=_mix(dp_rank),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            timeout_s=timeout_s,
+        )
 
-    def num_batches(n: int) -> int:
-        return math.ceil(even_shares(n, data_parallel_size)[0] / batch_size)
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        counts: deque[int] = deque()
+        elements = self._slices(counts) if self._streamed else self._indices(counts)
+        batches: Generator[Any, None, None] = self._loader.read(elements) if self._read else (None for _ in elements)
+        with contextlib.closing(batches):
+            for batch in batches:
+                yield batch, counts.popleft()
 
-    def slices() -> Iterator[Slice | ReadFailure]:
-        start, first = 0, dp_rank * batch_size
-        samples = iter(dataset)
+    def close(self) -> None:
+        """End the loader processes. A later pass starts new ones."""
+        self._loader.close()
+
+    def _indices(self, counts: deque[int]) -> Iterator[list[int]]:
+        """Yield the indices of each batch of a map-style dataset; ``counts`` receives how many of them are valid."""
+        n = len(self._dataset)
+        shares = even_shares(n, self._data_parallel_size)
+        first = sum(shares[: self._dp_rank])
+        end = first + shares[self._dp_rank]
+        for start in range(first, first + shares[0], self._batch_size):
+            counts.append(max(0, min(end - start, self._batch_size)))
+            yield [min(i, n - 1) for i in range(start, start + self._batch_size)]
+
+    def _slices(self, counts: deque[int]) -> Iterator[Slice | ReadFailure]:
+        """Yield the samples of each batch of a stream; ``counts`` receives how many of them are valid."""
+        start, first = 0, self._dp_rank * self._batch_size
+        samples = iter(self._dataset)
         while True:
             try:
-                items = list(itertools.islice(samples, batch_size * data_parallel_size))
+                items = list(itertools.islice(samples, self._batch_size * self._data_parallel_size))
             except Exception as e:
                 counts.append(0)
                 yield ReadFailure(f"val data, in the stream: {type(e).__name__}: {e}", traceback.format_exc())
@@ -251,31 +280,7 @@ def eval_batches(
                     counts.append(0)
                     yield ReadFailure(text, "")
                 return
-            own = items[first : first + batch_size]
+            own = items[first : first + self._batch_size]
             counts.append(len(own))
-            yield Slice(own + [items[-1]] * (batch_size - len(own)), start + first)
+            yield Slice(own + [items[-1]] * (self._batch_size - len(own)), start + first)
             start += len(items)
-
-    def with_counts() -> Generator[tuple[Any, int], None, None]:
-        streamed = is_stream(dataset)
-        elements: Iterator[Any] = slices() if streamed else indices()
-        function = collate or default_collate
-        batches: Generator[Any, None, None]
-        if read:
-            batches = load(
-                Collator(function, "val") if streamed else BatchReader(dataset, function, "val"),
-                elements,
-                seed=_mix(dp_rank),
-                num_workers=num_workers if streamed else min(num_workers, num_batches(len(dataset))),
-                pin_memory=pin_memory,
-                timeout_s=timeout_s,
-            )
-        else:
-            batches = (None for _ in elements)
-        try:
-            for batch in batches:
-                yield batch, counts.popleft()
-        finally:
-            batches.close()
-
-    return with_counts()

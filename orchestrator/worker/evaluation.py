@@ -16,7 +16,7 @@ def evaluate(strategy: Strategy, batches: Iterable[tuple[Any, int]], *, step: in
     """Return the sums over this rank's samples after ``step``. The driver adds up the ranks.
 
     Args:
-        batches: pairs of a batch and the number of its valid leading rows, as ``worker.data.eval_batches`` yields them.
+        batches: pairs of a batch and the number of its valid leading rows, as ``worker.data.EvalBatches`` yields them.
     """
     loss_sum, weight = torch.zeros((), device=device), torch.zeros(())
     sums: dict[str, torch.Tensor] = {}

@@ -15,7 +15,8 @@ from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.datasets import check_dataset, is_stream
 from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.data import checked_weights, eval_batches, train_batches
+from orchestrator.worker.data import EvalBatches, checked_weights, train_batches
+from orchestrator.worker.prefetch import SideStream, prefetched
 from orchestrator.worker.stream import Mark, StreamReader
 from orchestrator.worker.warner import Warner
 
@@ -81,6 +82,7 @@ class JobData:
         self._warner = warner
         self._reader: StreamReader | None = None
         self._mark: Mark | None = None
+        self._eval_batches: EvalBatches | None = None
         self.reassign(assignment)
 
     def reassign(self, assignment: Assignment) -> None:
@@ -90,11 +92,13 @@ class JobData:
     def train_batches(self, *, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:
         """Return the micro-batches of each of the next ``steps`` steps, as :func:`worker.data.train_batches` does.
 
+        Those of loader processes are on the GPU already, if there is one.
+
         Args:
             samples_consumed: the position in the sequence of samples: global samples since the beginning of the run.
         """
         config, mesh = self._assignment.config, self._assignment.plan.mesh
-        streamed = is_stream(self.datasets.train)
+        streamed, on_gpu = is_stream(self.datasets.train), self._device.type == "cuda"
         batches = train_batches(
             self._reader_at(samples_consumed) if streamed else self.datasets.train,
             collate=self._job.collate,
@@ -106,36 +110,35 @@ class JobData:
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
             grad_accumulation=config.train.grad_accumulation,
             num_workers=self._assignment.plan.loader_processes,
-            pin_memory=self._device.type == "cuda",
+            pin_memory=on_gpu,
             timeout_s=config.recovery.loader_timeout_s,
             weights=self.datasets.weights,
             read=self._strategy.reads_data,
         )
         self._outbox.begin_loader()
+        if on_gpu and self._strategy.reads_data and self._assignment.plan.loader_processes:
+            return prefetched(batches, SideStream(self._device))
         return batches
 
     def eval_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of an evaluation, as :func:`worker.data.eval_batches` does.
+        """Yield the batches of an evaluation, as :class:`worker.data.EvalBatches` does.
 
         Raises:
             AbandonedError: the generation has ended.
         """
-        config, mesh = self._assignment.config, self._assignment.plan.mesh
         self._outbox.begin_loader()
-        for batch in eval_batches(
-            self.datasets.val,
-            collate=self._job.collate,
-            batch_size=self._strategy.eval_batch_size,
-            data_parallel_size=mesh.data_parallel_size,
-            dp_rank=mesh.dp_rank(self._assignment.global_rank),
-            num_workers=self._assignment.plan.loader_processes,
-            pin_memory=self._device.type == "cuda",
-            timeout_s=config.recovery.loader_timeout_s,
-            read=self._strategy.reads_data,
-        ):
+        if self._eval_batches is None:
+            self._eval_batches = self._open_eval_batches()
+        for batch in self._eval_batches:
             self._gate.check(self._assignment.generation)
             self._outbox.tick()
             yield batch
+
+    def close(self) -> None:
+        """End the loader processes of evaluations, which stay from one evaluation to the next of a generation."""
+        if self._eval_batches is not None:
+            self._eval_batches.close()
+            self._eval_batches = None
 
     def metadata(self, samples_consumed: int) -> dict[str, Any]:
         """Return the metadata of a checkpoint at this position: where a stream can be read from, if that is known."""
@@ -171,6 +174,20 @@ class JobData:
         values = broadcast_json(values, source=survivor, rank=rank, device=self._device)
         if values is not None:
             self._mark = Mark.from_json(values)
+
+    def _open_eval_batches(self) -> EvalBatches:
+        config, mesh = self._assignment.config, self._assignment.plan.mesh
+        return EvalBatches(
+            self.datasets.val,
+            collate=self._job.collate,
+            batch_size=self._strategy.eval_batch_size,
+            data_parallel_size=mesh.data_parallel_size,
+            dp_rank=mesh.dp_rank(self._assignment.global_rank),
+            num_workers=self._assignment.plan.loader_processes,
+            pin_memory=self._device.type == "cuda",
+            timeout_s=config.recovery.loader_timeout_s,
+            read=self._strategy.reads_data,
+        )
 
     def _reader_at(self, samples_consumed: int) -> StreamReader:
         """Return the reader of the training set, a stream, at the next sample of the run."""

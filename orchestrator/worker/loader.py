@@ -126,54 +126,101 @@ class ReadFailure:
     traceback: str
 
 
-def load(
-    reader: BatchReader | Collator,
-    batches: Iterable[Any],
-    *,
-    seed: int,
-    num_workers: int,
-    pin_memory: bool,
-    timeout_s: float,
-) -> Generator[Any, None, None]:
-    """Yield the batch for each of ``batches``, in order.
+class _Pass:
+    """The elements of one pass of a :class:`Loader`, which torch takes for a sampler."""
 
-    Args:
-        reader: returns a batch, given an element of ``batches``.
-        batches: lists of indices, or slices of a stream. This thread iterates over them, ahead of the loader processes.
-        num_workers: loader processes, which read ahead; 0 reads in this thread. They start with the first batch and
-            end with the generator: call its ``close()``.
-        seed: seeds the random generators of the loader processes.
-        timeout_s: the longest wait for a batch of a loader process.
+    def __init__(self) -> None:
+        self.elements: Iterable[Any] = ()
 
-    Raises:
-        DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+
+class Loader:
+    """Reads batches pass by pass, in this thread or in loader processes that read ahead.
+
+    The processes start with the first batch, stay for further passes, and end with :meth:`close` or an unfinished pass.
     """
-    loader = DataLoader(
-        reader,
-        sampler=batches,
-        batch_size=None,  # an item of the reader is a batch already
-        collate_fn=_unchanged,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        timeout=min(_POLL_S, timeout_s) if num_workers else 0,
-        worker_init_fn=_init_loader_process,
-        # A separate generator: starting a loader must not advance the global one, which dropout draws from.
-        generator=torch.Generator().manual_seed(seed),
-    )
-    iterator = iter(loader)
-    try:
-        while True:
+
+    def __init__(
+        self, reader: BatchReader | Collator, *, seed: int, num_workers: int, pin_memory: bool, timeout_s: float
+    ):
+        """
+        Args:
+            reader: returns a batch, given an element of a pass.
+            seed: seeds the random generators of the loader processes.
+            num_workers: loader processes; 0 reads in this thread.
+            timeout_s: the longest wait for a batch of a loader process.
+        """
+        self._reader = reader
+        self._seed = seed
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._timeout_s = timeout_s
+        self._pass = _Pass()
+        self._loader: DataLoader[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+
+    def read(self, elements: Iterable[Any]) -> Generator[Any, None, None]:
+        """Yield the batch for each of ``elements``, in order. One pass ends before the next one begins.
+
+        Args:
+            elements: lists of indices, or slices of a stream. This thread iterates over them, ahead of the loader
+                processes.
+
+        Raises:
+            DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
+        """
+        self._pass.elements = elements
+        finished = False
+        try:
+            iterator = self._begin_pass()
+            while True:
+                try:
+                    batch = _next(iterator, self._timeout_s)
+                except StopIteration:
+                    finished = True
+                    return
+                if isinstance(batch, ReadFailure):
+                    raise DataError(batch.message) from RuntimeError(f"while reading ahead:\n{batch.traceback}")
+                yield batch
+        finally:
+            # Now, because a traceback may keep the last reference for a long time.
+            if not finished:
+                self.close()
+
+    def close(self) -> None:
+        """End the loader processes. A later pass starts new ones."""
+        if self._num_workers and self._iterator is not None:
+            end_loader_processes(self._iterator, terminate_after_s=_TERMINATE_AFTER_S)
+        self._loader = self._iterator = None
+
+    def _begin_pass(self) -> Iterator[Any]:
+        if self._iterator is not None and self._loader is not None:
             try:
-                batch = _next(iterator, timeout_s)
-            except StopIteration:
-                return
-            if isinstance(batch, ReadFailure):
-                raise DataError(batch.message) from RuntimeError(f"while reading ahead:\n{batch.traceback}")
-            yield batch
-    finally:
-        # Now, because a traceback may keep the last reference for a long time.
-        if num_workers:
-            end_loader_processes(iterator, terminate_after_s=_TERMINATE_AFTER_S)
+                return iter(self._loader)
+            except RuntimeError as e:
+                if loader_failure(e) is None:
+                    raise
+                self.close()  # a process that was idle has died or does not answer
+        self._loader = self._make_loader()
+        self._iterator = iter(self._loader)
+        return self._iterator
+
+    def _make_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._reader,
+            sampler=self._pass,
+            batch_size=None,  # an item of the reader is a batch already
+            collate_fn=_unchanged,
+            num_workers=self._num_workers,
+            persistent_workers=self._num_workers > 0,
+            pin_memory=self._pin_memory,
+            timeout=min(_POLL_S, self._timeout_s) if self._num_workers else 0,
+            worker_init_fn=_init_loader_process,
+            # A separate generator: starting a loader must not advance the global one, which dropout draws from.
+            generator=torch.Generator().manual_seed(self._seed),
+        )
 
 
 def _next(iterator: Iterator[Any], timeout_s: float) -> Any:

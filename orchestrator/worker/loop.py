@@ -137,6 +137,13 @@ class Loop:
             AbandonedError, PeersMissingError: see :meth:`StepGate.begin`.
             Exception: whatever the job raises, or a broken connection to another rank.
         """
+        try:
+            return self._run(startup, wait_for_others)
+        finally:
+            if self._data is not None:
+                self._data.close()
+
+    def _run(self, startup: dict[str, float], wait_for_others: Callable[[], None]) -> Outcome:
         began = time.perf_counter()
         self._enter("build")
         if self._data is None:

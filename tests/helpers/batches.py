@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 from helpers.gang import own_device
@@ -10,7 +11,7 @@ from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.datasets import is_stream
 from orchestrator.worker import evaluation
-from orchestrator.worker.data import eval_batches, train_batches
+from orchestrator.worker.data import EvalBatches, train_batches
 from orchestrator.worker.stream import StreamReader
 
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (3, 2), (4, 1), (5, 2)]
@@ -47,8 +48,13 @@ def opened(dataset: Any, samples_consumed: int) -> Any:
     return reader
 
 
+def eval_batches(dataset: Any, **changes: Any) -> EvalBatches:
+    return EvalBatches(dataset, **{**_LOADING, "batch_size": 8, **changes})
+
+
 def evaluate(dataset: Any, **changes: Any) -> Any:
-    return eval_batches(dataset, **{**_LOADING, "batch_size": 8, **changes})
+    with closing(eval_batches(dataset, **changes)) as batches:
+        yield from batches
 
 
 def read_by_all_ranks(make: Callable[[], Any], *, data_parallel_size: int, **changes: Any) -> list[list[int]]:

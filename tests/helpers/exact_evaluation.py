@@ -13,7 +13,7 @@ from helpers.training import Steps, make, steps, watched
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums, Strategy
-from orchestrator.worker.data import eval_batches
+from orchestrator.worker.data import EvalBatches
 
 
 def evaluated_in_slices(rank: int, case: Case) -> tuple[int, EvalPoint]:
@@ -38,7 +38,7 @@ def trained_and_evaluated(
 def _evaluated(strategy: Strategy) -> EvalSums:
     context = strategy.context
     loss_sum, weight, metrics = torch.zeros(()), torch.zeros(()), dict[str, Tensor]()
-    for batch, valid in eval_batches(
+    for batch, valid in EvalBatches(
         strategy.job.dataset("val"),
         collate=strategy.job.collate,
         batch_size=strategy.eval_batch_size,

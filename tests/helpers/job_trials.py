@@ -14,7 +14,7 @@ from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows
-from orchestrator.worker.data import eval_batches, train_batches
+from orchestrator.worker.data import EvalBatches, train_batches
 
 
 def errors(target: str, **fields: Any) -> list[str]:
@@ -70,7 +70,7 @@ def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Modu
 def accuracy(job: Job, model: nn.Module) -> float:
     """The part of the validation set's units that ``model`` has right."""
     right, total = 0.0, 0.0
-    for (inputs, target), valid in eval_batches(
+    for (inputs, target), valid in EvalBatches(
         job.dataset("val"),
         collate=job.collate,
         batch_size=64,

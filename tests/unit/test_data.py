@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from helpers.batches import LAYOUTS, evaluate, read_by_all_ranks, train
+from helpers.batches import LAYOUTS, eval_batches, evaluate, read_by_all_ranks, train
 from helpers.runs import PYTHONPATH
 from orchestrator.model.batch import to_device
 from orchestrator.strategies.datasets import check_dataset
@@ -267,6 +267,31 @@ def test_loader_processes_live_from_the_first_batch_to_close() -> None:
     assert not multiprocessing.active_children()
 
 
+def test_loader_processes_stay_from_one_evaluation_to_the_next() -> None:
+    def rows() -> list[int]:
+        return [i for batch, valid in batches for i in batch[:valid].tolist()]
+
+    with closing(eval_batches(Numbers(21), num_workers=2)) as batches:
+        assert rows() == list(range(21))
+        processes = {p.pid for p in multiprocessing.active_children()}
+        assert rows() == list(range(21))
+        assert {p.pid for p in multiprocessing.active_children()} == processes
+        assert len(processes) == 2
+        os.kill(min(processes), signal.SIGKILL)
+        assert rows() == list(range(21)), "an idle process that has died is replaced"
+    assert not multiprocessing.active_children()
+
+
+def test_an_evaluation_that_is_broken_off_leaves_no_loader_processes() -> None:
+    batches = eval_batches(Numbers(64), num_workers=2)
+    with closing(iter(batches)) as first:
+        next(first)
+        assert multiprocessing.active_children()
+    assert not multiprocessing.active_children()
+    assert sum(valid for _, valid in batches) == 64
+    batches.close()
+
+
 @pytest.mark.slow
 def test_loader_processes_die_with_their_worker_and_not_by_ctrl_c() -> None:
     code = """
@@ -319,7 +344,7 @@ def test_an_unusable_dataset_is_refused_at_once(dataset: Any) -> None:
     with pytest.raises(ValueError, match=r"job\.dataset\('train'\)"):
         check_dataset(dataset, split="train")
     with pytest.raises(ValueError, match=r"job\.dataset\('val'\)"):
-        evaluate(dataset)
+        eval_batches(dataset)
 
 
 def test_to_device_keeps_the_shape_of_a_batch() -> None:
