@@ -373,11 +373,13 @@ class Run:
         Returns:
             How the next generation starts: from the checkpoint of the last step.
         """
-        to, waited_s = self._queue.yield_to or "another run", self._queue.waited_s
+        to, waited_s, step = self._queue.yield_to or "another run", self._queue.waited_s, generation.last_step()
         self._queue.begin_yielding()
         self._finish_workers(generation)
+        if (why := self._checkpoints.why_missing(step)) is not None:
+            self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
         self._gang.release()
-        self._events.emit(Yielded(step=generation.last_step(), to=to))
+        self._events.emit(Yielded(step=step, to=to))
         self._monitor.grace_s, self._yielded = 0.0, generation
         self._acquire()
         self._yielded, self._recoverable_steps = None, {}

@@ -35,9 +35,11 @@ from orchestrator.protocol.events import (
     SystemMetricsLogged,
     TextSampled,
     WaitingForResources,
+    WaitingInQueue,
     Warned,
     WorkerFailed,
     WorkerLost,
+    Yielded,
 )
 from orchestrator.strategies import registry
 
@@ -232,6 +234,26 @@ def test_a_recovery_says_what_happened_and_what_it_cost() -> None:
         "recovered at step 400 after 0.2 s: 1 worker instead of 2, 12 steps lost (generation 3)",
         "continued at step 412 after 0.2 s: process group formed again, no step lost (generation 4)",
     ]
+
+
+def test_a_run_in_the_queue_says_what_goes_before_it_and_that_it_makes_room() -> None:
+    continued = Recovered(
+        generation=2, step=40, steps_lost=0, replaced=(0, 1), in_place=False, seconds=4.1,
+        num_workers=2, num_workers_before=2, planned="yielded",
+    )  # fmt: skip
+    last = WaitingInQueue(waited_s=90, ahead=("gpt-ddp", "gpt-pipeline"), running=("resnet50-ddp",))
+    first = WaitingInQueue(waited_s=1, ahead=(), running=())
+    assert printed(last, first, Yielded(step=40, to="gpt-ddp"), continued) == [
+        "waiting 1m30s in the queue, place 3; before it: gpt-ddp, gpt-pipeline; running: resnet50-ddp",
+        "waiting 1.0s in the queue, place 1",
+        "yielded to gpt-ddp at step 40: the run continues when there is room again",
+        "continued at step 40 after 4.1 s: it is the run's turn again with 2 workers, no step lost (generation 2)",
+    ]
+
+
+def test_the_time_in_the_queue_is_no_time_of_the_run() -> None:
+    ended = replace(FINISHED, time=START + 70, summary={"steps": 500, "queue_s": 60.2}, next_commands=())
+    assert "finished: 500 steps in 9.8 s after 60 s in the queue" in printed(STARTED, ended)
 
 
 def test_a_straggler_is_named_with_its_times() -> None:

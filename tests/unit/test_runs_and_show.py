@@ -69,6 +69,17 @@ def test_runs_are_listed_with_their_state_the_newest_first(
     assert [run["run"] for run in json.loads(capsys.readouterr().out)] == ["2026-05-01/12-31-01-digits-ddp"]
 
 
+@pytest.mark.parametrize(("driver", "state"), [(this_process(), "waiting"), (NOBODY, "died")])
+def test_a_run_in_the_queue_is_shown_as_waiting(
+    driver: dict[str, Any], state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path, "12-30-01-digits-ddp", state="waiting", driver=driver)
+    assert runs.main(["--output-dir", str(tmp_path), "--state", state, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == state
+    assert show.main([str(run_dir.path)]) == 0
+    assert f"state       {state}, started 2h00m" in capsys.readouterr().out
+
+
 def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(output_dir, "12-34-01-a", state="failed", mlflow_run_id="abc", tracking={"uri": "http://host"})
     lost = {"rank": 1, "display_name": "rank 1", "step": 412, "traceback": "", "log": "", "log_tail": ""}
