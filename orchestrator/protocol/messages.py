@@ -45,6 +45,11 @@ class WorkerInfo:
     gpu_uuid: str | None = None
     gpu_error: str | None = None
 
+    @property
+    def place(self) -> str:
+        """The node as shown to users: ``host (address)``."""
+        return f"{self.hostname} ({self.node_ip})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variables:
