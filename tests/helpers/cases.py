@@ -43,6 +43,7 @@ CLUSTER = schema.ClusterConfig(
     device="cpu",
     cpus_per_worker=1,
     autoscaling=False,
+    exclude_nodes=(),
     dashboard=False,
     env={},
     pending_timeout_s=5,
