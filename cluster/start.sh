@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Start Ray on this node, with token authentication.
 #   cluster/start.sh [OPTION...]                 start the head node; creates ~/.ray/auth_token if there is no token
-#   cluster/start.sh HOST[:PORT] [OPTION...]     join the cluster whose head is HOST (default port 6379), with its token
+#   cluster/start.sh HOST[:PORT] [OPTION...]     join the cluster whose head is HOST (default port 6379), with its token,
+#                                                which is copied from there by ssh if this node has none
 # The options are passed to `ray start`. RAY_AUTH_MODE=disabled starts Ray without a token: everybody who reaches its
 # ports can then run code on the cluster.
 set -euo pipefail
@@ -10,10 +11,15 @@ head=
 case ${1:-} in '' | -*) ;; *) head=$1 && shift ;; esac
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 
+copy_token() {
+    token=$(ssh -o BatchMode=yes -o ConnectTimeout=5 "${head%:*}" cat .ray/auth_token 2>/dev/null) || return 1
+    (umask 077 && mkdir -p ~/.ray && printf %s "$token" >~/.ray/auth_token)
+}
+
 if [ "$RAY_AUTH_MODE" = token ]; then
     if [ -z "$head" ]; then
         (umask 077 && ray get-auth-token --generate >/dev/null)
-    elif ! ray get-auth-token >/dev/null 2>&1; then
+    elif ! ray get-auth-token >/dev/null 2>&1 && ! copy_token; then
         echo "cluster/start.sh: no token: copy ~/.ray/auth_token from the head to this node, or set RAY_AUTH_TOKEN" >&2
         exit 1
     fi

@@ -17,6 +17,7 @@ import os
 import signal
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -32,11 +33,14 @@ _NODE = "ray._private.worker._global_node"
 _DEAD_PROCESSES = "ray._private.node.Node.dead_processes"
 _DRAINING_NODES = "ray._private.state.state.get_draining_nodes"
 _READ_ADDRESS = "ray._private.services.find_bootstrap_address"
+_FIND_NODE_IDS = "ray._private.services.find_node_ids"
+_RESOLVE_LOCALHOST = "ray._private.services.resolve_ip_for_localhost"
 _RAY_CLIENT = "ray.util.client.ray"
 _USE_TOKEN = "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available"
 _OPEN_CHANNEL = "ray._private.grpc_utils.init_grpc_channel"
 _GCS_STUB = "ray.core.generated.gcs_service_pb2_grpc.NodeInfoGcsServiceStub"
 _GCS_REQUEST = "ray.core.generated.gcs_service_pb2.GetClusterIdRequest"
+_GCS_NODES_REQUEST = "ray.core.generated.gcs_service_pb2.GetAllNodeInfoRequest"
 _WALK_PACKAGE = "ray._private.runtime_env.packaging._dir_travel"
 _MAX_PACKAGE_BYTES = "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE"
 _ALL_RESOURCES = "ray._private.state.total_resources_per_node"
@@ -51,11 +55,14 @@ INTERNALS = (
     _DEAD_PROCESSES,
     _DRAINING_NODES,
     _READ_ADDRESS,
+    _FIND_NODE_IDS,
+    _RESOLVE_LOCALHOST,
     _RAY_CLIENT,
     _USE_TOKEN,
     _OPEN_CHANNEL,
     _GCS_STUB,
     _GCS_REQUEST,
+    _GCS_NODES_REQUEST,
     _WALK_PACKAGE,
     _MAX_PACKAGE_BYTES,
     _ALL_RESOURCES,
@@ -213,6 +220,16 @@ def address_of_ray_start() -> str | None:
 
 
 @contextlib.contextmanager
+def pickled_by_value(module: ModuleType) -> Iterator[None]:
+    """Send the functions of ``module`` to other processes with their code, which need not be able to import it."""
+    ray.cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+@contextlib.contextmanager
 def ray_logs_errors_only() -> Iterator[None]:
     """Mute what Ray's Python code logs in this context, except errors."""
     logger = logging.getLogger("ray")
@@ -247,6 +264,28 @@ def probe_gcs(address: str, *, timeout_s: float) -> str | None:
         status: str = e.code().name.lower()
         return status
     return None
+
+
+def is_node_of(address: str, *, timeout_s: float) -> bool:
+    """Return whether a raylet of the cluster runs on this machine; ``address`` is that of its GCS server.
+
+    ``ray.init`` waits a minute for one. True if the server does not answer.
+    """
+    here = find_internal(_FIND_NODE_IDS)()
+    stub = find_internal(_GCS_STUB)(find_internal(_OPEN_CHANNEL)(address))
+    try:
+        nodes = stub.GetAllNodeInfo(find_internal(_GCS_NODES_REQUEST)(), timeout=timeout_s).node_info_list
+    except grpc.RpcError:
+        return True
+    return any(node.node_id.hex() in here for node in nodes)
+
+
+def loopback_accepted() -> contextlib.AbstractContextManager[None]:
+    """Let Ray bind a node that starts in this context to a loopback address.
+
+    Otherwise it takes an address to which the hostname resolves, which may not be on this machine.
+    """
+    return _replaced(_RESOLVE_LOCALHOST, lambda host: host)
 
 
 def packaged_files(directory: Path) -> list[tuple[Path, int]]:

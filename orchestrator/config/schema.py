@@ -141,6 +141,7 @@ class ClusterConfig:
     )
     cpus_per_worker: float = option("CPUs reserved in Ray for each worker; fractions are allowed", above=0)
     autoscaling: bool = option("the cluster adds nodes on demand: wait for resources that it does not have yet")
+    exclude_nodes: tuple[str, ...] = option("host names or addresses of nodes on which no worker is started")
     dashboard: bool = option("start the Ray dashboard along with an embedded Ray")
     env: Mapping[str, str | None] = option(
         "environment variables to set on the workers, as in cluster.env.NCCL_DEBUG=INFO; null: the value here. NCCL_*, "

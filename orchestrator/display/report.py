@@ -179,6 +179,8 @@ def verdict(
     lines += [f"next: {command}" for command in ended.next_commands]
     if "mlflow_page" in ended.summary:
         lines.append(f"charts: {ended.summary['mlflow_page']}")
+    if "mlflow_missing" in ended.summary:
+        lines.append(f"not in MLflow: {first_line(ended.summary['mlflow_missing'])}")
     return lines
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import logging
 import math
 import os
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -17,7 +19,9 @@ import ray.exceptions
 from orchestrator.compat.ray import (
     address_of_ray_start,
     environment_defaults,
+    is_node_of,
     is_ray_client,
+    loopback_accepted,
     probe_gcs,
     process_kept_from_ray,
     raylet_messages_muted,
@@ -27,8 +31,11 @@ from orchestrator.compat.ray import (
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.planning.plan import Node
+from orchestrator.policy.node_check import without_excluded
 
 CONNECT_TIMEOUT_S = 2.0
+HTTP_TIMEOUT_S = 1.0
+LOOPBACK = "127.0.0.1"
 
 EMBEDDED_ENVIRONMENT = {
     # An embedded Ray needs no usage reports or metrics, and collecting them takes CPU time from the training.
@@ -39,6 +46,11 @@ EMBEDDED_ENVIRONMENT = {
     "RAY_preload_python_modules": "orchestrator.worker.actor",
 }
 """Set while an embedded Ray runs, unless the user has set them."""
+
+_NO_NODE = (
+    "this machine is no node of that cluster, and a driver has to run on one; run the command on a node, or use "
+    "`orchestrator submit`"
+)
 
 
 def target_address(config: ClusterConfig) -> str | None:
@@ -61,9 +73,10 @@ def this_machine(gpus: int) -> Node:
 @contextlib.contextmanager
 def embedded(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Iterator[None]:
     """Run a Ray in this process, which has none."""
-    with environment_defaults(EMBEDDED_ENVIRONMENT), _shut_down_afterwards():
+    with environment_defaults(EMBEDDED_ENVIRONMENT), _shut_down_afterwards(), loopback_accepted():
         _init(
             address="local",
+            _node_ip_address=LOOPBACK,
             num_cpus=math.ceil(num_cpus),
             num_gpus=num_gpus,
             include_dashboard=config.dashboard,
@@ -101,8 +114,20 @@ def connected(address: str) -> Iterator[None]:
         try:
             _init(address=_gcs_address(address))
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
-            raise ConfigError([f"{_to_cli(address)}: {' '.join(str(e).split())[:500]}"]) from e
+            raise ConfigError([f"{_to_cli(address)}: {version_error(str(e)) or ' '.join(str(e).split())[:500]}"]) from e
         yield
+
+
+def version_error(text: str) -> str | None:
+    """Return what an error of ``ray.init`` says about versions that differ; None if it is about something else."""
+    ray_versions, python_versions = (re.findall(rf"{name}: (\S+)", text) for name in ("Ray", "Python"))
+    if len(ray_versions) != 2 or len(python_versions) != 2:
+        return None
+    there, here = (f"Ray {r} and Python {p}" for r, p in zip(ray_versions, python_versions, strict=True))
+    return (
+        f"the cluster has {there}, this process {here}; use the environment of the cluster, or `orchestrator submit`, "
+        "which runs the driver there"
+    )
 
 
 def nodes() -> tuple[Node, ...]:
@@ -113,10 +138,18 @@ def nodes() -> tuple[Node, ...]:
             name=n["NodeManagerHostname"],
             cpus=n["Resources"].get("CPU", 0.0),
             gpus=int(n["Resources"].get("GPU", 0)),
+            address=n["NodeManagerAddress"],
         )
         for n in ray.nodes()
         if n["Alive"]
     )
+
+
+def label_selector(exclude_nodes: Sequence[str]) -> dict[str, str]:
+    """Return the labels that Ray asks of the node of a worker: any node but those excluded by name or address."""
+    present = nodes() if exclude_nodes else ()
+    excluded = set(present).difference(without_excluded(present, exclude_nodes))
+    return {"ray.io/node-id": f"!in({','.join(sorted(n.node_id for n in excluded))})"} if excluded else {}
 
 
 def _init(**options: Any) -> None:
@@ -175,7 +208,26 @@ def _gcs_error(gcs: str) -> str | None:
             "this Ray requires a token, and yours is missing or another one; set RAY_AUTH_MODE=token and "
             "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the values that it was started with"
         )
-    return status and f"no Ray answers there ({status}); is it running? Start one with `ray start --head`"
+    if status is None:
+        return None if is_node_of(gcs, timeout_s=CONNECT_TIMEOUT_S) else _NO_NODE
+    if _is_web_server(gcs):
+        return (
+            "a web server answers there, as Ray's dashboard does on port 8265; give the port of the GCS, which is 6379 "
+            f"by default, or use `orchestrator submit --address http://{gcs}`"
+        )
+    return f"no Ray answers there ({status}); is it running? Start one with `ray start --head`"
+
+
+def _is_web_server(address: str) -> bool:
+    connection = http.client.HTTPConnection(address, timeout=HTTP_TIMEOUT_S)
+    try:
+        connection.request("HEAD", "/")
+        connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True
 
 
 def _is_this_machine(gcs: str) -> bool:

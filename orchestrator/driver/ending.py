@@ -21,6 +21,7 @@ from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.protocol.metrics import to_record
 from orchestrator.records.json_file import write_json
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader
 
@@ -71,6 +72,8 @@ class RunEnding:
         summary = {**summary, "mlflow_run_id": upload.run_id}
         if upload.page is not None:
             summary["mlflow_page"] = upload.page
+        if upload.run_id is None and upload.missing:
+            summary["mlflow_missing"] = upload.error or "the upload did not begin within tracking.flush_timeout_s"
         self._record(summary=summary, mlflow_run_id=upload.run_id)
         commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
         result = self._upload_records(replace(result, summary=summary))
@@ -141,8 +144,14 @@ class RunEnding:
             self.console.emit(Warned(message=f"the traces were not merged: {type(e).__name__}: {e}"))
             return {"profile": self.run_dir.location_of(self.run_dir.profile)}
 
+    def _has_checkpoint(self) -> bool:
+        try:
+            return bool(CheckpointStore(self.run_dir.checkpoints, self.run_dir.remote_checkpoints).list())
+        except OSError:  # a store that does not answer may have one
+            return True
+
     def _next_commands(self, result: RunResult, *, missing_points: int) -> tuple[str, ...]:
-        commands = [] if result.status == "FINISHED" else [self.resume_command]
+        commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
         if missing_points:
             commands.append(f"python -m orchestrator.sync {shlex.quote(self.run_dir.location)}")
         remote = self.run_dir.remote

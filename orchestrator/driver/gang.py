@@ -67,7 +67,11 @@ class Gang:
         self._config = environment.config.cluster
         self._label = label
         self._slots = Slots(
-            plan, heartbeat_timeout_s=self._config.heartbeat_timeout_s, variables=variables, label=label
+            plan,
+            exclude_nodes=self._config.exclude_nodes,
+            heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            variables=variables,
+            label=label,
         )
         self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
         self._spares: dict[int, WorkerInfo] = {}  # by slot

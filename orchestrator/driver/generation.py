@@ -515,4 +515,4 @@ def _failed_call(info: WorkerInfo, error: ray.exceptions.RayError) -> Failure:
 def _describe(member: Member) -> str:
     info = member.info
     gpu = "" if info.gpu_index is None else f" gpu {info.gpu_index}"
-    return f"{info.hostname} ({info.node_ip}){gpu} pid {info.pid}"
+    return f"{info.place}{gpu} pid {info.pid}"

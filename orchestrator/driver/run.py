@@ -330,9 +330,11 @@ class Run:
     def _failure_event(self, kind: type[E], generation: Generation, rank: int, *, step: int) -> E:
         """Return an event for the failure of ``rank``; ``step``: the last one before it."""
         failure = generation.failure(rank)
+        members = self._gang.members
+        several_nodes = len({member.info.node_id for member in members}) > 1
         return kind(
             rank=rank,
-            display_name=self._plan.display_name(rank),
+            display_name=self._plan.display_name(rank) + (f" on {members[rank].info.place}" if several_nodes else ""),
             step=step,
             reason=failure.message,
             traceback=failure.traceback,

@@ -21,6 +21,7 @@ from orchestrator.driver.decision import NotMeasuredError
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
 from orchestrator.driver.given_job import pickle_job
+from orchestrator.driver.preflight.nodes import refuse_unfit_nodes
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.prometheus import PrometheusSink
@@ -35,6 +36,7 @@ from orchestrator.driver.uploads import RecordUpload
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
+from orchestrator.policy.node_check import without_excluded
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -201,7 +203,9 @@ def _ray(
     address = cluster.target_address(config.cluster)
     if address is not None:
         with cluster.connected(address):
-            nodes = cluster.nodes()
+            nodes = without_excluded(cluster.nodes(), config.cluster.exclude_nodes)
+            if not config.plan:
+                refuse_unfit_nodes(nodes, candidates)
             yield nodes, planned_on(nodes, candidates, sweep)
         return
     machine = this_machine()

@@ -19,6 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrator.driver.calls import GangError, check_ray, completed
+from orchestrator.driver.cluster import label_selector
 from orchestrator.driver.waiting import ResourceWait
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import Variables, WorkerInfo
@@ -31,10 +32,19 @@ START_ATTEMPTS = 3
 class Slots:
     """The slots of a run, by number. Those reserved together become available together; more can be added later."""
 
-    def __init__(self, plan: Plan, *, heartbeat_timeout_s: float, variables: Variables, label: str):
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        exclude_nodes: Sequence[str],
+        heartbeat_timeout_s: float,
+        variables: Variables,
+        label: str,
+    ):
         self._resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
         if plan.gpus_per_worker:
             self._resources["GPU"] = plan.gpus_per_worker
+        self._exclude_nodes = exclude_nodes
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._variables = variables
         self._label = label
@@ -132,8 +142,12 @@ class Slots:
 
     def _reserve(self, count: int, strategy: str) -> PlacementGroup:
         name = f"{self._label}/{len(self._bundles)}"
+        selector = label_selector(self._exclude_nodes)
         group: PlacementGroup = placement_group(
-            [dict(self._resources) for _ in range(count)], strategy=strategy, name=name
+            [dict(self._resources) for _ in range(count)],
+            strategy=strategy,
+            name=name,
+            bundle_label_selector=[selector] * count if selector else None,
         )
         self._bundles += [(group, index) for index in range(count)]
         return group

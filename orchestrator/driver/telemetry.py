@@ -91,15 +91,19 @@ class Telemetry:
         nodes = node_names(gang.members)
         system: dict[str, float] = {}
         for rank, heartbeat in sorted(heartbeats.items()):
-            node = nodes[gang.members[rank].info.node_id]
+            info = gang.members[rank].info
             self.last_step[rank] = heartbeat.step
-            system |= {f"system/{node}/{name}": value for name, value in heartbeat.system.items()}
+            system |= {f"system/{nodes[info.node_id]}/{name}": value for name, value in heartbeat.system.items()}
             num_reports = len(heartbeat.points) + len(heartbeat.events)
-            self._received[gang.members[rank].info] = heartbeat.first_report + num_reports
-            self._add_points(rank, heartbeat.points, gang.members, nodes)
+            self._received[info] = heartbeat.first_report + num_reports
+            self._add_points(rank, heartbeat.points, gang.members)
             self._events.emit(
                 RankProgress(
-                    rank=rank, step=heartbeat.step, phase=heartbeat.phase, step_ms=heartbeat.busy_ms, node=node
+                    rank=rank,
+                    step=heartbeat.step,
+                    phase=heartbeat.phase,
+                    step_ms=heartbeat.busy_ms,
+                    node=info.hostname,
                 )
             )
         # After the metrics of all ranks, so that the loss of a step stands before its checkpoint.
@@ -126,14 +130,13 @@ class Telemetry:
         """
         asked_before = gang.unanswered().intersection(returned)
         events = list(self.collect(gang, wait_s=LAST_HEARTBEAT_WAIT_S, ranks=asked_before).events)
-        nodes = node_names(gang.members)
         for member in gang.members:
             if member.global_rank not in returned:
                 spool = run_dir.spool(member.info.node_id, member.info.pid)
                 received = self._received.get(member.info, 0)
                 unreceived = [report for number, report in read_spool(spool) if number >= received]
                 points = [report for report in unreceived if not isinstance(report, Event)]
-                self._add_points(member.global_rank, points, gang.members, nodes)
+                self._add_points(member.global_rank, points, gang.members)
                 events += self._emit_events(report for report in unreceived if isinstance(report, Event))
                 remove_spool(spool)
         return tuple(events)
@@ -152,13 +155,7 @@ class Telemetry:
         for rank in lost:
             self._stragglers.forget(rank)
 
-    def _add_points(
-        self,
-        rank: int,
-        points: Iterable[TrainPoint | EvalPoint],
-        members: tuple[Member, ...],
-        nodes: Mapping[str, str],
-    ) -> None:
+    def _add_points(self, rank: int, points: Iterable[TrainPoint | EvalPoint], members: tuple[Member, ...]) -> None:
         for point in points:
             logged = self._aggregator.add(rank, point)
             if logged is not None:
@@ -167,7 +164,7 @@ class Telemetry:
                 continue
             if (straggler := self._stragglers.add(rank, point)) is not None:
                 self.straggler = straggler
-                self._report_straggler(straggler, nodes[members[straggler.rank].info.node_id])
+                self._report_straggler(straggler, members[straggler.rank].info.place)
 
     def _emit_events(self, reported: Iterable[Event]) -> tuple[Event, ...]:
         """Emit and return events of workers, with one :class:`FirstStepDone` for each generation.

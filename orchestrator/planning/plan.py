@@ -17,12 +17,13 @@ MAX_NODES_LISTED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node of the cluster and its total resources, free or in use."""
+    """A node of the cluster, its IP address, and its total resources, free or in use."""
 
     node_id: str
     name: str
     cpus: float
     gpus: int
+    address: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

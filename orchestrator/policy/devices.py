@@ -25,7 +25,7 @@ def unusable_gpus(workers: Sequence[WorkerInfo], requested: Literal["auto", "cpu
     unusable = [w for w in workers if w.gpu_error is not None]
     if not unusable or (requested == "auto" and len(unusable) == len(workers)):
         return None
-    named = [f"{w.hostname} ({w.node_ip}), {w.gpu_error}" for w in unusable[:MAX_LISTED]]
+    named = [f"{w.place}, {w.gpu_error}" for w in unusable[:MAX_LISTED]]
     more = [f"and {len(unusable) - len(named)} more"] if len(unusable) > len(named) else []
     return (
         f"cluster.device={requested}: {len(unusable)} of {len(workers)} workers cannot use their GPU: "

@@ -184,7 +184,7 @@ class WorkerLost(WorkerFailure):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerFound(Event):
-    """A rank is persistently slower than the others.
+    """A rank is persistently slower than the others; ``node`` is its host, with the address.
 
     Times are means per step; those of the others are medians over the other ranks. ``throughput_loss`` is the share of
     the run's throughput, 0 to 1, that this rank costs.

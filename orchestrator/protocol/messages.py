@@ -47,6 +47,11 @@ class WorkerInfo:
     gpu_error: str | None = None
     has_bf16: bool = False
 
+    @property
+    def place(self) -> str:
+        """The node as shown to users: ``host (address)``."""
+        return f"{self.hostname} ({self.node_ip})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variables:

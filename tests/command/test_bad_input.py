@@ -297,10 +297,16 @@ def a_silent_server() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-@pytest.mark.parametrize("server", [a_web_server, a_silent_server])
-def test_a_server_that_is_no_ray(server: Callable[[], Any], refused: Refused) -> None:
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (a_web_server, "a web server answers there, as Ray's dashboard does on port 8265; give the port of the GCS"),
+        (a_silent_server, "no Ray answers there"),
+    ],
+)
+def test_a_server_that_is_no_ray(server: Callable[[], Any], said: str, refused: Refused) -> None:
     with server() as port:
-        assert f"cluster.address=127.0.0.1:{port}: no Ray answers there" in refused(f"cluster.address=127.0.0.1:{port}")
+        assert f"cluster.address=127.0.0.1:{port}: {said}" in refused(f"cluster.address=127.0.0.1:{port}")
 
 
 # Resuming -----------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ CLUSTER = schema.ClusterConfig(
     device="cpu",
     cpus_per_worker=1,
     autoscaling=False,
+    exclude_nodes=(),
     dashboard=False,
     env={},
     queue=True,

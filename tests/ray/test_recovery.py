@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -250,7 +251,8 @@ def test_a_straggler_is_named_after_ten_seconds(run: Any) -> None:
     result = run("job._target_=helpers.straggling_job.Straggling", *words)
     assert result.exit_code == 0, result.reason
     (found,) = events(result.run_dir, "straggler_found")
-    assert (found["rank"], found["node"]) == (1, "node_0")
+    assert found["rank"] == 1
+    assert found["node"].startswith(f"{socket.gethostname()} (")
     assert 10 + 20 <= found["step"] <= 36, "ten steps warm up"
     assert found["slower_by"] > 2
     assert found["throughput_loss"] > 0.5

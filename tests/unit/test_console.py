@@ -303,6 +303,12 @@ def test_verdict_says_what_limited_a_run_that_finished() -> None:
     assert "limited by computation" not in printed(STARTED, FORMED, replace(KILLED, summary=summary))
 
 
+def test_verdict_says_why_a_run_is_not_in_mlflow() -> None:
+    summary = {**FINISHED.summary, "mlflow_missing": "no answer from http://mlflow:5000"}
+    lines = printed(STARTED, FORMED, replace(FINISHED, summary=summary))
+    assert lines[-1] == "not in MLflow: no answer from http://mlflow:5000"
+
+
 def test_verdict_is_said_again_after_a_late_warning() -> None:
     lines = printed(STARTED, FINISHED, Warned(message="12 points are missing"))
     assert "warning: 12 points are missing" in lines

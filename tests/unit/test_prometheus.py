@@ -12,7 +12,7 @@ from orchestrator.driver.prometheus import GAUGES, LABELS, NAMESPACE, Prometheus
 from orchestrator.protocol.events import GenerationStarted, MetricsLogged, RankProgress, RunStarted
 
 STARTED = RunStarted(name="a", run_dir="/runs/a", strategy="ddp", job="Toy", world_size=2, steps=10)
-TRAINING = GenerationStarted(generation=3, backend="gloo", device="cpu", workers=("node_0", "node_0"))
+TRAINING = GenerationStarted(generation=3, backend="gloo", device="cpu", precision="fp32", workers=("node_0", "node_0"))
 PROGRESS = RankProgress(rank=0, step=1, phase="train")
 
 

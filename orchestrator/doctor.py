@@ -1,0 +1,66 @@
+"""Check this machine and its cluster: ``orchestrator doctor cluster=auto``.
+
+Exit codes: 0 no fault, with or without warnings; 2 a fault, with which a run would fail, or wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.redact import Redactor
+from orchestrator.display.findings import as_json, finding_text, verdict_text
+from orchestrator.display.text import writable
+
+_DESCRIPTION = """\
+Check what a run needs: versions, Ray and its token, GPUs, the network with a real all-reduce, clocks, disk space, a
+shared output_dir, the tracking server, shared memory and file limits. The overrides are those of the run.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = argparse.ArgumentParser(prog="orchestrator doctor", description=_DESCRIPTION)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `orchestrator launch`")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    options = parser.parse_intermixed_args(argv)
+    redactor = Redactor.of_process()
+    try:
+        return _examine(options.overrides, redactor, as_lines=not options.json)
+    except ConfigError as e:
+        from orchestrator.display.report import errors_text
+
+        print(redactor.text(errors_text(e.errors)), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) -> int:
+    # Imported here because --help must not wait seconds for torch and Ray.
+    from orchestrator.config.compose import compose
+    from orchestrator.driver.doctor import examine
+    from orchestrator.strategies import registry
+
+    errors: list[str] = []
+    config, _ = compose(overrides, errors, registry.config_class)
+    if config is None or errors:
+        raise ConfigError(errors)
+    redactor.learn(config)
+    findings = []
+    for finding in examine(config):
+        findings.append(finding)
+        if as_lines:
+            print(writable(redactor.text(finding_text(finding)), sys.stdout), flush=True)
+    if as_lines:
+        print(verdict_text(findings))
+    else:
+        print(redactor.text(json.dumps(as_json(findings), indent=2)))
+    return 2 if any(finding.level == "fault" for finding in findings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

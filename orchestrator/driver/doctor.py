@@ -1,0 +1,174 @@
+"""The checks of `orchestrator doctor`: this process, the tracking server, Ray, and every node of the cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import ray
+import ray.exceptions
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.schema import Config
+from orchestrator.driver import cluster
+from orchestrator.driver.calls import GangError, describe_error
+from orchestrator.driver.candidates import this_machine
+from orchestrator.driver.network import clock_offset, measure_all_reduce
+from orchestrator.driver.node_reports import driver_report, node_reports
+from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
+from orchestrator.planning.plan import Node
+from orchestrator.policy.node_check import differences, versions, without_excluded
+from orchestrator.policy.node_health import (
+    check_clock,
+    check_gpus,
+    check_interface,
+    check_limits,
+    check_network,
+    check_output_dir,
+)
+from orchestrator.protocol.finding import Finding
+from orchestrator.protocol.node_report import NodeReport, NoReport
+from orchestrator.storage.remote import is_url
+from orchestrator.tracking.reachable import check_tracking
+
+TOKEN_FILE = Path("~/.ray/auth_token")
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """Yield what the checks find, each as soon as it is known. Without a cluster, a Ray is embedded for them."""
+    config = absolute_paths(config)
+    yield Finding(check="versions", level="ok", text=versions(driver_report()), where=("this process",))
+    yield from _directories(config)
+    yield check_tracking(config.tracking.uri, timeout_s=config.tracking.request_timeout_s)
+    address = cluster.target_address(config.cluster)
+    if address is None:
+        machine = this_machine()
+        with cluster.embedded(config.cluster, num_cpus=machine.cpus, num_gpus=machine.gpus):
+            yield Finding(check="Ray", level="ok", text="embedded in this process")
+            yield from _token_file()
+            yield from _nodes(config)
+    elif error := cluster.address_error(address):
+        yield Finding(check="Ray", level="fault", text=error, remedy="see cluster/README.md")
+    else:
+        yield from _cluster(config, address)
+
+
+def _cluster(config: Config, address: str) -> Iterator[Finding]:
+    try:
+        with cluster.connected(address):
+            yield Finding(check="Ray", level="ok", text=f"connected to {ray.get_runtime_context().gcs_address}")
+            yield _token()
+            yield from _nodes(config)
+    except ConfigError as e:
+        yield Finding(check="Ray", level="fault", text=str(e), remedy="see cluster/README.md")
+
+
+def _directories(config: Config) -> Iterator[Finding]:
+    for error in environment_errors(config):
+        if not error.startswith("tracking.uri="):
+            yield Finding(check="output_dir", level="fault", text=error, remedy="choose another output_dir")
+
+
+def _token() -> Finding:
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return Finding(check="token", level="ok", text="this process presents one")
+    text = "none: everybody who reaches the ports of this Ray can run code on its nodes"
+    return Finding(check="token", level="warning", text=text, remedy="start Ray with cluster/start.sh")
+
+
+def _token_file() -> Iterator[Finding]:
+    if TOKEN_FILE.expanduser().exists():
+        text = f"{TOKEN_FILE} exists: `ray start --head` here asks every node and every user for it"
+        yield Finding(
+            check="token", level="ok", text=text, remedy="copy it to the other nodes, or start with cluster/start.sh"
+        )
+
+
+def _nodes(config: Config) -> Iterator[Finding]:
+    """Yield the findings about the nodes on which workers may start, and about the network between them."""
+    nodes = without_excluded(cluster.nodes(), config.cluster.exclude_nodes)
+    nodes = tuple(node for node in nodes if node.cpus >= config.cluster.cpus_per_worker)
+    timeout_s = config.cluster.rendezvous_timeout_s
+    with _nonce(config) as nonce:
+        reports = node_reports(
+            nodes,
+            timeout_s=timeout_s,
+            job_modules=[config.job.target.rpartition(".")[0]],
+            output_dir=None if is_url(config.output_dir) else config.output_dir,
+            nonce=nonce,
+            with_gpus=True,
+        )
+    driver = driver_report()
+    able: list[Node] = []
+    for node, report in zip(nodes, reports, strict=True):
+        found = list(_node(node, report, driver, config.output_dir))
+        able += [] if any(f.level == "fault" for f in found) else [node]
+        yield from found
+        if isinstance(report, NodeReport):
+            yield from _clock(node, report, timeout_s)
+    yield from _network(able, reports, timeout_s)
+
+
+def _node(node: Node, report: NodeReport | NoReport, driver: NodeReport, output_dir: str) -> Iterator[Finding]:
+    faults = list(differences(report, driver))
+    yield from faults
+    if isinstance(report, NoReport):
+        return
+    if not faults:
+        yield Finding(check="versions", level="ok", text=versions(report), where=(report.place,))
+    yield from check_limits(report)
+    yield from check_output_dir(report, output_dir)
+    yield from check_gpus(report, node.gpus)
+    yield from check_interface(report)
+
+
+def _clock(node: Node, report: NodeReport, timeout_s: float) -> Iterator[Finding]:
+    with contextlib.suppress(ray.exceptions.RayError):  # the node has been lost, as the network check then says
+        yield check_clock(report.place, clock_offset(node, timeout_s=timeout_s))
+
+
+def _network(nodes: Sequence[Node], reports: Sequence[NodeReport | NoReport], timeout_s: float) -> Iterator[Finding]:
+    if not nodes:
+        text, remedy = "not measured, because no node can run workers", "correct the faults above"
+        yield Finding(check="network", level="warning", text=text, remedy=remedy)
+        return
+    gpus = [node.gpus for node in nodes]
+    # With gloo as long as a GPU is in use, because the measurement would wait for it.
+    on_gpus = all(gpus) and sum(gpus) >= 2 and ray.available_resources().get("GPU", 0) >= sum(gpus)
+    try:
+        yield check_network(measure_all_reduce(nodes, on_gpus=on_gpus, timeout_s=timeout_s))
+    except GangError as e:
+        yield _no_network(str(e))
+    except ray.exceptions.RayError as e:
+        yield _no_network(describe_error(e))
+
+
+def _no_network(reason: str) -> Finding:
+    remedy = "open all ports between the nodes, or choose another interface with GLOO_SOCKET_IFNAME"
+    return Finding(check="network", level="fault", text=f"the all-reduce failed ({reason})", remedy=remedy)
+
+
+@contextlib.contextmanager
+def _nonce(config: Config) -> Iterator[str | None]:
+    """The name of a file in the directory of runs, while the nodes look for it; None if there can be none."""
+    directory = Path(config.output_dir)
+    if is_url(config.output_dir):
+        yield None
+        return
+    is_new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = tempfile.NamedTemporaryFile(prefix=".doctor-", dir=directory)  # noqa: SIM115 - the block below may raise
+    except OSError:
+        yield None
+        return
+    try:
+        with file:
+            yield Path(file.name).name
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # a run has begun meanwhile
+                directory.rmdir()

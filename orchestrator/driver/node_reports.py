@@ -1,0 +1,75 @@
+"""The reports of the nodes of a cluster: a task without CPUs on each of them, all at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.compat.ray import pickled_by_value
+from orchestrator.driver.calls import answers_in_time, describe_error
+from orchestrator.planning.plan import Node
+from orchestrator.protocol.node_report import NodeReport, NoReport
+from orchestrator.worker.process import node_facts
+
+WORKER = "orchestrator.worker.actor"
+"""The module of the workers."""
+
+
+def driver_report() -> NodeReport:
+    """Return the report of this process."""
+    return NodeReport(**node_facts.node_facts())
+
+
+def node_reports(
+    nodes: Sequence[Node],
+    *,
+    timeout_s: float,
+    job_modules: Sequence[str],
+    output_dir: str | None = None,
+    nonce: str | None = None,
+    with_gpus: bool = False,
+) -> list[NodeReport | NoReport]:
+    """Return a report for each node, in order. Ray must be connected.
+
+    The nodes take over the working directory and the import paths of this process.
+
+    Args:
+        nodes: the nodes to ask.
+        timeout_s: how long to wait for all of them.
+        job_modules: the modules of the jobs, to import them beside that of the workers.
+        output_dir, nonce, with_gpus: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
+    """
+    questions = {
+        "working_dir": str(Path.cwd()),
+        "import_paths": [str(Path(path).resolve()) for path in sys.path],
+        "modules": [WORKER, *job_modules],
+        "output_dir": output_dir,
+        "nonce": nonce,
+        "with_gpus": with_gpus,
+    }
+    errors: dict[Node, ray.exceptions.RayError] = {}
+    pending = {on_node(n, node_facts.node_facts, address=n.address, **questions): n for n in nodes}
+    facts = answers_in_time(dict(pending), timeout_s, errors=errors)
+
+    def report(node: Node) -> NodeReport | NoReport:
+        if node in facts:
+            return NodeReport(**{**facts[node], "name": node.name})
+        late = f"did not answer within {timeout_s:g} s (cluster.rendezvous_timeout_s)"
+        reason = describe_error(errors[node]) if node in errors else late
+        return NoReport(name=node.name, address=node.address, reason=reason)
+
+    return [report(node) for node in nodes]
+
+
+def on_node(node: Node, function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a function of ``node_facts`` on a node; returns the reference to its answer."""
+    where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    with pickled_by_value(node_facts):
+        return task.options(scheduling_strategy=where).remote(**arguments)

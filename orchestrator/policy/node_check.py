@@ -1,0 +1,113 @@
+"""Whether the nodes of a cluster can run workers of this driver. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from orchestrator.config.text import first_of
+from orchestrator.planning.plan import Node
+from orchestrator.protocol.finding import Finding
+from orchestrator.protocol.node_report import NodeReport, NoReport
+
+SUBMIT = "submit with `orchestrator submit --working-dir .`"
+LEAVE_OUT = "list it in cluster.exclude_nodes"
+_MAX_LISTED = 4
+"""Nodes named in one message."""
+
+
+def without_excluded(nodes: Sequence[Node], excluded: Sequence[str]) -> tuple[Node, ...]:
+    """Return the nodes whose name and address are not in ``excluded``."""
+    return tuple(n for n in nodes if n.name not in excluded and n.address not in excluded)
+
+
+def node_errors(nodes: Sequence[NodeReport | NoReport], driver: NodeReport) -> list[str]:
+    """Return why some nodes cannot run workers of this driver, one line for each reason; empty if all can."""
+    faults = (f for node in nodes for f in differences(node, driver) if f.level == "fault")
+    return [_error(finding) for finding in grouped(faults)]
+
+
+def grouped(findings: Iterable[Finding]) -> list[Finding]:
+    """Return one finding for all nodes with the same finding, in the order of the first ones."""
+    where: dict[Finding, tuple[str, ...]] = {}
+    for finding in findings:
+        same = replace(finding, where=())
+        where[same] = (*where.get(same, ()), *finding.where)
+    return [replace(finding, where=nodes) for finding, nodes in where.items()]
+
+
+def differences(node: NodeReport | NoReport, driver: NodeReport) -> Iterator[Finding]:
+    """Yield what the node lacks, or has in another version than the driver."""
+    if isinstance(node, NoReport):
+        found = [Finding(check="answer", level="fault", text=node.reason, remedy="see Ray's logs there")]
+    else:
+        checks = (
+            _python(node, driver),
+            _package("Ray", node.ray, driver.ray),
+            _package("torch", node.torch, driver.torch),
+            _code(node, driver),
+            _imports(node),
+        )
+        found = [fault for fault in checks if fault is not None]
+    for fault in found:
+        yield replace(fault, where=(node.place,))
+
+
+def versions(node: NodeReport) -> str:
+    """Return the versions of a node in one line."""
+    code = "" if node.code is None else f" (code {node.code})"
+    parts = [
+        f"Python {node.python}",
+        f"Ray {node.ray}",
+        f"torch {node.torch}",
+        f"orchestrator {node.orchestrator}{code}",
+    ]
+    return ", ".join(parts)
+
+
+def _python(node: NodeReport, driver: NodeReport) -> Finding | None:
+    if _minor(node.python) == _minor(driver.python):
+        return None
+    return _fault(f"Python {node.python}, and the driver has {driver.python}", "start Ray there with the same Python")
+
+
+def _package(name: str, there: str | None, here: str | None) -> Finding | None:
+    if there is None:
+        return _fault(f"no {name}", f"install {name} {_public(here)} in the environment that Ray was started in there")
+    # The part after + names a build, such as that for CPUs, which a driver without a GPU may have.
+    if _public(there) == _public(here):
+        return None
+    return _fault(f"{name} {there}, and the driver has {here}", "install the same version there")
+
+
+def _code(node: NodeReport, driver: NodeReport) -> Finding | None:
+    if node.code == driver.code:
+        return None
+    if node.code is None:
+        return _fault("no orchestrator", f"install it there, or {SUBMIT}")
+    text = f"other code of the orchestrator ({node.orchestrator}, {node.code}; the driver has {driver.code})"
+    return _fault(text, f"install the same commit there, or {SUBMIT}")
+
+
+def _imports(node: NodeReport) -> Finding | None:
+    if node.import_error is None or node.code is None:
+        return None
+    return _fault(f"an import error in {node.import_error}", f"install what is missing there, or {SUBMIT}")
+
+
+def _fault(text: str, remedy: str) -> Finding:
+    return Finding(check="versions", level="fault", text=text, remedy=remedy)
+
+
+def _error(finding: Finding) -> str:
+    listed = first_of(finding.where, most=_MAX_LISTED)
+    verb = "has " if len(finding.where) == 1 else "have "
+    return f"{listed} {'' if finding.check == 'answer' else verb}{finding.text}; {finding.remedy}, or {LEAVE_OUT}"
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _public(version: str | None) -> str:
+    return (version or "").partition("+")[0]

@@ -1,0 +1,62 @@
+"""What a node of the cluster is, as it says itself before a worker starts there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfNode:
+    """``name`` is the host name of a node, ``address`` the IP address by which Ray knows it."""
+
+    name: str
+    address: str
+
+    @property
+    def place(self) -> str:
+        """The node as shown to users: ``host (address)``."""
+        return f"{self.name} ({self.address})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport(_OfNode):
+    """The answer of a node.
+
+    Args:
+        python, ray, torch, orchestrator: the versions there; None for a package that is not installed.
+        code: a hash of the sources of the orchestrator there; None without it.
+        import_error: a module of the worker or the job that cannot be imported there, and why; None if all can.
+        interface: the network interface that has ``address``; None if none has it.
+        interface_of_user: the interface that the user has chosen for gloo; None without a choice.
+        shm_bytes: the size of ``/dev/shm``; None if there is none.
+        free_disk_bytes: the free space where runs are stored; None if that directory does not exist there.
+        sees_output_dir: whether the file that the driver wrote into the directory of runs is there; None if not asked.
+        max_open_files: the hard limit of open files of a process; None without a limit.
+        memory_bytes: the memory of the machine.
+        gpus: the names of the GPUs that torch sees; None if it was not asked.
+        gpu_error: which of them torch cannot compute on, and why; None if it can compute on all.
+    """
+
+    python: str
+    ray: str | None
+    torch: str | None
+    orchestrator: str | None
+    code: str | None
+    import_error: str | None = None
+    interface: str | None = None
+    interface_of_user: str | None = None
+    shm_bytes: int | None = None
+    free_disk_bytes: int | None = None
+    sees_output_dir: bool | None = None
+    max_open_files: int | None = None
+    memory_bytes: int = 0
+    gpus: Sequence[str] | None = None
+    gpu_error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoReport(_OfNode):
+    """A node that has not reported, and why."""
+
+    reason: str

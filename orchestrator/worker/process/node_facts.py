@@ -1,0 +1,147 @@
+"""What a node is: versions, code, limits and devices.
+
+The driver sends this module by value, so that it also runs on a node that lacks the orchestrator or has another version
+of it. It therefore refers to nothing of ours, and imports what may be missing inside of its functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+GPU_TIMEOUT_S = 60.0
+# In a process of its own, because a CUDA context stays as long as its process, and because Ray hides the GPUs from a
+# task that has reserved none.
+_PROBE_GPUS = """
+import json, torch
+from orchestrator.worker.process.gpu import gpu_error
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([names, gpu_error([str(i) for i in range(len(names))])]))
+"""
+
+
+def node_facts(
+    *,
+    address: str = "",
+    working_dir: str | None = None,
+    import_paths: Sequence[str] = (),
+    modules: Sequence[str] = (),
+    output_dir: str | None = None,
+    nonce: str | None = None,
+    with_gpus: bool = False,
+) -> dict[str, Any]:
+    """Return the facts of this machine and process, as the fields of a ``NodeReport``.
+
+    Args:
+        address: the IP address by which Ray knows this node.
+        working_dir: the directory of the driver, from which the job is imported; None to stay.
+        import_paths: the paths on which the driver finds modules.
+        modules: the modules that a worker needs, to try to import them.
+        output_dir: the directory with the runs; None if they are on a store.
+        nonce: the name of a file that the driver has written into ``output_dir``; None to look for none.
+        with_gpus: whether to compute on every GPU, which takes seconds.
+    """
+    if working_dir is not None and Path(working_dir).is_dir():
+        os.chdir(working_dir)
+    sys.path.extend(path for path in import_paths if path not in sys.path)
+    gpus, gpu_error = _gpus() if with_gpus else (None, None)
+    max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return {
+        "name": socket.gethostname(),
+        "address": address,
+        "python": platform.python_version(),
+        "ray": _version("ray"),
+        "torch": _version("torch"),
+        "orchestrator": _version("orchestrator"),
+        "code": code_hash(),
+        "import_error": next(filter(None, map(_import_error, modules)), None),
+        "interface": _interface_of(address),
+        "interface_of_user": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        "free_disk_bytes": None if output_dir is None else _free_disk_bytes(Path(output_dir)),
+        "sees_output_dir": None if output_dir is None or nonce is None else (Path(output_dir) / nonce).exists(),
+        "max_open_files": None if max_open_files == resource.RLIM_INFINITY else max_open_files,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus,
+        "gpu_error": gpu_error,
+    }
+
+
+def wall_clock() -> float:
+    """Return the seconds since the epoch by the clock of this machine."""
+    return time.time()
+
+
+def code_hash() -> str | None:
+    """Return a hash of the sources of the orchestrator that this process would import; None if there is none."""
+    spec = importlib.util.find_spec("orchestrator")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    root = Path(spec.submodule_search_locations[0])
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _version(package: str) -> str | None:
+    """The version of a package, None if it cannot be imported. Without its metadata, as in a checkout: ``unknown``."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as e:  # the module may raise anything
+        return f"{module} ({type(e).__name__}: {str(e).strip().partition(chr(10))[0]})"
+    return None
+
+
+def _interface_of(address: str) -> str | None:
+    import psutil
+
+    addresses = psutil.net_if_addrs().items()
+    return next((name for name, entries in addresses if any(a.address == address for a in entries)), None)
+
+
+def _free_disk_bytes(directory: Path) -> int | None:
+    """The free space of the file system on which ``directory`` is or would be created."""
+    try:
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        return shutil.disk_usage(existing).free
+    except OSError:
+        return None
+
+
+def _gpus() -> tuple[list[str] | None, str | None]:
+    """The names of the GPUs that torch sees, and why it cannot compute on one of them; None if it cannot be asked."""
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", _PROBE_GPUS]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True)
+        names, error = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return None, f"a computation did not end within {GPU_TIMEOUT_S:g} s"
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None, None
+    return names, error

@@ -1,0 +1,108 @@
+"""Nodes that cannot run workers, machines that are no node, and hostnames that lead elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from helpers import commands
+from helpers.runs import events_below
+
+RUN = ("strategy=ddp", "strategy.num_workers=1", "train.steps=5", "tracking=none")
+OTHER = "127.0.0.2"
+"""The address of the node that has another torch."""
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A head, and a node on which the metadata of another torch come first."""
+    packages = tmp_path_factory.mktemp("packages")
+    metadata = packages / "torch-1.0.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        made.add_node(num_cpus=1, node_ip_address=OTHER, env_vars={"PYTHONPATH": str(packages)})
+        yield made
+        made.shutdown()
+
+
+def test_a_node_with_another_torch_is_refused_by_its_name_or_left_out(cluster: Cluster, tmp_path: Path) -> None:
+    words = (*RUN, f"cluster.address={cluster.address}")
+    refused = commands.run(*words, cwd=tmp_path, timeout_s=100, RAY_AUTH_MODE="disabled")
+    assert refused.returncode == 2, refused.stdout
+    assert f"({OTHER}) has torch 1.0.0, and the driver has" in refused.stdout
+    assert not list(tmp_path.glob("outputs/*/*"))
+    excluding = f"cluster.exclude_nodes=[{OTHER}]"
+    done = commands.run(*words, excluding, cwd=tmp_path, timeout_s=100, RAY_AUTH_MODE="disabled")
+    assert done.returncode == 0, done.stdout
+    (started,) = events_below(tmp_path, "generation_started")
+    assert OTHER not in started["workers"][0]
+
+
+def test_the_doctor_names_the_node_and_measures_the_network(cluster: Cluster, tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "orchestrator.doctor",
+        "--json",
+        f"cluster.address={cluster.address}",
+        "tracking=none",
+    ]
+    environment = commands.environment(RAY_AUTH_MODE="disabled")
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
+    found = json.loads(done.stdout)
+    (fault,) = [f for f in found if f["level"] == "fault"]
+    assert done.returncode == 2, done.stderr
+    assert fault["text"].startswith("torch 1.0.0")
+    assert OTHER in fault["where"][0]
+    checks = {f["check"]: f for f in found}
+    assert checks["network"]["text"].startswith("all-reduce across 2 processes of one node with gloo (127.0.0.1)")
+    assert checks.keys() >= {"versions", "Ray", "token", "output_dir", "tracking", "GPUs", "interface", "clock"}
+    assert checks["token"]["level"] == "warning"
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_machine_that_is_no_node_is_told_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    """In a namespace of processes of its own, in which no raylet runs."""
+    alone = namespace("-pf", "--mount-proc")
+    environment = commands.environment(RAY_AUTH_MODE="disabled")
+    words = [*alone, sys.executable, "-m", "orchestrator.launch", *RUN, f"cluster.address={cluster.address}"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "this machine is no node of that cluster" in done.stderr
+    assert "`orchestrator submit`" in done.stderr
+
+
+def test_an_embedded_ray_does_not_need_the_hostname(tmp_path: Path) -> None:
+    """Without a network, Ray asks which address the hostname has; here that of another machine."""
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n10.99.99.99 stranger\n")
+    setup = 'mount --bind hosts /etc/hosts && hostname stranger && ip link set lo up && exec "$@"'
+    words = [*namespace("-nmu"), "sh", "-c", setup, "sh", sys.executable, "-m", "orchestrator.launch", *RUN]
+    began = time.monotonic()
+    done = subprocess.run(words, cwd=tmp_path, env=commands.environment(), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished: 5 steps" in done.stdout
+    assert time.monotonic() - began < 120
+
+
+def namespace(*options: str) -> Sequence[str]:
+    """``unshare`` with these options; skips the test without the right to it."""
+    if os.uname().sysname != "Linux" or shutil.which("ip") is None:
+        pytest.skip("needs Linux and iproute2")
+    words = ["unshare", "-r", *options]
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        pytest.skip(f"no right to unshare {' '.join(options)}")
+    return words

@@ -1,0 +1,173 @@
+"""What the doctor says about a node, about the network and about a tracking server; and how it is shown."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.display.findings import as_json, finding_text, verdict_text
+from orchestrator.policy.node_check import grouped
+from orchestrator.policy.node_health import (
+    GIB,
+    AllReduce,
+    ClockOffset,
+    check_clock,
+    check_gpus,
+    check_interface,
+    check_limits,
+    check_network,
+    check_output_dir,
+)
+from orchestrator.protocol.finding import Finding
+from orchestrator.protocol.node_report import NodeReport
+from orchestrator.tracking.reachable import check_tracking
+
+NODE = NodeReport(
+    name="node2",
+    address="10.0.0.2",
+    python="3.11.4",
+    ray="2.60.0",
+    torch="2.13.0",
+    orchestrator="0.1.0",
+    code="0123abcd",
+    interface="eth0",
+    shm_bytes=8 * GIB,
+    free_disk_bytes=100 * GIB,
+    sees_output_dir=True,
+    max_open_files=65536,
+    memory_bytes=64 * GIB,
+    gpus=("H100", "H100"),
+)
+FAST = AllReduce(backend="gloo", processes=2, nodes=2, address="10.0.0.1", latency_ms=0.2, bandwidth_mb_s=900)
+
+
+def about(node: NodeReport, *, num_gpus: int = 2) -> list[Finding]:
+    return [
+        *check_limits(node),
+        *check_output_dir(node, "/runs"),
+        *check_gpus(node, num_gpus),
+        *check_interface(node),
+    ]
+
+
+def test_a_healthy_node() -> None:
+    found = about(NODE)
+    assert {f.level for f in found} == {"ok"}
+    assert {f.where for f in found} == {("node2 (10.0.0.2)",)}
+    assert "2 x H100" in [f.text for f in found]
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "level", "text"),
+    [
+        ({"shm_bytes": GIB // 16}, "/dev/shm", "warning", "0.0625 GiB"),
+        ({"shm_bytes": None}, "/dev/shm", "warning", "none"),
+        ({"max_open_files": 1024}, "open files", "warning", "at most 1024"),
+        ({"free_disk_bytes": 2 * GIB}, "output_dir", "warning", "/runs: 2 GiB free"),
+        ({"free_disk_bytes": GIB // 2}, "output_dir", "fault", "/runs: 0.5 GiB free"),
+        ({"sees_output_dir": False}, "output_dir", "fault", "/runs is not the directory of the driver"),
+        ({"gpu_error": "GPU 1: out of memory"}, "GPUs", "fault", "GPU 1: out of memory"),
+        ({"gpus": ("H100",)}, "GPUs", "fault", "Ray manages 2, torch sees 1"),
+        ({"gpus": ("H100",) * 3}, "GPUs", "warning", "Ray manages 2, torch sees 3"),
+        ({"interface": None}, "interface", "fault", "none has the address 10.0.0.2"),
+    ],
+)
+def test_what_is_wrong_has_a_remedy(changes: dict[str, Any], check: str, level: str, text: str) -> None:
+    (found,) = [f for f in about(replace(NODE, **changes)) if f.level != "ok"]
+    assert (found.check, found.level, found.text) == (check, level, text)
+    assert found.remedy
+
+
+def test_the_interface_that_the_user_has_chosen_is_no_fault() -> None:
+    (found,) = check_interface(replace(NODE, interface=None, interface_of_user="ib0"))
+    assert (found.level, found.text) == ("ok", "ib0 (GLOO_SOCKET_IFNAME)")
+
+
+def test_a_clock_is_blamed_only_beyond_the_error_of_the_measurement() -> None:
+    assert check_clock("node2", ClockOffset(offset_s=-1.5, error_s=0.01)).level == "warning"
+    assert check_clock("node2", ClockOffset(offset_s=1.5, error_s=0.6)).level == "ok"
+    assert check_clock("node2", ClockOffset(offset_s=0.003, error_s=0.001)).text.startswith("+3 ms from the driver's")
+
+
+def test_a_slow_network_is_a_warning() -> None:
+    assert check_network(FAST).text == "all-reduce across 2 nodes with gloo (10.0.0.1): 900 MB/s, 0.2 ms for 4 KiB"
+    assert check_network(FAST).level == "ok"
+    for slow in (replace(FAST, bandwidth_mb_s=2), replace(FAST, latency_ms=40)):
+        assert check_network(slow).level == "warning"
+    assert "across 2 processes of one node" in check_network(replace(FAST, nodes=1)).text
+
+
+def test_a_finding_is_a_line_and_its_remedy_another() -> None:
+    fault = Finding(check="GPUs", level="fault", text="broken", remedy="repair it", where=("a (1)", "b (2)"))
+    fine = Finding(check="Ray", level="ok", text="embedded")
+    assert finding_text(fine) == "OK       Ray         embedded"
+    assert finding_text(fault).splitlines() == [
+        "fault    GPUs        a (1), b (2): broken",
+        "                     -> repair it",
+    ]
+    assert verdict_text([fine]) == "everything is in order"
+    assert verdict_text([fine, fault, fault]) == "2 faults, 0 warnings"
+    assert json.loads(json.dumps(as_json([fault])))[0]["where"] == ["a (1)", "b (2)"]
+
+
+def test_nodes_with_the_same_finding_share_it() -> None:
+    findings = [Finding(check="GPUs", level="ok", text="none", where=(name,)) for name in "ab"]
+    assert [f.where for f in grouped(findings)] == [("a", "b")]
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """A tracking server with one user, ``ada`` with the password ``pw``."""
+
+    def do_GET(self) -> None:
+        known = self.headers["Authorization"] == f"Basic {base64.b64encode(b'ada:pw').decode()}"
+        self.send_response(200 if known and "/api/2.0/mlflow/" in self.path else 401)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join(timeout=10)
+
+
+def test_a_tracking_server_that_knows_the_user(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_user = check_tracking(f"http://ada:pw@{server}", timeout_s=5)
+    assert (with_user.level, "pw" in with_user.text) == ("ok", False)
+    assert check_tracking(f"http://{server}", timeout_s=5).level == "fault"
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "pw")
+    assert check_tracking(f"http://{server}", timeout_s=5).level == "ok"
+
+
+def test_a_tracking_server_that_does_not_answer() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        for uri in (f"http://{address}", f"postgresql://user:hunter2@{address}/mlflow"):
+            found = check_tracking(uri, timeout_s=5)
+            assert found.level == "fault"
+            assert "cannot be reached" in found.text
+            assert "hunter2" not in found.text
+
+
+def test_tracking_without_a_server(tmp_path: Path) -> None:
+    assert check_tracking(None, timeout_s=1).text == "off (tracking.uri=null)"
+    assert check_tracking(f"sqlite:///{tmp_path}/mlflow.db", timeout_s=1).level == "ok"
+    assert check_tracking("htp://host", timeout_s=1).level == "fault"
