@@ -5,7 +5,7 @@ python benchmarks/driver_scale.py
 The driver is the real one, with real Ray calls to every rank. The workers are simulated: two Ray actors answer for all
 ranks, which train and log by the clock. So the times do not include the start of processes or the joining of process
 groups. They do include the answers of the simulated workers, which share this machine with the driver, whereas real
-workers answer in parallel. CPU times are those of the driver's process alone, including Ray's threads in it.
+workers answer in parallel. CPU times are those of whole processes, including Ray's threads in them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cost:
 
     ``watching``: the share of a core that the driver used in steady training.
     ``heal_s``: from the death of the workers until the driver has seen the next step.
-    ``heal_cpu_s``: the CPU time of the driver meanwhile.
+    ``heal_cpu_s``, ``workers_cpu_s``: the CPU times of the driver and of the simulated workers meanwhile.
     """
 
     world_size: int
@@ -41,6 +41,7 @@ class Cost:
     lost: int
     heal_s: float
     heal_cpu_s: float
+    workers_cpu_s: float
     restarted: int
     end_s: float
 
@@ -52,6 +53,7 @@ class Cost:
             f"{self.lost}",
             f"{self.heal_s:.2f}",
             f"{self.heal_cpu_s:.2f}",
+            f"{self.workers_cpu_s:.2f}",
             f"{self.restarted}",
             f"{self.end_s:.2f}",
         ]
@@ -70,11 +72,13 @@ def measure(world_size: int, lost: int, folder: Path) -> Cost:
     time.sleep(WATCH_S)
     watching = (time.process_time() - cpu) / (time.monotonic() - since)
     before = dict(SimulatedSlots.workers)
+    workers_cpu_s = cpu_of_workers()
     cpu, died = time.process_time(), time.monotonic()
     for slot in range(1, 1 + lost):
         before[slot].die()
     assert watcher.healed.wait(TIMEOUT_S)
     heal_s, heal_cpu_s = time.monotonic() - died, time.process_time() - cpu
+    workers_cpu_s = cpu_of_workers() - workers_cpu_s
     restarted = sum(SimulatedSlots.workers[slot] is not worker for slot, worker in before.items())
     time.sleep(1.0)
     ended = time.monotonic()
@@ -88,9 +92,15 @@ def measure(world_size: int, lost: int, folder: Path) -> Cost:
         lost=lost,
         heal_s=heal_s,
         heal_cpu_s=heal_cpu_s,
+        workers_cpu_s=workers_cpu_s,
         restarted=restarted,
         end_s=time.monotonic() - ended,
     )
+
+
+def cpu_of_workers() -> float:
+    """Return the CPU time of the simulated workers so far, in seconds."""
+    return float(sum(ray.get([host.cpu_s.remote() for host in SimulatedSlots.hosts])))
 
 
 def main() -> None:
@@ -107,7 +117,8 @@ def main() -> None:
         "watching, of a core",
         "ranks lost",
         "healed in, s",
-        "CPU while healing, s",
+        "CPU of the driver while healing, s",
+        "CPU of the simulated workers, s",
         "workers started anew",
         "end, s",
     ]

@@ -106,6 +106,10 @@ class Host:
         for name, value in values.items():
             setattr(self.ranks[worker], name, value)
 
+    async def cpu_s(self) -> float:
+        """Return the CPU time of this process so far."""
+        return time.process_time()
+
     async def num_held(self) -> int:
         return sum(rank.held for rank in self.ranks.values())
 
@@ -236,15 +240,17 @@ class SimulatedWorker:
     """Looks like a handle of the actor ``Worker`` to the driver."""
 
     def __init__(self, host: Any, number: int):
-        self._host = host
         self._number = number
+        self._call_host = host.call
+        self._call_host_unrecorded = host.call.options(enable_task_events=False)
         self.training: Any = None
 
     def __getattr__(self, method: str) -> Any:
         return _Method(partial(self._call, method))
 
     def _call(self, method: str, *args: Any) -> Any:
-        reference = self._host.call.remote(self._number, method, *args)
+        call = self._call_host_unrecorded if method == "heartbeat" else self._call_host
+        reference = call.remote(self._number, method, *args)
         if method == "train":
             self.training = reference
         return reference
