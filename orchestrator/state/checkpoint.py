@@ -143,7 +143,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         what = f"missing file {MANIFEST}" if path.is_dir() else "no such directory"
         raise CheckpointError(path, what) from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise CheckpointError(path, f"{MANIFEST} is unreadable: it is not a manifest")
@@ -151,6 +151,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(path, f"its format is {manifest['format']!r}, this version reads {FORMAT}")
     if manifest.pop(HASH, None) != _digest(manifest):
         raise CheckpointError(path, f"{MANIFEST} changed: its own {HASH} differs")
+    if not _is_complete(manifest):
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: it lacks the position, the meta data or the files")
     return manifest
 
 
@@ -193,6 +195,24 @@ def prune(root: Path, keep: int) -> None:
     for path in root.glob(".step-*"):
         if _is_stale(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_complete(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest has all keys, with values of their types."""
+    files = manifest.get("files")
+    return (
+        all(isinstance(manifest.get(key), int) for key in ("step", "samples_consumed"))
+        and isinstance(manifest.get("meta"), dict)
+        and isinstance(files, dict)
+        and all(map(_is_file_entry, files.values()))
+    )
+
+
+def _is_file_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    size = entry.get("bytes")
+    return isinstance(entry.get(HASH), str) and isinstance(size, int) and size >= 0
 
 
 def _checked(read: Callable[[Path, str, int], T], path: Path, manifest: Mapping[str, Any], name: str) -> T:

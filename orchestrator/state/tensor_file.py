@@ -109,17 +109,15 @@ class TensorFile(MutableMapping[str, Tensor]):
         """
         self._file = path.open("rb", buffering=0)
         self._entries: dict[str, _Place | Tensor] = {}
+        size = os.fstat(self._file.fileno()).st_size
         try:
             data_start = 8 + int.from_bytes(self._file.read(8), "little")
+            if data_start > size:
+                raise ValueError("its header ends after the file")
             header = json.loads(self._file.read(data_start - 8))
             header.pop("__metadata__", None)
-            for name, entry in header.items():
-                start, stop = entry["data_offsets"]
-                place = _Place(tuple(entry["shape"]), _DTYPES[entry["dtype"]], data_start + start)
-                if math.prod(place.shape) * place.dtype.itemsize != stop - start:
-                    raise ValueError(f"{name} has {stop - start} bytes")
-                self._entries[name] = place
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            self._entries |= {name: _place(name, entry, data_start, size) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"is not a safetensors file: {e}") from e
 
     def __getitem__(self, name: str) -> Tensor:
@@ -191,6 +189,22 @@ def verify(path: Path, digest: str, size: int) -> None:
         raise ValueError(f"{what}: has {found} of {size} bytes")
     if hasher.hexdigest() != digest:
         raise ValueError("changed since it was written: its sha256 differs from the manifest's")
+
+
+def _place(name: str, entry: Mapping[str, Any], data_start: int, size: int) -> _Place:
+    """Return where the tensor ``name`` is in a file of ``size`` bytes.
+
+    Raises:
+        ValueError, KeyError, TypeError: it cannot be there.
+    """
+    shape, (start, stop), dtype = tuple(entry["shape"]), entry["data_offsets"], _DTYPES[entry["dtype"]]
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
+        raise ValueError(f"{name} has shape {shape} and offsets {start} and {stop}")
+    if math.prod(shape) * dtype.itemsize != stop - start:
+        raise ValueError(f"{name} has {stop - start} bytes")
+    if data_start + stop > size:
+        raise ValueError(f"{name} ends after the file")
+    return _Place(shape, dtype, data_start + start)
 
 
 def _chunks(head: Sequence[bytes], tensors: Sequence[Tensor]) -> Iterator[memoryview]:
