@@ -73,14 +73,15 @@ def this_machine(gpus: int) -> Node:
 @contextlib.contextmanager
 def embedded(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Iterator[None]:
     """Run a Ray in this process, which has none."""
-    with environment_defaults(EMBEDDED_ENVIRONMENT), _shut_down_afterwards(), loopback_accepted():
-        _init(
-            address="local",
-            _node_ip_address=LOOPBACK,
-            num_cpus=math.ceil(num_cpus),
-            num_gpus=num_gpus,
-            include_dashboard=config.dashboard,
-        )
+    with environment_defaults(EMBEDDED_ENVIRONMENT), _shut_down_afterwards():
+        with loopback_accepted():
+            _init(
+                address="local",
+                _node_ip_address=LOOPBACK,
+                num_cpus=math.ceil(num_cpus),
+                num_gpus=num_gpus,
+                include_dashboard=config.dashboard,
+            )
         yield
 
 

@@ -20,7 +20,7 @@ from orchestrator.driver.network import clock_offset, measure_all_reduce
 from orchestrator.driver.node_reports import driver_report, node_reports
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.planning.plan import Node
-from orchestrator.policy.node_check import differences, versions, without_excluded
+from orchestrator.policy.node_check import differences, grouped, versions, without_excluded
 from orchestrator.policy.node_health import (
     check_clock,
     check_gpus,
@@ -69,7 +69,7 @@ def _cluster(config: Config, address: str) -> Iterator[Finding]:
 def _directories(config: Config) -> Iterator[Finding]:
     for error in environment_errors(config):
         if not error.startswith("tracking.uri="):
-            yield Finding(check="output_dir", level="fault", text=error, remedy="choose another output_dir")
+            yield Finding(check="output_dir", level="fault", text=error)
 
 
 def _token() -> Finding:
@@ -103,13 +103,15 @@ def _nodes(config: Config) -> Iterator[Finding]:
         )
     driver = driver_report()
     able: list[Node] = []
+    findings: list[Finding] = []
     for node, report in zip(nodes, reports, strict=True):
-        found = list(_node(node, report, driver, config.output_dir))
-        able += [] if any(f.level == "fault" for f in found) else [node]
-        yield from found
+        of_node = list(_node(node, report, driver, config.output_dir))
         if isinstance(report, NodeReport):
-            yield from _clock(node, report, timeout_s)
-    yield from _network(able, reports, timeout_s)
+            of_node += _clock(node, report, timeout_s)
+        findings += of_node
+        able += [] if any(finding.level == "fault" for finding in of_node) else [node]
+    yield from grouped(findings)
+    yield from _network(able, timeout_s)
 
 
 def _node(node: Node, report: NodeReport | NoReport, driver: NodeReport, output_dir: str) -> Iterator[Finding]:
@@ -130,7 +132,7 @@ def _clock(node: Node, report: NodeReport, timeout_s: float) -> Iterator[Finding
         yield check_clock(report.place, clock_offset(node, timeout_s=timeout_s))
 
 
-def _network(nodes: Sequence[Node], reports: Sequence[NodeReport | NoReport], timeout_s: float) -> Iterator[Finding]:
+def _network(nodes: Sequence[Node], timeout_s: float) -> Iterator[Finding]:
     if not nodes:
         text, remedy = "not measured, because no node can run workers", "correct the faults above"
         yield Finding(check="network", level="warning", text=text, remedy=remedy)

@@ -11,7 +11,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.driver.calls import all_answers
-from orchestrator.driver.node_reports import on_node
+from orchestrator.driver.node_reports import on_nodes
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_health import AllReduce, ClockOffset
 from orchestrator.worker.network_probe import LARGE_BYTES, NetworkProbe
@@ -32,7 +32,7 @@ def clock_offset(node: Node, *, timeout_s: float) -> ClockOffset:
     readings = []
     for _ in range(CLOCK_READINGS):
         asked = time.time()
-        there = ray.get(on_node(node, node_facts.wall_clock), timeout=timeout_s)
+        (there,) = ray.get(list(on_nodes(node_facts.wall_clock, {node: {}})), timeout=timeout_s)
         answered = time.time()
         error_s = (answered - asked) / 2
         readings.append(ClockOffset(offset_s=there - (asked + error_s), error_s=error_s))

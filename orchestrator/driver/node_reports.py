@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,8 @@ def node_reports(
         "with_gpus": with_gpus,
     }
     errors: dict[Node, ray.exceptions.RayError] = {}
-    pending = {on_node(n, node_facts.node_facts, address=n.address, **questions): n for n in nodes}
-    facts = answers_in_time(dict(pending), timeout_s, errors=errors)
+    pending = on_nodes(node_facts.node_facts, {n: {"address": n.address, **questions} for n in nodes})
+    facts = answers_in_time(pending, timeout_s, errors=errors)
 
     def report(node: Node) -> NodeReport | NoReport:
         if node in facts:
@@ -67,9 +67,13 @@ def node_reports(
     return [report(node) for node in nodes]
 
 
-def on_node(node: Node, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function of ``node_facts`` on a node; returns the reference to its answer."""
-    where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+def on_nodes(function: Callable[..., Any], arguments: Mapping[Node, Mapping[str, Any]]) -> dict[Any, Node]:
+    """Call a function of ``node_facts`` on each node, with its ``arguments``; returns the nodes by pending answer."""
     task = ray.remote(num_cpus=0, max_retries=0)(function)
+
+    def call(node: Node) -> Any:
+        where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        return task.options(scheduling_strategy=where).remote(**arguments[node])
+
     with pickled_by_value(node_facts):
-        return task.options(scheduling_strategy=where).remote(**arguments)
+        return {call(node): node for node in arguments}

@@ -21,7 +21,7 @@ from orchestrator.driver.decision import NotMeasuredError
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
 from orchestrator.driver.given_job import pickle_job
-from orchestrator.driver.preflight.nodes import refuse_unfit_nodes
+from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.prometheus import PrometheusSink
@@ -205,7 +205,7 @@ def _ray(
         with cluster.connected(address):
             nodes = without_excluded(cluster.nodes(), config.cluster.exclude_nodes)
             if not config.plan:
-                refuse_unfit_nodes(nodes, candidates)
+                nodes = fit_nodes(nodes, candidates)
             yield nodes, planned_on(nodes, candidates, sweep)
         return
     machine = this_machine()

@@ -43,9 +43,7 @@ def test_every_verb_is_a_module_with_a_main(verb: str) -> None:
     assert cli.VERBS[verb].module == f"orchestrator.{verb}"
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"), [("comapre", "did you mean compare?"), ("zzz", "valid: compare, doctor, launch, ")]
-)
+@pytest.mark.parametrize(("word", "hint"), [("comapre", "did you mean compare?"), ("zzz", "valid: compare, ")])
 def test_an_unknown_verb_is_refused_with_the_nearest(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([word, "--last", "5"]) == 2
     output = capsys.readouterr()

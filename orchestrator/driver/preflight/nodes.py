@@ -7,14 +7,18 @@ from collections.abc import Sequence
 import ray
 
 from orchestrator.config.build import ConfigError
+from orchestrator.driver import cluster
 from orchestrator.driver.candidates import Candidate
 from orchestrator.driver.node_reports import driver_report, node_reports
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import node_errors
 
 
-def refuse_unfit_nodes(nodes: Sequence[Node], candidates: Sequence[Candidate]) -> None:
-    """Ask each node on which a worker may start whether it can run the jobs; nothing if that is this machine alone.
+def fit_nodes(nodes: tuple[Node, ...], candidates: Sequence[Candidate]) -> tuple[Node, ...]:
+    """Ask each node on which a worker may start whether it can run the jobs, unless that is this machine alone.
+
+    Returns:
+        The nodes without those that Ray has found dead meanwhile.
 
     Raises:
         ConfigError: some nodes cannot, or do not answer within ``cluster.rendezvous_timeout_s``.
@@ -22,8 +26,11 @@ def refuse_unfit_nodes(nodes: Sequence[Node], candidates: Sequence[Candidate]) -
     config = candidates[0].config.cluster
     asked = [node for node in nodes if node.cpus >= config.cpus_per_worker]
     if {node.node_id for node in asked} <= {ray.get_runtime_context().get_node_id()}:
-        return
+        return nodes
     modules = {c.config.job.target.rpartition(".")[0] for c in candidates if c.given is None}
     reports = node_reports(asked, timeout_s=config.rendezvous_timeout_s, job_modules=sorted(modules))
-    if errors := node_errors(reports, driver_report()):
+    alive = {node.node_id for node in cluster.nodes()}
+    of_living = [report for node, report in zip(asked, reports, strict=True) if node.node_id in alive]
+    if errors := node_errors(of_living, driver_report()):
         raise ConfigError(errors)
+    return tuple(node for node in nodes if node.node_id in alive)
