@@ -117,7 +117,8 @@ def test_no_run_makes_room_in_vain() -> None:
     urgent = entry("urgent", at=9, priority=1, workers=3)
     assert leaving([small, large, urgent]) == ["large"], "the smaller one alone would not do, and is not needed"
     assert leaving([small, large, replace(urgent, workers=5)]) == []
-    assert leaving([small, replace(large, state="yielding"), urgent]) == [], "another one is already leaving"
+    one = replace(urgent, workers=1)
+    assert leaving([small, replace(large, state="yielding"), one]) == [], "another one is already leaving"
     assert leaving([small, large, replace(urgent, state="reserving")]) == []
 
 
@@ -144,6 +145,8 @@ def test_a_run_learns_its_place_and_gets_its_turn(parts: Parts) -> None:
     answer = parts.queue.poll(second)
     assert (answer.may_reserve, answer.ahead, answer.running) == (False, ("first",), ())
     assert parts.queue.poll(first).may_reserve, "an answer that was lost is given again"
+    assert not parts.queue.poll(entry("urgent", priority=1)).may_reserve, "the first may be reserving already"
+    parts.queue.leave("urgent")
     answer = parts.queue.poll(replace(first, state="running", workers_by_node={"a": 4}))
     assert (answer.others_wait, answer.yield_to) == (True, None)
     answer = parts.queue.poll(second)
