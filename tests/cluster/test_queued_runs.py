@@ -29,6 +29,7 @@ from orchestrator.driver.run_queue import find_queue
 from orchestrator.driver.signals import StopSignals
 from orchestrator.protocol.events import WaitingInQueue, Warned
 from orchestrator.protocol.queue import QueueEntry
+from orchestrator.queue import main
 from orchestrator.records.run_dir import RunDir, state_of
 
 WORDS = (
@@ -248,7 +249,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
 
 
 def test_a_run_ends_at_once_while_it_waits_and_one_that_was_killed_there_continues(
-    queue: QueueControl, start: Callable[..., Command]
+    cluster: Cluster, queue: QueueControl, start: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     low = start("low", "train.steps=100000")
     low.wait_for_step(5)
@@ -260,9 +261,11 @@ def test_a_run_ends_at_once_while_it_waits_and_one_that_was_killed_there_continu
     low.process.kill()
     waiting.process.send_signal(signal.SIGINT)
     assert "stopped by SIGINT before training began" in waiting.output(code=130)
-    with pytest.raises(QueueError, match="nobody: no such run in the queue; it has: high"):
-        queue.cancel("nobody")
-    queue.cancel("high")
+    assert main(["--address", cluster.address]) == 0
+    assert " running         1  " in capsys.readouterr().out
+    assert main(["--address", cluster.address, "cancel", "nobody"]) == 2
+    assert capsys.readouterr().err.startswith("queue: nobody: no such run in the queue; it has: high")
+    assert main(["--address", cluster.address, "cancel", "high"]) == 0
     output = high.output(code=143)
     assert "stopped by `orchestrator queue cancel` of" in output
     steps = yielded["step"] + 5
