@@ -128,9 +128,10 @@ class QueuePlace:
         if self._entry is None:
             return
         self._enter("waiting")
-        began, reported_at, reported = time.monotonic(), 0.0, None
+        began = time.monotonic()
+        reported: WaitingInQueue | None = None
         try:
-            while not self._is_admitted():
+            while not self._is_admitted() and not self._is_unreachable():
                 check()
                 waited_s = time.monotonic() - began
                 if self._timeout_s is not None and waited_s > self._timeout_s:
@@ -138,19 +139,7 @@ class QueuePlace:
                         f"not the first in the queue within {waited_s:.0f} s (cluster.queue_timeout_s); raise it or "
                         "cluster.priority, or look at `orchestrator queue list`"
                     )
-                if time.monotonic() - self._heard_at > UNREACHABLE_S:
-                    self._events.warn(
-                        f"the queue of the cluster cannot be reached ({self._problem}); the run goes on without it "
-                        "(cluster.queue=false)"
-                    )
-                    break
-                if (answer := self._answer("waiting")) is not None:
-                    seen = answer.ahead, answer.running
-                    if seen != reported or waited_s - reported_at > REPORT_EVERY_S:
-                        if reported is None:
-                            self._record("waiting")
-                        reported, reported_at = seen, waited_s
-                        self._events.emit(WaitingInQueue(waited_s=waited_s, ahead=answer.ahead, running=answer.running))
+                reported = self._report(waited_s, reported)
                 self._news.wait(_CHECK_EVERY_S)
                 self._news.clear()
         finally:
@@ -202,6 +191,28 @@ class QueuePlace:
     def _is_admitted(self) -> bool:
         answer = self._answer("waiting")
         return answer is not None and answer.may_reserve
+
+    def _is_unreachable(self) -> bool:
+        if time.monotonic() - self._heard_at <= UNREACHABLE_S:
+            return False
+        self._events.warn(
+            f"the queue of the cluster cannot be reached ({self._problem}); the run goes on without it "
+            "(cluster.queue=false)"
+        )
+        return True
+
+    def _report(self, waited_s: float, last: WaitingInQueue | None) -> WaitingInQueue | None:
+        """Report the wait if the line has changed since the last report, or after a while; returns the last report."""
+        answer = self._answer("waiting")
+        if answer is None or answer.may_reserve:
+            return last
+        report = WaitingInQueue(waited_s=waited_s, ahead=answer.ahead, running=answer.running)
+        if last is None:
+            self._record("waiting")
+        elif (report.ahead, report.running) == (last.ahead, last.running) and waited_s - last.waited_s < REPORT_EVERY_S:
+            return last
+        self._events.emit(report)
+        return report
 
     def _answer(self, state: QueueState) -> QueueAnswer | None:
         """Return the answer to a poll in the present state, which is ``state``; None if there is none yet."""

@@ -12,6 +12,7 @@ from orchestrator.display.queue_table import queue_table
 from orchestrator.driver.run_queue import SETTLE_S, STALE_S, RunQueue
 from orchestrator.policy.queue import find_entries, free_room, line, may_reserve, victims
 from orchestrator.protocol.queue import NodeResources, QueueEntry
+from orchestrator.queue import main
 
 FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}
 
@@ -210,6 +211,11 @@ def test_a_run_is_found_by_its_name_or_the_end_of_its_location() -> None:
         assert find_entries(runs, text) == [runs[0]]
     assert find_entries(runs, "mine") == [runs[1]]
     assert find_entries(runs, "digits") == []
+
+
+def test_an_address_without_ray_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--address", "nonsense", "cancel", "run"]) == 2
+    assert capsys.readouterr().err == "queue: --address=nonsense: expected auto, local or host:port\n"
 
 
 def test_the_table_has_places_and_needs() -> None:
