@@ -29,6 +29,8 @@ from orchestrator.planning.plan import Node, Plan, WorkerPlan
 from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
 
 _TABLE_WIDTH = 100
+_LONG_WAIT_S = 10.0
+"""A longer wait for workers, such as one in a queue, is told apart from the run."""
 
 
 def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
@@ -189,6 +191,8 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
         if started.resumed_from_step:
             text += f" (resumed at {started.resumed_from_step})"
         text += f" in {ended.time - started.time:,.1f} s"
+        if (waited_s := summary.get("startup", {}).get("workers_s", 0.0)) >= _LONG_WAIT_S:
+            text += f" ({waited_s:,.0f} s of them until the workers were up)"
     parts = [text]
     validation = "val_accuracy" if summary.get("val_accuracy") is not None else "val_loss"
     if (value := summary.get("samples_per_s")) is not None:
