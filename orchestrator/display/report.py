@@ -31,6 +31,8 @@ from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, 
 _TABLE_WIDTH = 100
 _LEAST_WAIT_S = 1.0
 """A shorter wait in the queue is not worth a word."""
+_LONG_WAIT_S = 10.0
+"""A longer wait for workers is told apart from the run."""
 
 
 def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
@@ -193,6 +195,8 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
         queue_s = float(summary.get("queue_s", 0.0))
         text += f" in {ended.time - started.time - queue_s:,.1f} s"
         text += f" after {queue_s:,.0f} s in the queue" if queue_s >= _LEAST_WAIT_S else ""
+        if (waited_s := summary.get("startup", {}).get("workers_s", 0.0)) >= _LONG_WAIT_S:
+            text += f" ({waited_s:,.0f} s of them until the workers were up)"
     parts = [text]
     validation = "val_accuracy" if summary.get("val_accuracy") is not None else "val_loss"
     if (value := summary.get("samples_per_s")) is not None:

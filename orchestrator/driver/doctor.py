@@ -45,8 +45,9 @@ def examine(config: Config) -> Iterator[Finding]:
     yield check_tracking(config.tracking.uri, timeout_s=config.tracking.request_timeout_s)
     address = cluster.target_address(config.cluster)
     if address is None:
-        machine = this_machine()
-        with cluster.embedded(config.cluster, num_cpus=machine.cpus, num_gpus=machine.gpus):
+        # Ray starts a process in advance for each CPU; the checks need one or two.
+        num_cpus = max(2, config.cluster.cpus_per_worker)
+        with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=this_machine().gpus):
             yield Finding(check="Ray", level="ok", text="embedded in this process")
             yield from _token_file()
             yield from _nodes(config)

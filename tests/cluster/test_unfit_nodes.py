@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -92,11 +91,9 @@ def test_an_embedded_ray_does_not_need_the_hostname(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n10.99.99.99 stranger\n")
     setup = 'mount --bind hosts /etc/hosts && hostname stranger && ip link set lo up && exec "$@"'
     words = [*namespace("-nmu"), "sh", "-c", setup, "sh", sys.executable, "-m", "orchestrator.launch", *RUN]
-    began = time.monotonic()
     done = subprocess.run(words, cwd=tmp_path, env=commands.environment(), capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished: 5 steps" in done.stdout
-    assert time.monotonic() - began < 120
 
 
 def namespace(*options: str) -> Sequence[str]:

@@ -303,6 +303,15 @@ def test_verdict_says_what_limited_a_run_that_finished() -> None:
     assert "limited by computation" not in printed(STARTED, FORMED, replace(KILLED, summary=summary))
 
 
+def test_verdict_tells_a_long_wait_for_workers_apart() -> None:
+    for workers_s, said in (
+        (2.0, "in 21.4 s, 8,210"),
+        (15.0, "in 21.4 s (15 s of them until the workers were up)"),
+    ):
+        summary = {**FINISHED.summary, "startup": {"workers_s": workers_s}}
+        assert said in printed(STARTED, FORMED, replace(FINISHED, summary=summary))[-4]
+
+
 def test_verdict_says_why_a_run_is_not_in_mlflow() -> None:
     summary = {**FINISHED.summary, "mlflow_missing": "no answer from http://mlflow:5000"}
     lines = printed(STARTED, FORMED, replace(FINISHED, summary=summary))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator import cli
 from orchestrator.display.findings import as_json, finding_text, verdict_text
 from orchestrator.policy.node_check import grouped
 from orchestrator.policy.node_health import (
@@ -122,6 +123,13 @@ def test_a_finding_is_a_line_and_its_remedy_another() -> None:
 def test_nodes_with_the_same_finding_share_it() -> None:
     findings = [Finding(check="GPUs", level="ok", text="none", where=(name,)) for name in "ab"]
     assert [f.where for f in grouped(findings)] == [("a", "b")]
+
+
+def test_wrong_overrides_are_refused_before_anything_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "strategy=ddpp"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "strategy=ddpp: unknown; did you mean ddp?" in output.err
 
 
 class Server(http.server.BaseHTTPRequestHandler):

@@ -213,6 +213,7 @@ def loads(module: str) -> set[str]:
         ("orchestrator", set(), "`import orchestrator` is quick"),
         ("orchestrator.cli", set(), "--help is quick"),
         ("orchestrator.launch", set(), "--help is quick"),
+        ("orchestrator.doctor", set(), "--help is quick"),
         ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
         ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),
         ("orchestrator.strategies", {"torch"}, "a strategy is plain torch"),
