@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from orchestrator.compat.resolver import without_name_servers
 from orchestrator.compat.torch import abort_process_groups, restart_group_numbers
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control import PeersMissingError, StepGate
@@ -33,14 +34,15 @@ def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
     """
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, 0), family=family)
-    return dist.TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
+    with without_name_servers():
+        return dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
 
 
 def join(assignment: Assignment, *, store: dist.TCPStore | None, gate: StepGate | None = None) -> dist.TCPStore:
@@ -60,13 +62,14 @@ def join(assignment: Assignment, *, store: dist.TCPStore | None, gate: StepGate 
     """
     config = assignment.config.cluster
     if store is None:
-        store = dist.TCPStore(
-            assignment.store_host,
-            assignment.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=config.rendezvous_timeout_s),
-        )
+        with without_name_servers():
+            store = dist.TCPStore(
+                assignment.store_host,
+                assignment.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=config.rendezvous_timeout_s),
+            )
     try:
         _meet(_JOINED, assignment, store, gate, timeout_s=config.rendezvous_timeout_s)
     except _MissingError as e:
@@ -106,14 +109,15 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDS))
     interfaces.choose(LOOPBACK if assignment.store_host == LOOPBACK else node_ip)
     try:
-        dist.init_process_group(
-            assignment.backend,
-            store=_store_of_generation(store, assignment),
-            rank=assignment.global_rank,
-            world_size=assignment.plan.world_size,
-            timeout=timedelta(seconds=assignment.config.cluster.collective_timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
+        with without_name_servers():
+            dist.init_process_group(
+                assignment.backend,
+                store=_store_of_generation(store, assignment),
+                rank=assignment.global_rank,
+                world_size=assignment.plan.world_size,
+                timeout=timedelta(seconds=assignment.config.cluster.collective_timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
     except BaseException:
         restart_group_numbers()
         raise
