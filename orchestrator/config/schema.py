@@ -297,7 +297,7 @@ class Config:
 
     def __post_init__(self) -> None:
         # Run directories, actors and MLflow runs have this name.
-        if self.name is not None and not re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name):
+        if self.name is not None and not (re.fullmatch(r"[^/]{1,100}", self.name) and self.name.isprintable()):
             raise ValueError(f"name={self.name}: expected 1 to 100 characters without slashes or control characters")
         longest_s = LONGEST_HANG_FACTOR * self.recovery.hang_max_s
         if (timeout_s := self.cluster.collective_timeout_s) <= longest_s:

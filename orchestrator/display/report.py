@@ -14,6 +14,7 @@ from rich.table import Table
 from orchestrator.display.text import (
     MOST_ROWS,
     bar,
+    clean,
     count,
     first_few,
     first_line,
@@ -134,7 +135,7 @@ def _span(numbers: Iterable[int]) -> str:
 
 def errors_text(errors: Sequence[str]) -> str:
     """Return a heading and one bullet for each error that keeps a run from starting."""
-    bullets = (f"  - {indented(error, '    ').lstrip()}" for error in errors)
+    bullets = (f"  - {indented(clean(error), '    ').lstrip()}" for error in errors)
     return "\n".join([f"cannot start: {count(len(errors), 'error')}", *bullets])
 
 

@@ -295,11 +295,12 @@ def _device_errors(
 
 def _one_node_errors(config: Config, nodes: tuple[Node, ...], num_workers: int, oversubscribe_cpus: bool) -> list[str]:
     name, cpus = config.strategy.name, config.cluster.cpus_per_worker
-    room = num_workers if oversubscribe_cpus else max((_num_shares(cpus, n.cpus) for n in nodes), default=0)
-    if room >= num_workers:
+    needed = num_workers + config.recovery.spares
+    room = needed if oversubscribe_cpus else max((_num_shares(cpus, n.cpus) for n in nodes), default=0)
+    if room >= needed:
         return []
     return [
-        f"strategy.num_workers={num_workers}: strategy={name} needs {num_workers} x {cpus:g} CPUs on one node, "
+        f"{_requested(config, num_workers)}: strategy={name} needs {needed} x {cpus:g} CPUs on one node, "
         f"there is room for {room} ({_inventory(nodes)}); lower it or cluster.cpus_per_worker, or use strategy=ddp"
     ]
 
@@ -311,24 +312,33 @@ def _capacity_errors(
     needed, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
     by_cpu = [needed if oversubscribe_cpus else _num_shares(cpus, n.cpus) for n in nodes]
     by_gpu = [n.gpus // gpus_per_worker if gpus_per_worker else needed for n in nodes]
-    keys = f"strategy.num_workers={mesh.num_workers * devices}"
-    if mesh.num_shards:
-        keys += f" and strategy.num_shards={mesh.num_shards}"
-    if config.recovery.spares:
-        keys += f" and recovery.spares={config.recovery.spares}"
+    keys = _requested(config, mesh.num_workers * devices, num_shards=mesh.num_shards)
     if sum(by_gpu) < needed:
-        where = " on one node" if devices > 1 else ""
+        gpus = f"{needed * gpus_per_worker} GPUs"
+        if devices > 1:
+            gpus = f"{gpus} on one node" if needed == 1 else f"{needed} groups of {devices} GPUs, each on one node"
         return [
-            f"{keys}: needs {needed * gpus_per_worker} GPUs{where}, the cluster has {sum(n.gpus for n in nodes)} "
+            f"{keys}: needs {gpus}, the cluster has {sum(n.gpus for n in nodes)} "
             f"({_inventory(nodes)}); lower it, add nodes, or set cluster.device=cpu"
         ]
     room = sum(min(pair) for pair in zip(by_cpu, by_gpu, strict=True))
     if room < needed:
+        where = " on the nodes of the GPUs" if gpus_per_worker else ""
         return [
-            f"{keys}: needs {needed} x {cpus:g} CPUs, there is room for {room} ({_inventory(nodes)}); "
+            f"{keys}: needs {needed} x {cpus:g} CPUs{where}, there is room for {room} ({_inventory(nodes)}); "
             "lower it or cluster.cpus_per_worker, or add nodes"
         ]
     return []
+
+
+def _requested(config: Config, num_workers: int, *, num_shards: int = 0) -> str:
+    """Return what decides how many processes there are, as typed on the command line."""
+    counts = {
+        "strategy.num_workers": num_workers,
+        "strategy.num_shards": num_shards,
+        "recovery.spares": config.recovery.spares,
+    }
+    return " and ".join(f"{key}={count}" for key, count in counts.items() if count)
 
 
 def _num_shares(share: float, total: float) -> int:

@@ -222,11 +222,12 @@ class Sample(NamedTuple):
 
 
 def read_samples(run_dir: RunDir, offset: int = 0) -> Iterator[tuple[Sample, int]]:
-    """Yield each sample of a run from byte ``offset`` of ``events.jsonl``, and the offset after its event."""
+    """Yield each sample in a run directory from byte ``offset`` of ``events.jsonl``, and the offset after its event."""
     for record, line_end in read_lines(run_dir.events_file, offset):
         if record.get("event") == "sample_saved":
             path = run_dir.path / record["path"]
-            yield Sample(record["name"], int(record["step"]), float(record["time"]), path), line_end
+            if run_dir.holds(path):
+                yield Sample(record["name"], int(record["step"]), float(record["time"]), path), line_end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

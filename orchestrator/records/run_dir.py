@@ -49,6 +49,10 @@ class RunDir:
         """Return where the user finds the file or directory ``path`` of the run."""
         return str(path if self.remote is None else self.remote.child(str(path.relative_to(self.path))))
 
+    def holds(self, path: Path) -> bool:
+        """Return whether ``path`` is in the directory, wherever links and ``..`` in it lead."""
+        return path.resolve().is_relative_to(self.path.resolve())
+
     @property
     def record_file(self) -> Path:
         """State, plan, configuration and summary of the run."""

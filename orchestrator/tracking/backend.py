@@ -31,7 +31,7 @@ class TrackingBackend(Protocol):
 
     Every call may be repeated, for example after a timeout whose request had in fact arrived: a run is found again
     by its uid, and equal points and samples are stored once. The first call connects. A call raises whatever the
-    library of the server raises; the caller retries.
+    library of the server raises, which :meth:`describe` puts into words; the caller retries.
     """
 
     max_points_per_request: int
@@ -64,3 +64,6 @@ class TrackingBackend(Protocol):
 
     def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
         """Store the report of the sweep that a run belongs to; ``sweep`` has its id and name."""
+
+    def describe(self, error: Exception) -> str:
+        """Return what an error of a call means and, if that is known, what to do. It may contain secrets."""

@@ -34,6 +34,11 @@ SMALL_IMAGE_PIXELS = 256
 UID_TAG = "orchestrator.run_uid"
 _IMAGES_TAG = "mlflow.loggedImages"
 """Tells MLflow's page to show image charts."""
+_REFUSALS = {
+    401: "it refuses the login; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+    403: "your user may not write there; an administrator of the server can grant EDIT on the experiment",
+}
+"""By HTTP status: what it means and what to do."""
 
 _ARTIFACT_FILES = ("config.yaml", "report.md", "timeline.png", "timeline.json")
 _ARTIFACT_FOLDERS = ("logs", "plots", "profile")
@@ -145,6 +150,12 @@ class MlflowBackend:
         experiment_id = client.get_run(run_id).info.experiment_id
         mlflow_sweep.close_sweep(client, experiment_id, sweep, report=report, files=files)
 
+    def describe(self, error: Exception) -> str:
+        from mlflow.exceptions import ERROR_CODE_TO_HTTP_STATUS, MlflowException
+
+        status = ERROR_CODE_TO_HTTP_STATUS.get(error.error_code) if isinstance(error, MlflowException) else None
+        return f"HTTP {status}: {_REFUSALS[status]}" if status in _REFUSALS else f"{type(error).__name__}: {error}"
+
     def _connected(self) -> MlflowClient:
         if self._client is None:
             if (database := sqlite_path(self._uri)) is not None:
@@ -200,7 +211,7 @@ def _artifacts(uri: str, experiment: str) -> str | None:
     database = sqlite_path(uri)
     if database is None:
         return None
-    return str(database.parent / "mlartifacts" / re.sub(r"[^\w.-]", "_", experiment))
+    return str(database.parent / "mlartifacts" / re.sub(r"^\.+$|[^\w.-]", "_", experiment))
 
 
 def _find(client: MlflowClient, experiment_id: str, tag: str, value: str) -> Run | None:

@@ -176,7 +176,8 @@ class Transfer:
                 place = path.relative_to(self._run_dir.path)
                 if place.parts[0] in _NOT_UPLOADED or place.name.startswith(".") or not path.is_file():
                     continue
-                self._mask_file(path, Path(folder) / place)
+                if self._run_dir.holds(path):
+                    self._mask_file(path, Path(folder) / place)
             yield RunDir(Path(folder))
 
     def _mask_file(self, path: Path, copy: Path) -> None:
@@ -210,8 +211,7 @@ class Transfer:
             write_json(self._run_dir.tracking_file, asdict(self.cursor))
 
     def _describe(self, error: Exception) -> str:
-        text = self._redactor.text(f"{type(error).__name__}: {error}")
-        return text.splitlines()[0][:500]
+        return self._redactor.text(self._backend.describe(error)).splitlines()[0][:500]
 
 
 def _is_text(path: Path) -> bool:

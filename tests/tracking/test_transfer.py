@@ -1,11 +1,12 @@
 """The upload of a journal: requests, failures, and masked secrets."""
 
+import os
 import time
 
 import pytest
 
 from helpers.tracked_runs import ended_run, expected, history, log, new_run, run_of, save_samples
-from orchestrator.protocol.events import MetricsLogged
+from orchestrator.protocol.events import MetricsLogged, SampleSaved
 from orchestrator.records.journal import Ending, Journal
 from orchestrator.tracking.backend import OpenedRun
 from orchestrator.tracking.mlflow import MlflowBackend
@@ -38,6 +39,7 @@ class MemoryBackend:
         self._call("sample", (sample.name, sample.step))
 
     def close_run(self, run_id, record, ending, run_dir):
+        self.files = {path.name for path in run_dir.path.rglob("*")}
         self._call("close", ending.status)
 
     def log_model(self, run_id, folder):
@@ -45,6 +47,9 @@ class MemoryBackend:
 
     def log_sweep(self, run_id, sweep, files):
         self._call("sweep", [file.name for file in files])
+
+    def describe(self, error):
+        return f"{type(error).__name__}: {error}"
 
 
 def test_the_upload_needs_no_more_of_a_server_than_the_protocol(tmp_path):
@@ -86,6 +91,25 @@ def test_a_store_that_refuses_files_still_gets_the_points_and_the_status(tmp_pat
     transfer.push(ending)
     assert backend.calls == [], "everything is there"
     assert read_cursor(run_dir).closed_at == ending.time
+
+
+def test_files_outside_the_run_directory_are_neither_uploaded_nor_changed(tmp_path):
+    """The directory may come from somebody else."""
+    run_dir = ended_run(tmp_path, "http://localhost")
+    outside = tmp_path / "outside.txt"
+    outside.write_text("private")
+    run_dir.log_file(7).symlink_to(outside)
+    journal = Journal(run_dir)
+    upwards = os.path.relpath(outside, run_dir.path)
+    for path in (upwards, str(outside), "logs/rank-7.log", f"../{outside.name}"):
+        journal.emit(SampleSaved(step=5, name="says", path=path))
+    journal.close()
+    (run_dir.path.parent / outside.name).write_text("private too")
+    backend = MemoryBackend()
+    Transfer(run_dir, backend).push(final_ending(run_dir))
+    assert [name for name, _ in backend.calls if name == "sample"] == []
+    assert "rank-7.log" not in backend.files
+    assert outside.read_text() == "private"
 
 
 def test_more_than_one_request_of_points(tmp_path, uri):

@@ -241,6 +241,11 @@ def test_values_are_typed_and_limited(word: str, said: str) -> None:
     assert error == f"{key}={value}: {said}"
 
 
+@pytest.mark.parametrize("character", ["\n", "\x1b", "\x9b", "\u2028", "\u202e"])
+def test_a_name_has_no_characters_that_rule_a_terminal(character: str) -> None:
+    assert only_error(f"name='a{character}b'").endswith("characters without slashes or control characters")
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -181,8 +181,33 @@ def test_cpus_of_different_nodes_do_not_add_up_to_one_worker() -> None:
 def test_a_gpu_without_enough_cpus_beside_it_is_no_room() -> None:
     nodes = (Node(node_id="a", name="a", cpus=2, gpus=8),)
     (error,) = errors_of(nodes)
-    assert error.startswith("strategy.num_workers=8: needs 8 x 1 CPUs, there is room for 2 ")
+    assert error.startswith("strategy.num_workers=8: needs 8 x 1 CPUs on the nodes of the GPUs, there is room for 2 ")
     assert plan_of(nodes, "cluster.cpus_per_worker=0.25").world_size == 8
+
+
+def test_workers_that_share_memory_fit_on_one_node_with_their_spares() -> None:
+    nodes = tuple(Node(node_id=n, name=n, cpus=2, gpus=0) for n in "ab")
+    assert plan_of(nodes, "strategy=hogwild", "strategy.num_workers=2").one_node
+    (error,) = errors_of(nodes, "strategy=hogwild", "strategy.num_workers=2", "recovery.spares=1")
+    assert error.startswith(
+        "strategy.num_workers=2 and recovery.spares=1: strategy=hogwild needs 3 x 1 CPUs on one node"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "strategy.num_workers=4: needs 4 GPUs on one node, the cluster has 4 "),
+        (
+            ["recovery.spares=1"],
+            "strategy.num_workers=4 and recovery.spares=1: needs 2 groups of 4 GPUs, each on one node, the cluster ",
+        ),
+    ],
+)
+def test_the_devices_of_one_process_are_on_one_node(words: list[str], said: str) -> None:
+    nodes = tuple(Node(node_id=n, name=n, cpus=8, gpus=2) for n in "ab")
+    (error,) = errors_of(nodes, "strategy=dp", "strategy.num_workers=4", *words)
+    assert error.startswith(said)
 
 
 @pytest.mark.parametrize(("share", "workers"), [(0.1, 10), (0.3, 3), (0.5, 2), (0.2, 5), (0.0001, 10_000)])
