@@ -60,22 +60,21 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, state: TrainState, *, timeout_s: float = 60.0) -> None:
+    def submit(self, state: TrainState, *, timeout_s: float = 60.0) -> Pending | None:
         """Queue ``state`` for writing. The writer owns it from here on.
 
-        Waits up to ``timeout_s`` for the previous write. If that has not ended by then, ``state`` is skipped and
-        reported as a :class:`WriteFailed`.
+        Returns:
+            None; or the previous checkpoint, still being written after ``timeout_s``, for which ``state`` is skipped.
         """
         with self._changed:
             assert not self._closing, "submit() after close()"
             if not self._changed.wait_for(lambda: self._pending is None, timeout_s):
                 assert self._pending is not None
-                reason = f"step {self._pending.step} is still being written after {timeout_s:g} s"
-                self._results.append(WriteFailed(step=state.step, reason=reason))
                 self._free = [state]
-                return
+                return Pending(step=self._pending.step, progress=self._progress)
             self._pending = state
             self._changed.notify_all()
+            return None
 
     def buffers(self) -> TrainState | None:
         """Return a snapshot whose memory the next ``capture`` may overwrite, or None."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from orchestrator.state.train_state import TrainState
+from orchestrator.state.train_state import NONFINITE, TrainState
 
 
 def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
@@ -50,6 +50,8 @@ def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
         group["params"].sort(key=position.__getitem__)
     model = {name: model[name] for name in sorted(model, key=position.__getitem__)}
     joined = {"param_groups": groups, "optimizer_scalars": scalars, "tied": tied}
+    if nonfinite := [part.nonfinite_parameter for part in states if part.nonfinite_parameter is not None]:
+        joined[NONFINITE] = nonfinite[0]
     return TrainState(model=model, optimizer=optimizer, meta={**states[0].meta, **joined})
 
 

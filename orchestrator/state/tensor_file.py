@@ -1,4 +1,4 @@
-"""Safetensors files that are written, read and hashed in a single pass.
+"""Safetensors files that are hashed while they are written or read.
 
 The format is the header's length (8 bytes, little endian), a JSON header, and the data. Unlike the safetensors
 library's own writer, this one releases the GIL while it writes large tensors, and copies none of them.
@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,11 @@ def write(
         position += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    hasher, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=1 << 20) as f:
-        for chunk in _chunks([len(text).to_bytes(8, "little"), text], [t for _, t in ordered]):
-            hasher.update(chunk)
+    head, data = [len(text).to_bytes(8, "little"), text], [t for _, t in ordered]
+    size = 0
+    with path.open("wb", buffering=1 << 20) as f, ThreadPoolExecutor(1, "hashing") as beside:
+        digest = beside.submit(_hash, _chunks(head, data))  # both loops release the GIL
+        for chunk in _chunks(head, data):
             before, size = size, size + f.write(chunk)
             on_progress()
             if before // _SYNC_BYTES < size // _SYNC_BYTES:
@@ -85,7 +87,7 @@ def write(
         f.flush()
         os.fsync(f.fileno())
     on_progress()
-    return hasher.hexdigest(), size
+    return digest.result(), size
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,13 @@ def _place(name: str, entry: Mapping[str, Any], data_start: int, size: int) -> _
     if data_start + stop > size:
         raise ValueError(f"{name} ends after the file")
     return _Place(shape, dtype, data_start + start)
+
+
+def _hash(chunks: Iterable[memoryview]) -> str:
+    hasher = hashlib.sha256()
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def _chunks(head: Sequence[bytes], tensors: Sequence[Tensor]) -> Iterator[memoryview]:

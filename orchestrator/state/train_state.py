@@ -20,6 +20,7 @@ from orchestrator.state.json_values import from_json, to_json
 from orchestrator.state.mismatch import capped_lines, mismatches
 from orchestrator.state.tensor_file import TensorFile
 
+NONFINITE = "nonfinite"
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that select how an update is computed, not its result. The loading process chooses its own."""
 
@@ -32,7 +33,8 @@ class TrainState:
         model: parameters and buffers by the model's own names; tied parameters appear under each name.
         optimizer: tensors by ``"<parameter name>/<state key>"``; a tied parameter appears under its first name.
         meta: JSON values: ``step``, ``samples_consumed``, ``param_groups``, ``optimizer``, ``optimizer_scalars``,
-            ``scheduler``, ``tied``, and the entries that the caller of :func:`capture` added.
+            ``scheduler``, ``tied``, and the entries that the caller of :func:`capture` added; ``nonfinite``, the name
+            of a trained parameter that holds NaN or an infinity, if there is one.
     """
 
     model: MutableMapping[str, Tensor]
@@ -48,6 +50,12 @@ class TrainState:
     def samples_consumed(self) -> int:
         """The number of global samples consumed."""
         return int(self.meta["samples_consumed"])
+
+    @property
+    def nonfinite_parameter(self) -> str | None:
+        """The name of a trained parameter that holds NaN or an infinity, or None. Buffers may hold both."""
+        name: str | None = self.meta.get(NONFINITE)
+        return name
 
     @property
     def size_bytes(self) -> int:
@@ -127,6 +135,9 @@ def capture(
         "scheduler": None if scheduler is None else _pack_scheduler(scheduler),
         "tied": tied,
     }
+    trained = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
+    if (nonfinite := _first_nonfinite(trained)) is not None:
+        meta[NONFINITE] = nonfinite
     host.finish()
     return TrainState(model=parameters, optimizer=tensors, meta=meta)
 
@@ -180,33 +191,42 @@ def restore(
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
 
 
-def nonfinite_parameter(state: TrainState) -> str | None:
-    """Return the name of the first trained parameter that holds NaN or an infinity, or None. Buffers may hold both."""
-    for name in (name for group in state.meta["param_groups"] for name in group["params"]):
-        tensor = state.model[name]
-        if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
-            return str(name)
-    return None
+def _first_nonfinite(parameters: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first parameter that holds NaN or an infinity, or None.
+
+    The sums tell it almost always, with one number that is read from the device; those of finite numbers may overflow.
+    """
+    numbers = {name: p.detach() for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
+    sums = [parameter.sum().abs().float() for parameter in numbers.values()]
+    if not sums or bool(torch.stack(sums).isfinite().all()):
+        return None
+    return next((name for name, parameter in numbers.items() if not bool(parameter.isfinite().all())), None)
 
 
 class _HostCopies:
-    """Copies of tensors in host memory; those from a GPU are asynchronous, into pinned memory."""
+    """Copies of tensors in host memory. Those from a GPU run on a stream of their own, into pinned memory."""
 
     def __init__(self) -> None:
-        self._devices: set[torch.device] = set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, source: Tensor, buffer: Tensor | None) -> Tensor:
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
             buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        buffer.copy_(source.detach(), non_blocking=True)
-        if source.is_cuda:
-            self._devices.add(source.device)
-        return buffer
+        if not source.is_cuda:
+            return buffer.copy_(source.detach())
+        with torch.cuda.stream(self._stream_of(source.device)):
+            return buffer.copy_(source.detach(), non_blocking=True)
 
     def finish(self) -> None:
-        """Wait for the asynchronous copies."""
-        for device in self._devices:
-            torch.cuda.synchronize(device)
+        """Wait for the copies from GPUs, and not for what has been enqueued there behind the state."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+        return self._streams[device]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

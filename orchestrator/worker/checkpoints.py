@@ -16,22 +16,25 @@ from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_results import WriteFailed
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
-from orchestrator.state.train_state import nonfinite_parameter
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control import Outbox
 from orchestrator.worker.metrics import NonFiniteError
+from orchestrator.worker.warner import Warner
 
+BUSY_WAIT_S = 2.0
+"""How long training waits for the previous write before it skips a checkpoint."""
 _LIMIT = "recovery.hang_max_s is the limit"
 
 
 class Checkpoints:
     """Takes snapshots of the training state and has them written on a background thread."""
 
-    def __init__(self, assignment: Assignment, *, strategy: Strategy, outbox: Outbox):
+    def __init__(self, assignment: Assignment, *, strategy: Strategy, outbox: Outbox, warner: Warner):
         run_dir, config = RunDir(Path(assignment.run_dir), assignment.remote), assignment.config
         self._run_dir = run_dir
         self._strategy = strategy
         self._outbox = outbox
+        self._warner = warner
         self._timeout_s = config.recovery.hang_max_s
         self._stall_ms = 0.0
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
@@ -53,8 +56,7 @@ class Checkpoints:
     def save(self, *, step: int, samples_consumed: int, last: bool, metadata: Mapping[str, Any]) -> None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
 
-        The last snapshot waits for the previous write. Any other waits at most half of
-        ``recovery.hang_max_s`` and is then skipped.
+        The last snapshot waits for the previous write. Any other waits at most ``BUSY_WAIT_S`` and is then skipped.
 
         Args:
             step: the last completed step.
@@ -72,14 +74,28 @@ class Checkpoints:
         if state is not None:
             state.meta.update(metadata)
             # A gradient can be NaN although the loss is finite, and the gradient norm is not always computed.
-            if (name := nonfinite_parameter(state)) is not None:
+            if (name := state.nonfinite_parameter) is not None:
                 raise NonFiniteError(f"the parameter {name} is no longer finite", step)
             if last:
                 self._outbox.enter(step, "end")  # this wait may take any time
                 self.drain()
                 self._outbox.enter(step, "checkpoint")
-            self._writer.submit(state, timeout_s=self._limit_s / 2)
-            self._stall_ms = (time.perf_counter() - began) * 1e3
+            timeout_s = self._limit_s / 2 if last else min(BUSY_WAIT_S, self._limit_s / 2)
+            busy_with = self._writer.submit(state, timeout_s=timeout_s)
+            if busy_with is None:
+                self._stall_ms = (time.perf_counter() - began) * 1e3
+            else:
+                self._report_skipped(step, busy_with.step, timeout_s=timeout_s, last=last)
+
+    def _report_skipped(self, step: int, before: int, *, timeout_s: float, last: bool) -> None:
+        """Report that there is no checkpoint of ``step``, because the one of the step ``before`` is not written yet."""
+        reason = f"step {before} is still being written after {timeout_s:g} s"
+        if last:
+            self._outbox.put_event(CheckpointFailed(step=step, reason=reason))
+        else:
+            self._warner.warn(
+                f"the checkpoint of step {step} is skipped: {reason}; raise checkpoint.every", topic="busy writer"
+            )
 
     def report(self) -> None:
         """Put an event into the outbox for each write that has ended since the last call."""

@@ -89,7 +89,7 @@ class Loop:
         self._flop_meter = FlopMeter(device, at_step=None)
         self._compile_meter = CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
-        self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox)
+        self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
         self._reports = JobReports(
             job,
             assignment,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from helpers.cases import Case, having
-from helpers.gang import GLOO, Gang, gang_on
+from helpers.gang import GLOO, Gang, gang_on, own_device
 from helpers.layouts import ADAMW, LAYOUTS
 from helpers.passed_state import assert_arrives_as_sent, broadcast_from_1
 from helpers.quick_jobs import AdamDigits
 from helpers.stage_toys import ScheduledChain, plain
 from helpers.training import losses, piece
+from orchestrator.state.train_state import capture
 from orchestrator.strategies.weight_average import KEY
 
 STOP, STEPS = 3, 6
@@ -71,3 +73,26 @@ def test_the_average_of_the_weights_is_that_of_one_worker(gang: Gang, name: str)
     )
     assert len(expected) == len(dict(case.job.model().named_parameters()))
     torch.testing.assert_close(found, expected, rtol=100 * RTOL, atol=10 * RTOL)
+
+
+def snapshots_of_a_busy_device(rank: int) -> tuple[list[set[float]], str | None]:
+    """The values in two snapshots, the second in the memory of the first, and the parameter that is not finite then."""
+    device = own_device()
+    model, matrix = nn.Linear(1024, 1024).to(device), torch.randn(2048, 2048, device=device)
+    optimizer, state, seen = torch.optim.SGD(model.parameters()), None, []
+    for value in (1.0, float("inf")):
+        for _ in range(20):
+            matrix = torch.tanh(matrix @ matrix)
+        with torch.no_grad():
+            model.weight.fill_(value)  # behind long work
+            state = capture(model, optimizer, None, step=1, samples_consumed=1, into=state)
+            model.weight.fill_(0.0)
+        seen.append(set(state.model["weight"].unique().tolist()))
+    assert state is not None
+    return seen, state.nonfinite_parameter
+
+
+def test_a_snapshot_has_what_the_device_had_when_it_was_taken(gang: Gang) -> None:
+    ((seen, nonfinite),) = gang.run(snapshots_of_a_busy_device, world_size=1)
+    assert seen == [{1.0}, {float("inf")}]
+    assert nonfinite == "weight"

@@ -384,8 +384,10 @@ def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(tmp_path: P
     writer = CheckpointWriter(tmp_path, keep=2, run_uid="run")
     writer.submit(make_state(1, megabytes=60))
     late = make_state(2)
-    writer.submit(late, timeout_s=0)
-    assert writer.results() == [WriteFailed(step=2, reason="step 1 is still being written after 0 s")]
+    busy_with = writer.submit(late, timeout_s=0)
+    assert busy_with is not None
+    assert busy_with.step == 1
+    assert writer.results() == []
     assert writer.buffers() is late
     assert writer.close(60) is None, "close() waits for what was submitted"
     assert [r.step for r in writer.results()] == [1]

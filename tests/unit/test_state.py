@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as lr
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.merge import merge
 from orchestrator.state.mismatch import mismatches
-from orchestrator.state.train_state import TrainState, capture, nonfinite_parameter, restore
+from orchestrator.state.train_state import TrainState, capture, restore
 
 STEPS = 4
 
@@ -316,6 +316,14 @@ def test_stages_with_different_hyperparameters_do_not_merge() -> None:
         merge(states, order=list(Net(0).state_dict()))
 
 
+def test_a_parameter_of_any_stage_that_is_not_finite_is_found_in_the_whole() -> None:
+    net = Net(0)
+    net.fc2.weight.data[0, 0] = float("nan")
+    states = [snapshot(part, optim.SGD(part.parameters())) for part in stages_of(net)]
+    assert states[0].nonfinite_parameter is None
+    assert merge(states, order=list(net.state_dict())).nonfinite_parameter == "fc2.weight"
+
+
 class Tied(nn.Module):
     def __init__(self, seed: int):
         super().__init__()
@@ -447,8 +455,10 @@ def test_a_trained_parameter_that_is_not_finite_is_found(value: float, dtype: to
     optimizer = optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
     def found() -> str | None:
-        return nonfinite_parameter(capture(model, optimizer, None, step=1, samples_consumed=1))
+        return capture(model, optimizer, None, step=1, samples_consumed=1).nonfinite_parameter
 
     assert found() is None
+    model[1].weight.data.fill_(torch.finfo(dtype).max)
+    assert found() is None, "only the sum is infinite"
     model[1].bias.data[1] = value
     assert found() == "1.bias"
