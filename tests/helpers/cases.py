@@ -100,7 +100,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         train=case.train,
         data=schema.DataConfig(num_workers=0),
         checkpoint=schema.CheckpointConfig(every=0, keep=3),
-        sweep=schema.SweepConfig(unfit="refuse"),
+        sweep=schema.SweepConfig(unfit="refuse", parallel=1),
         recovery=RECOVERY,
         tracking=schema.TrackingConfig(
             uri=None,
