@@ -321,7 +321,8 @@ class Run:
         if self._first_step_at is None:
             self._first_step_at = event.time
             self._startup |= event.startup
-        self._gang.refill(self.spec.sizes.max_processes)
+        present = self._plan.world_size + self._plan.spares
+        self._gang.refill(present if self._queue.others_wait else self.spec.sizes.max_processes)
         if (recovered := self._transitions.end(event.generation, event.time)) is not None:
             self._events.emit(recovered)
             metrics = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}
