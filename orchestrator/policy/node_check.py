@@ -11,7 +11,7 @@ from orchestrator.protocol.finding import Finding
 from orchestrator.protocol.node_report import NodeReport, NoReport
 
 SUBMIT = "submit with `orchestrator submit --working-dir .`"
-LEAVE_OUT = "list it in cluster.exclude_nodes"
+LEAVE_OUT = "leave it out with cluster.exclude_nodes"
 _MAX_LISTED = 4
 """Nodes named in one message."""
 

@@ -48,7 +48,7 @@ def test_each_difference_is_named_with_its_node_and_the_remedy() -> None:
     for text, node in cases.items():
         (error,) = node_errors([DRIVER, node], DRIVER)
         assert error.startswith(f"node2 (10.0.0.2) {text}")
-        assert error.endswith(", or list it in cluster.exclude_nodes")
+        assert error.endswith(", or leave it out with cluster.exclude_nodes")
 
 
 def test_nodes_with_the_same_fault_share_a_line() -> None:
