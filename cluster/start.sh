@@ -23,7 +23,15 @@ if [ "$RAY_AUTH_MODE" = token ]; then
         echo "cluster/start.sh: no token: copy ~/.ray/auth_token from the head to this node, or set RAY_AUTH_TOKEN" >&2
         exit 1
     fi
+else
+    echo "cluster/start.sh: warning: no token: everybody who reaches the ports of this Ray can run code on it" >&2
 fi
+case " $* " in
+    *" --dashboard-host=127."* | *" --dashboard-host=localhost "*) ;;
+    *" --dashboard-host"*)
+        echo "cluster/start.sh: warning: the dashboard listens beyond this machine, and is not encrypted" >&2
+        ;;
+esac
 
 if [ -z "$head" ]; then
     exec ray start --head --disable-usage-stats "$@"

@@ -9,14 +9,12 @@ the reason says whether a checkpoint was saved.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TextIO, cast
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.redact import RedactingStream, Redactor
+from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.config.text import did_you_mean
 
 BAD_INPUT = 2
@@ -34,8 +32,7 @@ _OPTIONS = (*HELP_OPTIONS, "-m", "--multirun", RESTARTS_OPTION)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     redactor = Redactor.of_process()
-    out, error = (cast(TextIO, RedactingStream(stream, redactor)) for stream in (sys.stdout, sys.stderr))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+    with masked_output(redactor):
         return _main(argv, redactor)
 
 

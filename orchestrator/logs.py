@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from orchestrator.config.options import add_run
+from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.text import clean, refuse, writable
 from orchestrator.records.log_reader import LogLine, LogReader
 from orchestrator.records.output_dir import fetch, look_up_run, refresh
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
     options = parser.parse_args(argv)
     try:
-        return _show(options)
+        with masked_output(Redactor.of_process()):
+            return _show(options)
     except (OSError, ValueError) as e:
         return refuse("logs", e)
     except KeyboardInterrupt:

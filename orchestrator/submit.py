@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.redact import Redactor
+from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.launch import BAD_INPUT, RESTARTS_OPTION
 
 CONNECTION_LOST = 4
@@ -26,13 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     options = _parser().parse_intermixed_args(argv)
     redactor = Redactor.of_process()
-    try:
-        return _follow(options.attach, options.address) if options.attach else _submit(options, redactor)
-    except ConfigError as e:
-        from orchestrator.display.report import errors_text
+    with masked_output(redactor):
+        try:
+            return _follow(options.attach, options.address) if options.attach else _submit(options, redactor)
+        except ConfigError as e:
+            from orchestrator.display.report import errors_text
 
-        print(redactor.text(errors_text(e.errors)), file=sys.stderr)
-        return BAD_INPUT
+            print(errors_text(e.errors), file=sys.stderr)
+            return BAD_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:

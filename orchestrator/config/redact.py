@@ -7,15 +7,17 @@ forms in which text may contain it; and by its place in an address, as in ``http
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import html
 import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO, cast
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 from orchestrator.config.secret_names import is_certain, is_secret, may_name_secret
@@ -193,6 +195,14 @@ class RedactingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def masked_output(redactor: Redactor) -> Iterator[None]:
+    """Mask secrets in what Python code writes to stdout and stderr in this context."""
+    out, error = (cast(TextIO, RedactingStream(stream, redactor)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        yield
 
 
 def written_forms(secret: str) -> set[str]:

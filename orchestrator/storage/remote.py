@@ -142,13 +142,15 @@ class Remote:
 
         def find(files: Any, path: str, _: Callable[[], None]) -> list[Entry]:
             infos = files.get_file_info(FileSelector(path, recursive=recursive, allow_not_found=True))
+            named = ((posixpath.relpath(info.path, path), info) for info in infos)
             return [
                 Entry(
-                    name=posixpath.relpath(info.path, path),
+                    name=name,
                     is_file=info.type == FileType.File,
                     changed_at=None if info.mtime is None else info.mtime.timestamp(),
                 )
-                for info in infos
+                for name, info in named
+                if name.partition("/")[0] not in (".", "..")  # S3 lets anyone who may write there choose such a key
             ]
 
         return self._call("list", name, find)

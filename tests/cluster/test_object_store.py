@@ -11,13 +11,25 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import boto3
 import psutil
 import pytest
 
-from helpers.object_store import OUTPUT, S3Server, s3, stored, stored_lines, the_run  # noqa: F401 - s3 is a fixture
+from helpers.object_store import (  # noqa: F401 - s3 is a fixture
+    BUCKET,
+    OUTPUT,
+    TIMEOUT_S,
+    S3Server,
+    s3,
+    stored,
+    stored_lines,
+    the_run,
+)
 from helpers.runs import wait_for
 from orchestrator.config.compose import compose
 from orchestrator.driver.preflight.paths import environment_errors
+from orchestrator.records.output_dir import fetch
+from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import Remote, StorageError
 from orchestrator.strategies import registry
 
@@ -108,3 +120,16 @@ def test_credentials_that_are_wrong_are_named(s3: S3Server, monkeypatch: pytest.
     s3.require_credentials()
     with pytest.raises(StorageError, match=r"output_dir=s3://training/runs: .*give every node credentials"):
         Remote(OUTPUT, timeout_s=5).read("run.json")
+
+
+def test_names_that_lead_out_of_a_run_are_ignored(s3: S3Server, tmp_path: Path) -> None:  # noqa: F811
+    """The names of objects are free, and a run on a store is fetched to paths of the same names."""
+    run = Remote(f"{OUTPUT}/2026-11-22/15-00-00-run", TIMEOUT_S)
+    client = boto3.client("s3", endpoint_url=s3.environment["AWS_ENDPOINT_URL"])
+    for name in ("run.json", "logs/rank-0.log", "logs/../../up.log", "logs/../../../../further.log", "../beside.json"):
+        client.put_object(Bucket=BUCKET, Key=f"runs/2026-11-22/15-00-00-run/{name}", Body=b"{}")
+    assert sorted(entry.name for entry in run.list()) == ["logs", "run.json"]
+    assert [entry.name for entry in run.child("logs").list(recursive=True)] == ["rank-0.log"]
+    run_dir = RunDir(tmp_path / "staged" / "run", run)
+    fetch(run_dir)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["rank-0.log"]

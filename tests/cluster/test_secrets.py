@@ -13,6 +13,10 @@ import pytest
 import yaml
 
 from helpers import commands
+from orchestrator import logs, runs, show, stop, submit
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.job_submission import make_submission
+from orchestrator.driver.preflight.submitted import checked
 from orchestrator.launch import main
 
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nQEFAASCBKcwggSjAgEAAo\nXyz=\n-----END PRIVATE KEY-----\n"
@@ -82,7 +86,7 @@ def leaks(folder: Path, console: str) -> Iterator[str]:
                 yield f"{kind} in {place}"
 
 
-def test_a_run_writes_none_of_its_secrets(tmp_path: Path) -> None:
+def test_a_run_writes_none_of_its_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
     done = commands.run(*OVERRIDES, uri, "tracking.log_model=false", cwd=tmp_path, timeout_s=150, **planted(tmp_path))
     assert done.returncode == 0, done.stdout
@@ -106,6 +110,13 @@ def test_a_run_writes_none_of_its_secrets(tmp_path: Path) -> None:
     assert (job["options"]["depth"], job["login"]["user"], job["hidden"]) == (3, "anybody", 8)
     assert "door_secret=***" in json.loads((run_dir / "run.json").read_text())["command"]
 
+    for verb in (logs, show, stop):
+        verb.main([str(run_dir)])
+    runs.main(["--output-dir", str(run_dir.parents[1])])
+    shown = "".join(capsys.readouterr())
+    assert "fingerprint" in shown
+    assert list(leaks(tmp_path, shown)) == []
+
 
 def test_a_run_that_fails_writes_none_of_its_secrets(tmp_path: Path) -> None:
     uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
@@ -128,3 +139,23 @@ def test_other_output_has_no_secrets(
     shown = "".join(capsys.readouterr())
     assert shown
     assert list(leaks(tmp_path, shown)) == []
+
+
+def test_a_submission_shows_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of a job is what Ray runs, so that the dashboard shows it; submit warns of that."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in planted(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
+    words = [word for word in OVERRIDES if word != "cluster=local"] + [uri]
+    assert submit.main(["--address", "http://127.0.0.1:1", *words]) == 2
+    shown = "".join(capsys.readouterr())
+    assert "warning: Ray's dashboard shows the command of a job, with job.password, " in shown
+    assert "checking ***" in shown
+    redactor = Redactor.of_process()
+    configs = checked(words, tmp_path, redactor, sweep=False)
+    capsys.readouterr()
+    job = make_submission(configs, words, working_dir=tmp_path, source=None, suffix="1", redactor=redactor)
+    assert list(leaks(tmp_path, f"{shown} {job.metadata} {job.id} {job.env}")) == []
