@@ -71,6 +71,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FilesInOrder(config, log) if config.option.dist == "loadfile" else None
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which the tier runs no test, as far as its text tells: the imports take longest."""
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    if collection_path.parent.name == "unit":
+        is_left_out = "not fast" in config.option.markexpr and "mark.slow" not in text
+    else:
+        is_left_out = config.option.markexpr == "fast" and "mark.fast" not in text
+    return True if is_left_out else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by the markers that are added here
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

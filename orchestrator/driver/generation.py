@@ -121,6 +121,7 @@ class Generation:
         self._growth = growth
         self._queue = queue
         self._pending: dict[Any, Member] = {}  # by the reference to its outcome
+        self._next_round = 0.0  # when the next heartbeats are due
         self._heard_at: dict[int, float] = {}
         self._lost_nodes: set[str] = set()
         self._leaving: set[int] = set()  # the ranks that have received SIGTERM
@@ -201,6 +202,7 @@ class Generation:
             faults=faults,
         )
         packed = assignment.packed()  # once, not for every worker
+        self._next_round = time.monotonic() + self._config.cluster.heartbeat_s  # the calls below take part of it
         for member in members:
             self._pending[member.actor.train.remote(packed, member.global_rank)] = member
 
@@ -216,7 +218,6 @@ class Generation:
         """
         give_up_at: float | None = None
         abandoned, known_lost, settle_s = False, 0, MIN_SETTLE_S
-        next_round = time.monotonic() + self._config.cluster.heartbeat_s
         longest_round_s = LONGEST_ROUND_FACTOR * self._config.cluster.heartbeat_s + HEARTBEAT_WAIT_S
         watched = WatchedTime(time.monotonic(), longest_round_s=longest_round_s)
         while self._pending:
@@ -225,7 +226,7 @@ class Generation:
                 settle_s = max(MIN_SETTLE_S, SETTLE_STEPS * self._hang_detector.usual_s)
                 give_up_at = time.monotonic() + settle_s
                 self._abandon()
-            wait_until = next_round if give_up_at is None else min(next_round, give_up_at)
+            wait_until = self._next_round if give_up_at is None else min(self._next_round, give_up_at)
             timeout_s = max(0.0, wait_until - time.monotonic())
             ready = completed(self._pending, timeout_s, gather_s=GATHER_S if abandoned else 0.0)
             self._check_driver()
@@ -236,7 +237,7 @@ class Generation:
                 return
             if not self._pending and self._failed() and not abandoned:
                 self._abandon()
-            if self._pending and time.monotonic() < next_round:
+            if self._pending and time.monotonic() < self._next_round:
                 continue
             ranks: Collection[int] | None = None  # the next in turn
             if not self._pending:
@@ -246,7 +247,7 @@ class Generation:
             collected = self._telemetry.collect(self._gang, ranks=ranks)
             yield from collected.events
             self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
-            next_round = time.monotonic() + self._config.cluster.heartbeat_s
+            self._next_round = time.monotonic() + self._config.cluster.heartbeat_s
             stop_due = self._stop.received is not None and not self.stop_sent and self.paused is None
             if stop_due and not self._failed():  # a failed generation cannot stop in order; the next one can
                 assert self._stop.received is not None

@@ -27,6 +27,7 @@ PROBE_RESTART_S = 5.0
 class NodeProbe:
     """A process on a node that answers even while every worker there is busy."""
 
+    @ray.method(enable_task_events=False)  # as Worker.heartbeat
     def ping(self, pids: tuple[int, ...]) -> frozenset[int]:
         """Return the stopped processes among ``pids``."""
         return stopped_processes(pids)

@@ -111,9 +111,12 @@ class Worker:
         self.own_store = rendezvous.open_store(host, timeout_s=timeout_s)
         return host, self.own_store.port
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control", enable_task_events=False)
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
-        """Return the progress since the last heartbeat, and if asked for, the system metrics of the node."""
+        """Return the progress since the last heartbeat, and if asked for, the system metrics of the node.
+
+        Ray keeps no record of these calls, which would displace those of all others.
+        """
         system = system_metrics(self.cpu, self.gpus) if with_system_metrics else {}
         waiting = is_waiting(self.training_thread)
         return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)

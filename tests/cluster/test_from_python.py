@@ -14,7 +14,7 @@ from helpers.commands import environment
 pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = '''
-import ctypes, faulthandler, logging, os, random, signal, sys, threading, warnings
+import ctypes, faulthandler, logging, os, random, signal, sys, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -85,7 +85,7 @@ with ThreadPoolExecutor(1) as threads:
     common["train"]["steps"] = 20
     second = threads.submit(orchestrator.run, Mine, common, name="mine", job=fields, resume=str(first.run_dir))
     while not second.done() and not ray.is_initialized():
-        pass
+        time.sleep(0.01)
     try:
         orchestrator.run(Digits)
     except RuntimeError as e:

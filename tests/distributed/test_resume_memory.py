@@ -46,12 +46,11 @@ def resumed(rank: int, case: Case, checkpoint: str) -> tuple[float, TrainState |
 @pytest.mark.parametrize("name", ["single", "ddp-2"])
 def test_the_peak_of_a_resume_is_that_of_training(gang: Gang, tmp_path: Path, name: str) -> None:
     case = LAYOUTS[name].of(Case(job=LARGE, train=having(steps=2, global_batch_size=32)))
-    gang.close()  # processes whose allocator holds no freed memory yet
     world_size = LAYOUTS[name].world_size
     (_, state), *_ = gang.run(piece, case, None, 1, world_size=world_size)
     parameters_mb = sum(t.nbytes for t in state.model.values()) / 1e6
     path = str(save(tmp_path, state, run_uid="r"))
-    gang.close()
+    gang.close()  # the next processes have an allocator that holds no freed memory yet
     ranks = gang.run(resumed, case, path, world_size=world_size)
     for peak_mb, _ in ranks:
         assert peak_mb / parameters_mb < TRAINING + MARGIN

@@ -12,7 +12,9 @@ import yaml
 
 from helpers.runs import losses
 
-JOB = ("job._target_=helpers.proportional_job.Proportional", "train.global_batch_size=32", "checkpoint.every=4")
+SAMPLE_MS = 2
+JOB = ("job._target_=helpers.proportional_job.Proportional", f"job.sample_ms={SAMPLE_MS}",
+       "train.global_batch_size=32", "checkpoint.every=4")  # fmt: skip
 CHOICE = ("strategy=auto", "strategy.candidates=[single,ddp,model_parallel]", "strategy.measured_steps=5")
 
 
@@ -35,7 +37,7 @@ def test_auto_trains_with_the_fastest_strategy_and_resumes_with_it(
     chosen = json.loads((first.run_dir / "auto.json").read_text())
     measured = {c["name"]: c for c in chosen["contenders"] if c["measured_ms"] is not None}
     assert len(measured) == 2
-    assert measured["ddp num_workers=2"]["measured_ms"] > 16 * 4
+    assert measured["ddp num_workers=2"]["measured_ms"] > 16 * SAMPLE_MS
     assert not list((tmp_path / "outputs" / "auto").glob("*/*")), "the runs that measured are removed"
 
     assert run(*JOB, *CHOICE, "train.steps=8", "plan=true") is None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from mlflow import MlflowClient
 
 from helpers.runs import events, in_campaign, losses, series, wait_for, wait_for_step
@@ -135,6 +136,14 @@ def test_stop_and_resume_is_the_same_run(
     assert client.get_run(run_id).info.status == "FINISHED"
     points = [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")]
     assert sorted(points) == sorted(uninterrupted["train/loss"].items())
+
+
+@pytest.mark.usefixtures("uninterrupted")
+def test_rays_records_of_tasks_have_no_heartbeats() -> None:
+    """With two from each worker in a second, ``ray summary tasks`` would show little else."""
+    recorded = {event["name"] for event in ray.timeline()}
+    assert any("open_store" in name for name in recorded), recorded
+    assert not any("heartbeat" in name for name in recorded)
 
 
 def test_a_stopped_pipeline_shows_its_last_step(
