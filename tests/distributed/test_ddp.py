@@ -69,6 +69,15 @@ def test_gradients_are_averaged_once_a_step(gang, grad_accumulation):
         assert found == {"gloo:all_reduce": 1}
 
 
+def test_a_static_graph_changes_no_loss(gang):
+    case = Case(job=digits(), train=having(steps=6))
+    expected, found = (
+        gang.run(train, replace(case, options=replace(DDP, static_graph=static)), world_size=2)
+        for static in (False, True)
+    )
+    assert torch.equal(losses(found), losses(expected))
+
+
 def test_a_smaller_bucket_makes_more_of_them(gang):
     (found, _) = gang.run(collectives, Case(job=digits()), world_size=2)
     assert found["gloo:all_reduce"] > 1

@@ -39,6 +39,7 @@ DDP = DDPConfig(
     comm_hook="none",
     powersgd_rank=4,
     find_unused_parameters=False,
+    static_graph=False,
     sync_batchnorm=False,
 )
 CLUSTER = schema.ClusterConfig(

@@ -25,7 +25,7 @@ from orchestrator.compat.torch import (
     set_ddp_timing,
     without_buffer_broadcasts,
 )
-from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
@@ -54,6 +54,7 @@ class DDPConfig(StrategyConfig):
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("compression of the gradients that are exchanged")
     powersgd_rank: int = option("rank of the approximation with comm_hook=powersgd", minimum=1)
     find_unused_parameters: bool = option("allow parameters that do not contribute to the loss of every step")
+    static_graph: bool = option("every step uses the same parameters in the same order, which DDP then does not check")
     sync_batchnorm: bool = option("BatchNorm uses the statistics of all workers' samples, not of each worker's own")
 
 
@@ -77,6 +78,8 @@ class DDP(WholeModel):
                 "strategy.comm_hook=powersgd: it carries errors of gradients to the next step, which has another scale "
                 "of the loss with train.precision=fp16; set that to bf16 or fp32"
             )
+        if options.static_graph:
+            errors += _not_static(options, config.train)
         if config.train.compile is not False and options.bucket_mb < SMALLEST_COMPILED_BUCKET_MB:
             errors.append(
                 f"strategy.bucket_mb={options.bucket_mb:g}: torch.compile cuts the backward pass at the buckets, which "
@@ -118,6 +121,7 @@ class DDP(WholeModel):
             device_ids=None if self.context.device.type == "cpu" else [self.context.device],
             bucket_cap_mb=options.bucket_mb,
             find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
             gradient_as_bucket_view=True,
             init_sync=False,  # ranks may still be at different steps
             **without_buffer_broadcasts(),  # evaluation comes before the next forward pass
@@ -223,6 +227,21 @@ class DDP(WholeModel):
         super().forget_step()
         if self._powersgd is not None:
             self._powersgd.forget()
+
+
+def _not_static(options: DDPConfig, train: TrainConfig) -> list[str]:
+    """Return why the steps do not have one graph, as ``strategy.static_graph=true`` says."""
+    key, errors = "strategy.static_graph=true", []
+    if train.grad_accumulation > 1:
+        errors.append(
+            f"{key}: DDP learns the graph from the first backward pass, which exchanges no gradients with "
+            f"train.grad_accumulation={train.grad_accumulation}; set that to 1, or static_graph to false"
+        )
+    if train.compile is not False:
+        errors.append(f"{key}: code that is compiled again has another graph; set it to false, or train.compile=false")
+    if options.find_unused_parameters:
+        errors.append(f"{key}: every step uses the same parameters then; set strategy.find_unused_parameters=false")
+    return errors
 
 
 def _unsupported(options: DDPConfig, plan: Plan) -> list[str]:

@@ -80,6 +80,7 @@ def machinery_cost(context: Context, control: dist.ProcessGroup) -> MachineryCos
         comm_hook="none",
         powersgd_rank=1,
         find_unused_parameters=False,
+        static_graph=False,
         sync_batchnorm=False,
     )
     alone = dataclasses.replace(tiny, mesh=Mesh(), global_rank=0, options=SingleConfig(name="single", num_workers=1))
