@@ -7,7 +7,8 @@ import torch
 
 from helpers.batches import train
 from helpers.gang import Gang, own_device
-from orchestrator.worker.prefetch import SideStream, prefetched
+from orchestrator.strategies.side_stream import SideStream
+from orchestrator.worker.prefetch import prefetched
 
 ROWS, COLUMNS, STEPS = 64, 65_536, 12
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.worker.prefetch import SideStream, prefetched
+from orchestrator.strategies.side_stream import SideStream
+from orchestrator.worker.prefetch import prefetched
 
 
 def logged_copies(log: list[str]) -> Callable[[Any], Callable[[], Any]]:
