@@ -72,10 +72,10 @@ class RunEnding:
         summary = {**summary, "mlflow_run_id": upload.run_id}
         if upload.page is not None:
             summary["mlflow_page"] = upload.page
-        if upload.run_id is None and upload.missing:
-            summary["mlflow_missing"] = upload.error or "the upload did not begin within tracking.flush_timeout_s"
+        if not stopped and not upload.complete:
+            summary["mlflow_missing"] = upload.error or "the upload did not end within tracking.flush_timeout_s"
         self._record(summary=summary, mlflow_run_id=upload.run_id)
-        commands = self._next_commands(result, missing_points=0 if stopped else upload.missing)
+        commands = self._next_commands(result, is_uploaded=stopped or upload.complete)
         result = self._upload_records(replace(result, summary=summary))
         self.console.emit(replace(ended, exit_code=result.exit_code, summary=summary, next_commands=commands))
         return result
@@ -150,9 +150,9 @@ class RunEnding:
         except OSError:  # a store that does not answer may have one
             return True
 
-    def _next_commands(self, result: RunResult, *, missing_points: int) -> tuple[str, ...]:
+    def _next_commands(self, result: RunResult, *, is_uploaded: bool) -> tuple[str, ...]:
         commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
-        if missing_points:
+        if not is_uploaded:
             commands.append(f"python -m orchestrator.sync {shlex.quote(self.run_dir.location)}")
         remote = self.run_dir.remote
         where = "" if remote is None else f" --output-dir {shlex.quote(remote.split(2)[0].url)}"

@@ -462,7 +462,8 @@ class Run:
 
     def _give_up(self, generation: Generation, rank: int, why: str) -> RunResult:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""
-        failed = self._failure_event(WorkerFailed, generation, rank, step=generation.outcomes[rank].step)
+        step = max(generation.outcomes[rank].step, self._telemetry.last_step.get(rank, 0))
+        failed = self._failure_event(WorkerFailed, generation, rank, step=step)
         if not failed.log_tail:
             failed = replace(failed, log_tail=log_tail(self.spec.run_dir.log_file(rank)))
         self._events.emit(failed)

@@ -14,6 +14,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.straggler import Straggler, StragglerWatch
 from orchestrator.protocol.events import (
+    CheckpointSaved,
     Event,
     FirstStepDone,
     MetricsLogged,
@@ -137,6 +138,9 @@ class Telemetry:
                 unreceived = [report for number, report in read_spool(spool) if number >= received]
                 points = [report for report in unreceived if not isinstance(report, Event)]
                 self._add_points(member.global_rank, points, gang.members)
+                completed = [r.step for r in unreceived if isinstance(r, TrainPoint | EvalPoint | CheckpointSaved)]
+                last_step = self.last_step.get(member.global_rank, 0)
+                self.last_step[member.global_rank] = max([last_step, *completed])
                 events += self._emit_events(report for report in unreceived if isinstance(report, Event))
                 remove_spool(spool)
         return tuple(events)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from helpers.disks import mounted
+from helpers.recorder import Recorder
 from helpers.runs import wait_for
 from helpers.tracked_runs import (
     client_of,
@@ -30,7 +31,6 @@ from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.uploads import RecordUpload
-from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
 from orchestrator.tracking.transfer import read_cursor
@@ -101,18 +101,7 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
         log(journal, range(6, 101))
         with pytest.raises(OSError, match="No space left"):
             run_dir.update_record(state="finished")
-        storage = StorageConfig(staging_dir=None, upload_every_s=1, timeout_s=1, flush_timeout_s=0)
-        ending = RunEnding(
-            plan=SimpleNamespace(pipeline=None),
-            run_dir=run_dir,
-            tracking=tracking(uri),
-            uploader=uploader,
-            records=RecordUpload(run_dir, Lease(run_dir), storage, Redactor()),
-            journal=journal,
-            console=Journal(rundir.create(tmp_path, "console")),
-            resume_command="",
-            redactor=Redactor(),
-        )
+        ending = ending_of(run_dir, tracking(uri), uploader, journal, Recorder())
         result = ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, summary={"steps": 100}))
         journal.close()
         assert result.exit_code == 0
@@ -121,6 +110,38 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
         run = client_of(uri).get_run(record["mlflow_run_id"])
         assert (run.info.status, history(uri, run.info.run_id)) == ("FINISHED", expected(run_dir))
         assert len(expected(run_dir)) == 100
+
+
+def test_a_server_without_the_end_of_a_run_is_told(tmp_path, uri):
+    """The follower has uploaded every point, and no longer runs when the run ends."""
+    run_dir = new_run(tmp_path, uri)
+    uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=0.1))
+    journal, console = Journal(run_dir), Recorder()
+    start(journal)
+    log(journal, range(1, 6))
+    wait_for(lambda: read_cursor(run_dir).points == 10)
+    follower_of(run_dir).suspend()
+    ending = ending_of(run_dir, tracking(uri, flush_timeout_s=0.5), uploader, journal, console)
+    ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path))
+    journal.close()
+    (ended,) = console.seen
+    assert ended.summary["mlflow_missing"] == "the upload did not end within tracking.flush_timeout_s"
+    assert f"python -m orchestrator.sync {run_dir.path}" in ended.next_commands
+
+
+def ending_of(run_dir, config, uploader, journal, console):
+    storage = StorageConfig(staging_dir=None, upload_every_s=1, timeout_s=1, flush_timeout_s=0)
+    return RunEnding(
+        plan=SimpleNamespace(pipeline=None),
+        run_dir=run_dir,
+        tracking=config,
+        uploader=uploader,
+        records=RecordUpload(run_dir, Lease(run_dir), storage, Redactor()),
+        journal=journal,
+        console=console,
+        resume_command="",
+        redactor=Redactor(),
+    )
 
 
 def test_the_drivers_side_never_imports_mlflow():

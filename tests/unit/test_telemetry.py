@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ from orchestrator.driver.telemetry import Telemetry
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.protocol.events import CheckpointSaved, FirstStepDone, RankProgress, Warned
-from orchestrator.protocol.messages import Heartbeat, WorkerInfo
+from orchestrator.protocol.messages import Heartbeat, TrainPoint, WorkerInfo
+from orchestrator.records.run_dir import RunDir
+from orchestrator.worker.spool import Spool
 
 SAVED = CheckpointSaved(step=3, path="/run/checkpoints/3", seconds=0.1, stall_ms=1.0, size_bytes=10)
 
@@ -29,6 +32,9 @@ class FakeGang:
             Member(global_rank=rank, actor=None, info=info, slot=rank) for rank, info in enumerate(infos)
         )
         self.answers: dict[int, Heartbeat] = {}
+
+    def unanswered(self) -> set[int]:
+        return set()
 
     def heartbeats(self, *, with_system_metrics: bool, wait_s: float, ranks: object = None) -> dict[int, Heartbeat]:
         return self.answers
@@ -74,6 +80,21 @@ def test_the_first_step_of_a_generation_counts_once(parts: Any) -> None:
     assert (made.has_trained(1), made.has_trained(2)) == (True, False)
     assert made.collect(gang).events == ()
     assert sum(isinstance(event, FirstStepDone) for event in recorder.seen) == 1
+
+
+def test_a_worker_that_dies_between_two_heartbeats_has_made_progress(parts: Any, tmp_path: Path) -> None:
+    """Otherwise a short life would count as a failure without progress."""
+    made, gang, _, _ = parts
+    gang.answers = {rank: Heartbeat(step=1, phase="train") for rank in (0, 1)}
+    made.collect(gang)
+    gang.answers = {}
+    run_dir = RunDir(tmp_path)
+    left = [Spool(run_dir.spool(m.info.node_id, m.info.pid)) for m in gang.members]
+    point = TrainPoint(step=2, time=0.0, loss_sum=1.0, weight=1.0, step_ms=(), data_wait_ms=0.0, comm_share=None)
+    left[0].append(0, point)
+    left[0].append(1, SAVED)
+    made.collect_last_reports(gang, run_dir, returned=())
+    assert made.last_step == {0: 3, 1: 1}
 
 
 def test_failing_uploads_are_reported_once_until_they_work_again(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
