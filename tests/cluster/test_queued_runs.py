@@ -87,15 +87,16 @@ class Command:
         return output
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
     """A node with two CPUs, which this process has joined. It asks for no token, although this user may have one."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    ray.init(address=made.address)
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        ray.init(address=made.address)
+        yield made
+        ray.shutdown()
+        made.shutdown()
 
 
 @pytest.fixture
