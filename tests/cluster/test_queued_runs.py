@@ -236,7 +236,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     assert (first.state, lost.state) == ("waiting", "died")
     urgent.output(code=0)
     output = first.output(code=0)
-    assert "in the queue, place 1" in output
+    assert "in the queue, place 2; before it: urgent" in output
     third.output(code=0)
     (yielded,), (recovered,) = first.events("yielded"), first.events("recovered")
     assert (yielded["to"], recovered["planned"], recovered["steps_lost"]) == ("urgent", "yielded", 0)
