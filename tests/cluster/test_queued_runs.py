@@ -87,15 +87,16 @@ class Command:
         return output
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
     """A node with two CPUs, which this process has joined. It asks for no token, although this user may have one."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    ray.init(address=made.address)
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        ray.init(address=made.address)
+        yield made
+        ray.shutdown()
+        made.shutdown()
 
 
 @pytest.fixture
@@ -235,7 +236,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     assert (first.state, lost.state) == ("waiting", "died")
     urgent.output(code=0)
     output = first.output(code=0)
-    assert "in the queue, place 1" in output
+    assert "in the queue, place 2; before it: urgent" in output
     third.output(code=0)
     (yielded,), (recovered,) = first.events("yielded"), first.events("recovered")
     assert (yielded["to"], recovered["planned"], recovered["steps_lost"]) == ("urgent", "yielded", 0)
