@@ -11,6 +11,7 @@ from orchestrator.protocol.events import (
     GenerationStarted,
     MetricsLogged,
     ModelCut,
+    Noted,
     RankProgress,
     Recovered,
     RunEnded,
@@ -59,6 +60,8 @@ def describe(event: Event) -> list[Line]:
             return [(_recovered(event), "green")]
         case StopRequested():
             return [(stop_text(event), "yellow")]
+        case Noted():
+            return [(f"note: {event.message}", "")]
         case Warned():
             return [(f"warning: {event.message}", "yellow")]
         case FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
@@ -130,9 +133,8 @@ def stop_text(event: StopRequested) -> str:
 
 
 def waiting_text(event: WaitingForResources) -> str:
-    """Return what the run waits for, and what occupies it."""
-    held = f"; held by {event.holders}" if event.holders else ""
-    return f"waiting {duration(event.waited_s)} for {event.wanted}{held}"
+    """Return what the run waits for, and why."""
+    return f"waiting {duration(event.waited_s)} for {event.wanted}: {event.why}"
 
 
 def checkpoint_text(event: CheckpointSaved) -> str:

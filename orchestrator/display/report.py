@@ -15,6 +15,7 @@ from orchestrator.display.text import (
     MOST_ROWS,
     bar,
     count,
+    duration,
     first_few,
     first_line,
     indented,
@@ -28,6 +29,8 @@ from orchestrator.display.text import (
 from orchestrator.planning.plan import Node, Plan, WorkerPlan
 from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
 
+LONG_WAIT_S = 3.0
+"""The verdict names a wait for resources from this time on."""
 _TABLE_WIDTH = 100
 
 
@@ -186,7 +189,10 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
     if started:
         if started.resumed_from_step:
             text += f" (resumed at {started.resumed_from_step})"
-        text += f" in {ended.time - started.time:,.1f} s"
+        waited_s = float(summary.get("waited_s", 0.0))
+        text += f" in {ended.time - started.time - waited_s:,.1f} s"
+        if waited_s >= LONG_WAIT_S:
+            text += f" after waiting {duration(waited_s)} for resources"
     parts = [text]
     validation = "val_accuracy" if summary.get("val_accuracy") is not None else "val_loss"
     if (value := summary.get("samples_per_s")) is not None:
