@@ -31,7 +31,7 @@ from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironme
 
 HEARTBEATS_PER_ROUND = 64
 """Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
-PLACEMENT_PATIENCE_S = 2.0
+PLACEMENT_PATIENCE_S = 1.5
 """An elastic run tries a smaller size if Ray has not placed its workers after this time."""
 SPARES_POLL_S = 0.2
 SHARED_GPU = "ORCHESTRATOR_TEST_SHARED_GPU"
@@ -176,6 +176,7 @@ class Gang:
         while (missing := count - self.ready()) > 0:
             if self._spares.num_given_up > given_up:
                 raise NoWorkersError(f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs")
+            self._nodes.note_dead()
             self._spares.seek(missing)
             wait.check()
             self._spares.wait(SPARES_POLL_S)

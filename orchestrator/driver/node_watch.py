@@ -121,6 +121,10 @@ class NodeWatch:
         """Return why no worker should start on some nodes, by node id."""
         return dict.fromkeys(self.draining, "is draining") | dict.fromkeys(self.lost, "does not answer")
 
+    def note_dead(self) -> None:
+        """Add the nodes that Ray has found dead to those that are lost."""
+        self.lost.update(n["NodeID"] for n in ray.nodes() if not n["Alive"])
+
     def is_stopped(self, worker: WorkerInfo) -> bool:
         """Return whether a signal has stopped the process of ``worker``; False if this is not known."""
         if worker.node_id == self._own_node:

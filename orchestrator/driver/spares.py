@@ -26,7 +26,8 @@ class Spares:
     """The spares of a run, and the slots in which more of them could start.
 
     A slot is vacant if its worker is gone. It is stranded if its node was lost: Ray moves it to another node when it
-    finds the node dead, so that a worker can be started there, but nobody knows when it comes up.
+    has found the node dead and has room for all such slots that were reserved together. A worker that is started there
+    may come up late, or never.
 
     ``infos``: the spares that have started, by slot. ``num_given_up``: the number of slots in which no worker starts.
     """
@@ -50,7 +51,7 @@ class Spares:
         self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
         self._unprepared: set[int] = set()
         self._vacant: list[int] = []
-        self._stranded: set[int] = set()
+        self._node_before: dict[int, str] = {}  # by slot: the id of the node on which it was when it became vacant
         self._failed_starts: Counter[int] = Counter()  # by slot: those in a row
 
     def begin(self, infos: Mapping[int, WorkerInfo]) -> None:
@@ -62,12 +63,9 @@ class Spares:
         """Kill what is left in ``slot``, and leave it to another worker, unless its node is draining."""
         self._slots.kill(slot)
         self.infos.pop(slot, None)
-        if self._one_node:  # a slot elsewhere would be of no use
+        if self._one_node or node_id not in self._nodes.draining:
             self._vacant.append(slot)
-        elif node_id in self._nodes.lost:
-            self._stranded.add(slot)
-        elif node_id not in self._nodes.draining:
-            self._vacant.append(slot)
+            self._node_before[slot] = node_id
 
     def vacate_lost_nodes(self) -> None:
         """Give up the spares on lost nodes."""
@@ -89,10 +87,11 @@ class Spares:
         if missing <= 0:
             self._end_starts()
             return
-        starting = set(self._starting.values())
-        for slot in self._stranded - starting:
+        for slot in filter(self._is_stranded, list(self._vacant)):
+            self._vacant.remove(slot)
             self._start(slot)
-        for _ in range(missing - len(starting - self._stranded)):
+        hopeful = sum(not self._is_stranded(slot) for slot in self._starting.values())
+        for _ in range(missing - hopeful):
             self._start(self._vacant.pop() if self._vacant else self._slots.reserve(avoid=self._nodes.trouble()))
 
     def wait(self, timeout_s: float) -> None:
@@ -124,6 +123,10 @@ class Spares:
             self.vacate(slot, self.infos[slot].node_id)
         return self.fit(members)
 
+    def _is_stranded(self, slot: int) -> bool:
+        # Workers that must share a node are of no use elsewhere.
+        return not self._one_node and self._node_before.get(slot) in self._nodes.lost
+
     def _start(self, slot: int) -> None:
         self._slots.start(slot)
         self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
@@ -131,22 +134,22 @@ class Spares:
     def _end_starts(self) -> None:
         for slot in self._starting.values():
             if self._slots.withdraw(slot):
-                self._stranded.discard(slot)
-            elif slot not in self._stranded:
+                self._node_before.pop(slot, None)
+            else:
                 self._vacant.append(slot)
         self._starting.clear()
 
     def _record_start(self, slot: int, info: WorkerInfo, members: Sequence[WorkerInfo]) -> None:
         self.infos[slot] = info
         del self._failed_starts[slot]
-        if slot in self._stranded:
-            self._stranded.remove(slot)
+        if info.node_id == self._node_before.pop(slot, None):
             self._nodes.lost.discard(info.node_id)
         if not can_join(info, members):
             self._monitor.warn(f"an additional worker on {info.hostname} can take no rank: {info.gpu_error}")
 
     def _record_failed_start(self, slot: int, error: ray.exceptions.RayError) -> None:
-        if slot in self._stranded:
+        if self._is_stranded(slot):
+            self._vacant.append(slot)
             return
         self._failed_starts[slot] += 1
         if self._failed_starts[slot] < START_ATTEMPTS:

@@ -35,16 +35,10 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
-def health() -> dict[str, int]:
-    """How soon Ray finds a silent node dead."""
-    return HEALTH
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch, health: dict[str, int]) -> Iterator[Cluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A head with one CPU. It asks for no token, although this user may have one."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": health})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
     yield made
     made.shutdown()
 
@@ -156,39 +150,6 @@ def test_without_room_a_run_of_a_fixed_size_ends_with_what_the_survivor_holds(
     assert "no room for a worker in place of those lost within" in output
     assert "the cluster has room for 1 in all" in output
     assert f"the newest checkpoint (step {saved['step']}) is at" in output or "a checkpoint is at" in output
-
-
-@pytest.mark.parametrize("health", [{"health_check_failure_threshold": 1000}])
-def test_a_worker_on_a_silent_node_is_replaced_elsewhere_before_ray_finds_the_node_dead(
-    cluster: Cluster, start: Callable[..., Run]
-) -> None:
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    cluster.wait_for_nodes()
-    run = start("strategy.num_workers=2", "train.steps=100000")
-    run.wait_for_step(20)
-    workers = " ".join(run.events("generation_started")[0]["workers"])
-    node = next(n for n in nodes if any(f"pid {p}" in workers for p in pids_of(n)))
-    with frozen(node):
-        run.wait_for(lambda: run.events("recovered"))
-        summary = run.stop()
-    assert run.sizes() == [(2, 2, None)]
-    assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
-
-
-@contextlib.contextmanager
-def frozen(node: Any) -> Iterator[None]:
-    """A node whose processes are stopped, so that it answers nobody and closes no connection."""
-    (raylet,) = node.all_processes["raylet"]
-    process = psutil.Process(raylet.process.pid)
-    processes = [process, *process.children(recursive=True)]
-    try:
-        for each in processes:
-            each.suspend()
-        yield
-    finally:
-        for each in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
 
 
 def test_an_output_directory_that_a_node_does_not_share_is_refused(

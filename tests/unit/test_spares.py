@@ -105,6 +105,15 @@ def test_a_worker_on_a_lost_node_is_sought_in_its_slot_and_elsewhere(parts: Part
     assert set(parts.slots.started) == {1, 3, 4}
 
 
+def test_a_node_that_is_found_dead_later_is_no_longer_relied_on(parts: Parts) -> None:
+    parts.spares.vacate(1, "b")
+    parts.spares.seek(1)
+    assert set(parts.slots.started) == {1}
+    parts.nodes.lost.add("b")
+    parts.spares.seek(1)
+    assert set(parts.slots.started) == {1, 3}
+
+
 def test_a_stranded_slot_that_ray_has_moved_serves_as_well(parts: Parts) -> None:
     parts.nodes.lost.add("b")
     parts.spares.vacate(1, "b")
