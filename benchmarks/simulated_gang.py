@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -278,20 +278,22 @@ class SimulatedSlots:
         type(self).hosts = [Host.remote() for _ in range(HOSTS)]  # type: ignore[attr-defined]
         type(self).workers = {}
         type(self).num_started = 0
+        self.resources = {"CPU": plan.cpus_per_worker}
 
-    def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait) -> list[int]:
+    def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait, patience_s: float) -> list[int]:
         return list(range(count))
 
-    def reserve(self) -> int:
+    def reserve(self, *, avoid: Collection[str]) -> int:
         return max(self.workers) + 1
+
+    def withdraw(self, slot: int) -> bool:
+        self.kill(slot)
+        return False
 
     def start(self, slot: int) -> Any:
         self.workers[slot] = SimulatedWorker(self.hosts[self.num_started % HOSTS], self.num_started)
         type(self).num_started += 1
         return self.workers[slot].worker_info.remote()
-
-    def start_and_wait(self, slots: Sequence[int], wait: ResourceWait) -> dict[int, WorkerInfo]:
-        return dict(zip(slots, ray.get([self.start(slot) for slot in slots]), strict=True))
 
     def actor(self, slot: int) -> SimulatedWorker:
         return self.workers[slot]

@@ -15,7 +15,8 @@ import importlib
 import logging
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,8 @@ _GCS_STUB = "ray.core.generated.gcs_service_pb2_grpc.NodeInfoGcsServiceStub"
 _GCS_REQUEST = "ray.core.generated.gcs_service_pb2.GetClusterIdRequest"
 _GCS_NODES_REQUEST = "ray.core.generated.gcs_service_pb2.GetAllNodeInfoRequest"
 _WALK_PACKAGE = "ray._private.runtime_env.packaging._dir_travel"
+_GCS_ACCESSOR = "ray._private.state.state._connect_and_get_accessor"
+_PLACEMENT_GROUP = "ray.core.generated.gcs_pb2.PlacementGroupTableData"
 _MAX_PACKAGE_BYTES = "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE"
 _ALL_RESOURCES = "ray._private.state.total_resources_per_node"
 _FREE_RESOURCES = "ray._private.state.available_resources_per_node"
@@ -66,8 +69,10 @@ INTERNALS = (
     _WALK_PACKAGE,
     _MAX_PACKAGE_BYTES,
     _ALL_RESOURCES,
-    _FREE_RESOURCES,
     _HEAD_RESOURCE,
+    _FREE_RESOURCES,
+    _GCS_ACCESSOR,
+    _PLACEMENT_GROUP,
 )
 """The dotted names of all private objects that this module uses."""
 
@@ -206,6 +211,38 @@ def draining_nodes() -> Collection[str]:
     """Return the ids of the nodes that have been told to drain. Blocks while the GCS server does not answer."""
     ids: Collection[str] = find_internal(_DRAINING_NODES)()
     return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedBundle:
+    """Resources that a placement group has reserved on a node; ``placed_at`` is in seconds since the epoch."""
+
+    group: str
+    node_id: str
+    resources: Mapping[str, float]
+    placed_at: float
+
+
+def placed_bundles() -> Sequence[PlacedBundle]:
+    """Return all reserved bundles of the cluster. The public table of placement groups has no times."""
+    groups = map(find_internal(_PLACEMENT_GROUP).FromString, find_internal(_GCS_ACCESSOR)().get_placement_group_table())
+    return [
+        PlacedBundle(
+            group=group.name,
+            node_id=bundle.node_id.hex(),
+            resources=dict(bundle.unit_resources),
+            placed_at=group.placement_group_final_bundle_placement_timestamp_ms / 1e3,
+        )
+        for group in groups
+        if group.state == group.CREATED
+        for bundle in group.bundles
+    ]
+
+
+def free_resources() -> Mapping[str, Mapping[str, float]]:
+    """Return the free resources of each living node by its id, as the GCS server has heard of them last."""
+    resources: Mapping[str, Mapping[str, float]] = find_internal(_FREE_RESOURCES)()
+    return resources
 
 
 def is_ray_client() -> bool:

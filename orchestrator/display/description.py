@@ -44,7 +44,8 @@ def _outcome(record: Mapping[str, Any], summary: Mapping[str, Any], status: str)
     steps = summary_value(summary, "steps")
     length = "" if steps is None else f" {'' if status == 'FINISHED' else 'after '}{count(int(steps), 'step')}"
     started, ended = record.get("started"), record.get("ended")
-    took = f" in {duration(ended - started)}" if started and ended else ""
+    waited_s = summary_value(summary, "waited_s") or 0.0
+    took = f" in {duration(ended - started - waited_s)}" if started and ended else ""
     return f"{what} {_HOW.get(status, status)}{length}{took}."
 
 

@@ -11,6 +11,7 @@ from orchestrator.protocol.events import (
     GenerationStarted,
     MetricsLogged,
     ModelCut,
+    Noted,
     RankProgress,
     Recovered,
     RunEnded,
@@ -64,6 +65,8 @@ def describe(event: Event) -> list[Line]:
             return [(_recovered(event), "green")]
         case StopRequested():
             return [(stop_text(event), "yellow")]
+        case Noted():
+            return [(f"note: {event.message}", "")]
         case Warned():
             return [(f"warning: {event.message}", "yellow")]
         case FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
@@ -137,13 +140,12 @@ def stop_text(event: StopRequested) -> str:
 
 
 def waiting_text(event: WaitingForResources | WaitingInQueue) -> str:
-    """Return what the run waits for, and what occupies it."""
+    """Return what the run waits for, and why."""
     if isinstance(event, WaitingInQueue):
         place = f"waiting {duration(event.waited_s)} in the queue, place {len(event.ahead) + 1}"
         ahead = f"; before it: {first_few(event.ahead)}" if event.ahead else ""
         return place + ahead + (f"; running: {first_few(event.running)}" if event.running else "")
-    held = f"; held by {event.holders}" if event.holders else ""
-    return f"waiting {duration(event.waited_s)} for {event.wanted}{held}"
+    return f"waiting {duration(event.waited_s)} for {event.wanted}: {event.why}"
 
 
 def checkpoint_text(event: CheckpointSaved) -> str:

@@ -16,6 +16,7 @@ from orchestrator.display.text import (
     bar,
     clean,
     count,
+    duration,
     first_few,
     first_line,
     indented,
@@ -29,11 +30,9 @@ from orchestrator.display.text import (
 from orchestrator.planning.plan import Node, Plan, WorkerPlan
 from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
 
+LONG_WAIT_S = 3.0
+"""The verdict names a wait from this time on."""
 _TABLE_WIDTH = 100
-_LEAST_WAIT_S = 1.0
-"""A shorter wait in the queue is not worth a word."""
-_LONG_WAIT_S = 10.0
-"""A longer wait for workers is told apart from the run."""
 
 
 def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
@@ -193,11 +192,11 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
     if started:
         if started.resumed_from_step:
             text += f" (resumed at {started.resumed_from_step})"
-        queue_s = float(summary.get("queue_s", 0.0))
-        text += f" in {ended.time - started.time - queue_s:,.1f} s"
-        text += f" after {queue_s:,.0f} s in the queue" if queue_s >= _LEAST_WAIT_S else ""
-        if (waited_s := summary.get("startup", {}).get("workers_s", 0.0)) >= _LONG_WAIT_S:
-            text += f" ({waited_s:,.0f} s of them until the workers were up)"
+        queue_s, waited_s = (float(summary.get(key, 0.0)) for key in ("queue_s", "waited_s"))
+        text += f" in {ended.time - started.time - queue_s - waited_s:,.1f} s"
+        waits = {"in the queue": queue_s, "for resources": waited_s}
+        if told := [f"{duration(s)} {what}" for what, s in waits.items() if s >= LONG_WAIT_S]:
+            text += f" after waiting {' and '.join(told)}"
     parts = [text]
     validation = "val_accuracy" if summary.get("val_accuracy") is not None else "val_loss"
     if (value := summary.get("samples_per_s")) is not None:

@@ -22,6 +22,10 @@ class GangError(RuntimeError):
     """The workers cannot be started or reached; the message says why and what to do."""
 
 
+class NoWorkersError(GangError):
+    """There is no room for new workers, or each one dies as it starts."""
+
+
 class NoAnswerError(GangError):
     """Some workers did not answer in time."""
 

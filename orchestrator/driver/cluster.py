@@ -146,11 +146,10 @@ def nodes() -> tuple[Node, ...]:
     )
 
 
-def label_selector(exclude_nodes: Sequence[str]) -> dict[str, str]:
-    """Return the labels that Ray asks of the node of a worker: any node but those excluded by name or address."""
+def excluded_nodes(exclude_nodes: Sequence[str]) -> set[str]:
+    """Return the ids of the present nodes that ``cluster.exclude_nodes`` names, by name or address."""
     present = nodes() if exclude_nodes else ()
-    excluded = set(present).difference(without_excluded(present, exclude_nodes))
-    return {"ray.io/node-id": f"!in({','.join(sorted(n.node_id for n in excluded))})"} if excluded else {}
+    return {n.node_id for n in set(present).difference(without_excluded(present, exclude_nodes))}
 
 
 def _init(**options: Any) -> None:

@@ -9,6 +9,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import (
     Event,
     MetricsLogged,
+    Noted,
     RunEnded,
     Sink,
     SystemMetricsLogged,
@@ -27,6 +28,10 @@ class EventStream:
         """Pass ``event`` to every sink."""
         for sink in self._sinks:
             sink.emit(event)
+
+    def note(self, message: str) -> None:
+        """Emit a remark."""
+        self.emit(Noted(message=message))
 
     def warn(self, message: str) -> None:
         """Emit a warning."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,19 +12,29 @@ from typing import Any, cast
 import ray
 import ray.exceptions
 
-from orchestrator.driver.calls import GangError, all_answers, answers_in_time, cause_of_death, describe_error
+from orchestrator.driver.calls import (
+    GangError,
+    NoWorkersError,
+    all_answers,
+    answers_in_time,
+    cause_of_death,
+)
 from orchestrator.driver.node_watch import NodeWatch
-from orchestrator.driver.slots import START_ATTEMPTS, Slots, kill_process
+from orchestrator.driver.slots import Slots, kill_process
+from orchestrator.driver.spares import START_ATTEMPTS, Spares
 from orchestrator.driver.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus
-from orchestrator.policy.rank_order import rank_order, shards_last
+from orchestrator.policy.devices import shared_gpu, unusable_gpus
+from orchestrator.policy.elastic import Sizes
+from orchestrator.policy.rank_order import groups_on_one_node, rank_order, shards_last
+from orchestrator.policy.shortage import Request, room
 from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
 
 HEARTBEATS_PER_ROUND = 64
 """Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
-SPARE_TIMEOUT_S = 1.0
-"""Discard spares that do not answer within this time."""
+PLACEMENT_PATIENCE_S = 1.5
+"""An elastic run tries a smaller size if Ray has not placed its workers after this time."""
+SPARES_POLL_S = 0.2
 SHARED_GPU = "ORCHESTRATOR_TEST_SHARED_GPU"
 """Environment variable for the tests of this project alone: if set, several workers may use one GPU."""
 
@@ -46,6 +57,7 @@ class Gang:
 
     ``members``: the workers with a rank, by rank. The spares are kept apart.
     ``failed_heartbeats``: by rank, the errors of the last round of heartbeats in which a worker lives.
+    ``waited_s``: how long :meth:`acquire` has waited for resources, in seconds.
     """
 
     def __init__(
@@ -59,6 +71,7 @@ class Gang:
         label: str,
     ):
         self.members: tuple[Member, ...] = ()
+        self.waited_s = 0.0
         self.failed_heartbeats: dict[int, ray.exceptions.RayError] = {}
         self._plan = plan
         self._nodes = nodes
@@ -73,12 +86,8 @@ class Gang:
             variables=variables,
             label=label,
         )
-        self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
-        self._spares: dict[int, WorkerInfo] = {}  # by slot
-        self._unprepared: set[int] = set()  # slots of spares
-        self._vacant: list[int] = []
-        self._failed_starts: Counter[int] = Counter()  # by slot: those in a row
-        self._given_up: set[int] = set()  # slots in which no worker starts
+        self._spares = Spares(self._slots, nodes, environment, monitor, one_node=plan.one_node)
+        self._lost: set[int] = set()  # ranks whose workers are lost or must leave, until ranks are assigned again
         self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
         self._last_heartbeats: dict[int, Heartbeat] = {}  # by rank: those that came with outcomes, to be returned
         self._next_asked = 0  # the rank with which the next round of heartbeats begins
@@ -92,26 +101,28 @@ class Gang:
     @property
     def workers_by_node(self) -> Mapping[str, int]:
         """The number of ranks and spares on each node, by its id."""
-        return Counter(info.node_id for info in (*(m.info for m in self.members), *self._spares.values()))
+        return Counter(info.node_id for info in self.workers)
 
     def release(self) -> None:
         """Kill all workers and give back their resources. The gang may be acquired again."""
         self._slots.release()
         self.members = ()
-        self._starting, self._spares, self._unprepared = {}, {}, set()
-        self._vacant, self._failed_starts, self._given_up = [], Counter(), set()
+        self._spares.forget()
+        self._lost = set()
         self._pending_heartbeats, self._last_heartbeats, self._next_asked = {}, {}, 0
 
-    def acquire(self) -> None:
+    def acquire(self, sizes: Sizes) -> Plan:
         """Reserve the resources, start the actors, and assign the ranks.
+
+        Returns:
+            The plan of the run: the initial one, or that of a smaller size if there is no room for it at this moment.
 
         Raises:
             GangError: not in time, a GPU cannot be used, or two workers landed on one GPU.
             Interrupted: a stop was requested.
         """
+        slots = self._reserve(sizes)
         plan = self._plan
-        wait = self._wait_for(f"{plan.world_size} workers")
-        slots = self._slots.reserve_all(plan.world_size + plan.spares, one_node=plan.one_node, wait=wait)
         answers = [self._slots.start(slot) for slot in slots]
         timeout_s = self._config.rendezvous_timeout_s
         advice = "see Ray's logs, or raise cluster.rendezvous_timeout_s"
@@ -120,47 +131,77 @@ class Gang:
         except ray.exceptions.RayError as e:
             raise GangError(f"a worker died while it started: {e}") from e
         self._check_devices(infos)
-        order = rank_order(infos)
+        group_size = len(plan.mesh.close_groups[0])
+        order = groups_on_one_node(infos, rank_order(infos), group_size=group_size)
         by_rank = shards_last(infos, order[: plan.world_size], num_shards=plan.mesh.num_shards)
         self._assign_ranks([(slots[index], infos[index]) for index in by_rank])
-        self._spares = {slots[index]: infos[index] for index in order[plan.world_size :]}
-        self._unprepared = set(self._spares)
+        self._spares.begin({slots[index]: infos[index] for index in order[plan.world_size :]})
+        return plan
+
+    def _reserve(self, sizes: Sizes) -> list[int]:
+        """Reserve the slots of the largest size with room, or of the smallest one as soon as there is room for it."""
+        least = sizes.smallest.world_size
+        wanted = f"at least {_workers(least)}" if sizes.is_elastic else _workers(least)
+        wait, waited_before_s = self._wait_for(wanted, least + self._plan.spares), self.waited_s
+        while True:
+            plan = self._plan
+            slots = self._slots.reserve_all(
+                plan.world_size + plan.spares,
+                one_node=plan.one_node,
+                wait=wait,
+                patience_s=math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S,
+            )
+            self.waited_s = waited_before_s + wait.waited_s
+            if slots is not None:
+                return slots
+            self._plan = sizes.fitting(room(self._request(1), wait.state()))
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Take back the slots of workers that are lost or must leave, and kill what is left of them."""
+        for rank in ranks:
+            self._vacate(self.members[rank])
+        self._spares.vacate_lost_nodes()
+        self._lost |= set(ranks)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The members and the spares."""
-        return (*(m.info for m in self.members), *self._spares.values())
+        return (*self._infos(), *self._spares.infos.values())
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """Give each of ``ranks`` another worker: a spare, or else a new actor in the same slot.
-
-        A worker on a draining node is replaced by one on another node, and one that cannot use its GPU by one in
-        another slot.
+        """Give each of ``ranks``, which are lost, a new worker: a spare if one is ready, or else one to wait for.
 
         Raises:
-            GangError: not in time, or each new worker dies at once.
+            NoWorkersError: not in time, or each new worker dies at once.
             Interrupted: a stop was requested.
         """
-        draining = self._nodes.draining
+        while len(spares := self._spares.alive(self._infos())) < len(ranks):
+            self.wait_for_spares(len(ranks), f"{_workers(len(ranks))} in place of those lost")
         workers = [(m.slot, m.info) for m in self.members]
-        without_spare: dict[int, int] = {}  # by rank: the slot for its new worker
-        spares = self._live_spares()
         for rank in ranks:
-            lost = self.members[rank]
-            self._slots.kill(lost.slot)
-            if spares:
-                spare = next((s for s in spares if self._spares[s].node_id == lost.info.node_id), spares[0])
-                spares.remove(spare)
-                workers[rank] = spare, self._spares.pop(spare)
-                self._vacate(lost, draining)
-            else:
-                without_spare[rank] = self._slots.reserve() if lost.info.node_id in draining else lost.slot
-        if without_spare:
-            wait = self._wait_for(f"{_workers(len(without_spare))} in place of those lost")
-            started = self._start_in(without_spare, wait)
-            workers = [started.get(rank, worker) for rank, worker in enumerate(workers)]
+            node_id = self.members[rank].info.node_id
+            spare = next((s for s in spares if self._spares.infos[s].node_id == node_id), spares[0])
+            spares.remove(spare)
+            workers[rank] = spare, self._spares.infos.pop(spare)
         self._assign_ranks(workers)
-        self._check_devices([m.info for m in self.members])
+        self._check_devices(self._infos())
+
+    def wait_for_spares(self, count: int, wanted: str) -> None:
+        """Start workers wherever there is room until ``count`` could take a rank, and wait for them.
+
+        Raises:
+            NoWorkersError: not in time, or each new worker dies at once.
+            Interrupted: a stop was requested.
+        """
+        given_up = self._spares.num_given_up
+        wait = self._wait_for(wanted, max(1, count - self.ready()))
+        while (missing := count - self.ready()) > 0:
+            if self._spares.num_given_up > given_up:
+                raise NoWorkersError(f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs")
+            self._nodes.note_dead()
+            self._spares.seek(missing)
+            wait.check()
+            self._spares.wait(SPARES_POLL_S)
 
     def reassign_ranks(self, plan: Plan, before: Sequence[int | None]) -> bool:
         """Change to ``plan``, whose ranks go to present members and spares.
@@ -172,54 +213,38 @@ class Gang:
         Returns:
             False if there are too few live spares; nothing has changed then.
         """
-        spares = self._live_spares() if None in before else []
+        spares = self._spares.alive(self._infos()) if None in before else []
         if len(spares) < before.count(None):
             return False
         joining = iter(spares)
-        slots = [next(joining) if rank is None else self.members[rank].slot for rank in before]
-        infos = {m.slot: m.info for m in self.members} | self._spares
-        draining = self._nodes.draining
+        workers = []
+        for rank in before:
+            if rank is None:
+                slot = next(joining)
+                workers.append((slot, self._spares.infos.pop(slot)))
+            else:
+                workers.append((self.members[rank].slot, self.members[rank].info))
         for member in self.members:
-            if member.global_rank not in before:
-                self._slots.kill(member.slot)
-                self._vacate(member, draining)
-        for slot in slots:
-            self._spares.pop(slot, None)
+            if member.global_rank not in self._lost.union(before):
+                self._vacate(member)
         self._plan = plan
-        self._assign_ranks([(slot, infos[slot]) for slot in slots])
-        self._check_devices([m.info for m in self.members])
+        self._assign_ranks(workers)
+        self._check_devices(self._infos())
         return True
 
     def refill(self, workers: int) -> None:
         """Start workers in the background until there are ``workers``, members included.
 
-        Vacant slots come first, then new ones wherever the cluster has room or will have it. New workers, and spares
-        that have not done so, load what every rank needs. Do not call this while a generation starts: loading takes
-        CPU time from it. A slot in which :data:`START_ATTEMPTS` workers in a row died counts as one of them.
+        New workers, and spares that have not done so, load what every rank needs. Do not call this while a generation
+        starts: loading takes CPU time from it. A slot in which :data:`START_ATTEMPTS` workers in a row died counts as
+        one of them.
         """
-        for slot in self._unprepared.intersection(self._spares):
-            self._slots.actor(slot).prepare.remote(self._environment)
-        self._unprepared = set()
-        present = len(self.members) + len(self._starting) + len(self._spares) + len(self._given_up)
-        for _ in range(workers - present):
-            slot = self._vacant.pop() if self._vacant else self._slots.reserve()
-            self._slots.start(slot)
-            self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
+        self._spares.prepare()
+        self._spares.seek(workers - len(self.members) - len(self._spares.infos) - self._spares.num_given_up)
 
     def ready(self) -> int:
         """Return how many spares could take a rank at once."""
-        starting = list(self._starting)
-        for reference in ray.wait(starting, num_returns=len(starting), timeout=0)[0] if starting else ():
-            slot = self._starting.pop(reference)
-            try:
-                self._spares[slot] = cast(WorkerInfo, ray.get(reference))
-                del self._failed_starts[slot]
-            except ray.exceptions.RayError as e:
-                self._record_failed_start(slot, e)
-            else:
-                if not self._can_join(spare := self._spares[slot]):
-                    self._monitor.warn(f"an additional worker on {spare.hostname} can take no rank: {spare.gpu_error}")
-        return len(self._fit_spares())
+        return len(self._spares.fit(self._infos()))
 
     def heartbeats(
         self, *, with_system_metrics: bool, wait_s: float, ranks: Collection[int] | None = None
@@ -302,31 +327,6 @@ class Gang:
         kill_process(member.info)
         self._slots.kill(member.slot)
 
-    def _start_in(self, slots: Mapping[int, int], wait: ResourceWait) -> dict[int, tuple[int, WorkerInfo]]:
-        """Start a worker for each rank in its slot, or in another one if it cannot use its GPU there.
-
-        Args:
-            slots: by rank.
-
-        Returns:
-            The slot and the worker, by rank. After :data:`START_ATTEMPTS` slots, it may be one without a usable GPU.
-        """
-        started: dict[int, tuple[int, WorkerInfo]] = {}
-        for attempt in range(START_ATTEMPTS):
-            if attempt:
-                slots = {rank: self._other_slot(rank, *started[rank]) for rank in slots}
-            infos = self._slots.start_and_wait(list(slots.values()), wait)
-            started |= {rank: (slot, infos[slot]) for rank, slot in slots.items()}
-            slots = {rank: slot for rank, slot in slots.items() if not self._can_join(infos[slot])}
-        return started
-
-    def _other_slot(self, rank: int, slot: int, info: WorkerInfo) -> int:
-        """Give up the slot of a worker that cannot use its GPU, which no other worker gets then, for another slot."""
-        self._monitor.warn(f"the new worker for rank {rank} on {info.hostname} cannot use its GPU: {info.gpu_error}")
-        self._slots.kill(slot)
-        self._given_up.add(slot)
-        return self._slots.reserve()
-
     def _next_in_turn(self) -> set[int]:
         """Return the ranks to ask in the next round."""
         world_size = len(self.members)
@@ -341,46 +341,24 @@ class Gang:
         if error is not None:
             raise GangError(error)
 
-    def _can_join(self, spare: WorkerInfo) -> bool:
-        return can_join(spare, [m.info for m in self.members])
+    def _request(self, count: int) -> Request:
+        return Request(count=count, each=self._slots.resources, one_node=self._plan.one_node)
 
-    def _wait_for(self, what: str) -> ResourceWait:
+    def _wait_for(self, wanted: str, count: int) -> ResourceWait:
         return ResourceWait(
-            what, self._plan, label=self._label, timeout_s=self._config.pending_timeout_s, monitor=self._monitor
+            wanted,
+            self._request(count),
+            self._config,
+            self._monitor,
+            label=self._label,
+            trouble=self._nodes.trouble,
         )
 
-    def _vacate(self, lost: Member, draining: Collection[str]) -> None:
-        if lost.info.node_id not in draining:
-            self._vacant.append(lost.slot)
+    def _infos(self) -> list[WorkerInfo]:
+        return [member.info for member in self.members]
 
-    def _record_failed_start(self, slot: int, error: ray.exceptions.RayError) -> None:
-        self._failed_starts[slot] += 1
-        if self._failed_starts[slot] < START_ATTEMPTS:
-            self._vacant.append(slot)
-            return
-        if not self._given_up:
-            self._monitor.warn(
-                f"{START_ATTEMPTS} additional workers in a row died while they started ({describe_error(error)}); the "
-                "run continues with fewer; see Ray's logs"
-            )
-        self._given_up.add(slot)
-
-    def _live_spares(self) -> list[int]:
-        """The slots of the spares that answer and are not on a draining node, in ascending order."""
-        self.ready()
-        alive = answers_in_time(
-            {self._slots.actor(slot).worker_info.remote(): slot for slot in self._spares}, SPARE_TIMEOUT_S
-        )
-        for slot in set(self._spares).difference(alive):
-            self._slots.kill(slot)
-            del self._spares[slot]
-            self._vacant.append(slot)
-        return self._fit_spares()
-
-    def _fit_spares(self) -> list[int]:
-        """The slots of the spares that could take a rank, in ascending order."""
-        draining = self._nodes.draining
-        return sorted(s for s, info in self._spares.items() if info.node_id not in draining and self._can_join(info))
+    def _vacate(self, member: Member) -> None:
+        self._spares.vacate(member.slot, member.info.node_id)
 
     def _assign_ranks(self, workers: Sequence[tuple[int, WorkerInfo]]) -> None:
         """Make members of the workers, each with its slot, in the order of their ranks."""
@@ -390,6 +368,7 @@ class Gang:
         )
         unchanged = {m.global_rank for m, before in zip(members, self.members, strict=False) if m.info == before.info}
         self.members = members
+        self._lost = set()
         self._pending_heartbeats = {r: rank for r, rank in self._pending_heartbeats.items() if rank in unchanged}
         self._last_heartbeats = {rank: h for rank, h in self._last_heartbeats.items() if rank in unchanged}
         self._next_asked = 0

@@ -80,6 +80,7 @@ class Generation:
     ``paused``: why all ranks were asked to end this generation after a step, so that the next one can continue with
     other workers; None if they were not. ``paused_at``: when, in seconds since the epoch.
     ``draining``: the ranks to replace then.
+    ``only_saves``: the ranks are asked to save what they hold and to stop, because the run cannot continue.
     ``hung_at``: the last step of the rank that was killed because it hung; None if none was.
     """
 
@@ -104,6 +105,7 @@ class Generation:
         self.outcomes: dict[int, Outcome] = {}
         self.returned: set[int] = set()
         self.stop_sent = False
+        self.only_saves = False
         self.paused: PauseReason | None = None
         self.paused_at = 0.0
         self.draining: tuple[int, ...] = ()
@@ -248,11 +250,11 @@ class Generation:
             yield from collected.events
             self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
             self._next_round = time.monotonic() + self._config.cluster.heartbeat_s
-            stop_due = self._stop.received is not None and not self.stop_sent and self.paused is None
+            is_asked = self._stop.received is not None or self.only_saves
+            stop_due = is_asked and not self.stop_sent and self.paused is None
             if stop_due and not self._failed():  # a failed generation cannot stop in order; the next one can
-                assert self._stop.received is not None
-                self._coordinate_stop(self._stop.cause)
-                give_up_at = time.monotonic() + self._config.cluster.stop_grace_s
+                self._coordinate_stop()
+                give_up_at = time.monotonic() + self._stop_limit_s()
 
     def find_failed_rank(self) -> int | None:
         """Return the rank that failed first; None if none did.
@@ -350,7 +352,7 @@ class Generation:
             self._record_failure(member.global_rank, _failed_call(info, error))
             return
         if cause == "node lost":
-            self._lost_nodes.add(info.node_id)
+            self._lose_nodes({info.node_id})
         oom_kills = kernel_oom_kills() if info.hostname == socket.gethostname() else None
         failure = death(
             cause,
@@ -378,7 +380,7 @@ class Generation:
                 self._hang_detector.observe(rank, heartbeat, now)
         silent_nodes = self._nodes.silent(self._answers_by_node(heartbeats), now)
         on_silent_node = [m for m in unfinished if m.info.node_id in silent_nodes]
-        self._lost_nodes |= {m.info.node_id for m in on_silent_node}
+        self._lose_nodes({m.info.node_id for m in on_silent_node})
         if self._failed():
             return
         node_timeout_s = self._config.cluster.node_timeout_s
@@ -403,6 +405,10 @@ class Generation:
         may_pause = all_train and self.paused is None and self._stop.received is None
         if may_pause and not self._awaited:
             self._pause_if_due()
+
+    def _lose_nodes(self, node_ids: Collection[str]) -> None:
+        self._lost_nodes.update(node_ids)
+        self._nodes.lost.update(node_ids)
 
     def _is_training(self, rank: int) -> bool:
         return rank not in self.outcomes and self._telemetry.last_step.get(rank, 0) < self._plan.steps
@@ -449,10 +455,16 @@ class Generation:
         else:
             self._gang.tell(Worker.open_gate, self.number, ranks=range(self._plan.world_size))
 
-    def _coordinate_stop(self, signal_name: str) -> None:
+    def _coordinate_stop(self) -> None:
         self.stop_sent = True
-        self._events.emit(StopRequested(signal=signal_name))
+        if self._stop.received is not None:
+            self._events.emit(StopRequested(signal=self._stop.cause))
         self._finish_step(save=True)
+
+    def _stop_limit_s(self) -> float:
+        """Return how long the ranks may take to stop: without a signal, also to form their group."""
+        cluster = self._config.cluster
+        return cluster.stop_grace_s + (cluster.rendezvous_timeout_s if self._stop.received is None else 0.0)
 
     def _finish_step(self, *, save: bool) -> bool:
         """Let all ranks stop after the most advanced step that any of them has begun.

@@ -80,10 +80,12 @@ class NodeWatch:
     driver too.
 
     ``draining``: the ids of the nodes that have been told to drain, at most about a second old.
+    ``lost``: the ids of the nodes that were found silent or dead, and on which no worker has started since.
     """
 
     def __init__(self, timeout_s: float):
         self.draining: Collection[str] = ()
+        self.lost: set[str] = set()
         self._timeout_s = timeout_s
         self._own_node = ""
         self._probes: dict[str, _Probe] = {}
@@ -115,6 +117,14 @@ class NodeWatch:
             self._poll(node_id, workers[node_id], now)
         heard_at = {node_id: p.heard_at for node_id, p in self._probes.items() if p.heard_at is not None}
         return [node_id for node_id, at in heard_at.items() if now - at > self._timeout_s]
+
+    def trouble(self) -> Mapping[str, str]:
+        """Return why no worker should start on some nodes, by node id."""
+        return dict.fromkeys(self.draining, "is draining") | dict.fromkeys(self.lost, "does not answer")
+
+    def note_dead(self) -> None:
+        """Add the nodes that Ray has found dead to those that are lost."""
+        self.lost.update(n["NodeID"] for n in ray.nodes() if not n["Alive"])
 
     def is_stopped(self, worker: WorkerInfo) -> bool:
         """Return whether a signal has stopped the process of ``worker``; False if this is not known."""

@@ -28,7 +28,8 @@ class RunResult:
         reason: why the run ended; empty if it finished.
         summary: the last values of the metrics and the figures of the run: ``"final_loss"``, ``"val_loss"``,
             ``"val_<metric>"``, ``"steps"``, ``"samples_per_s"``, ``"startup_s"`` (seconds from the call to the first
-            step), ``"restarts"``, ``"mlflow_run_id"``, ... A metric without a value is missing.
+            step), ``"waited_s"`` (seconds of it spent waiting for resources), ``"restarts"``, ``"mlflow_run_id"``, ...
+            A metric without a value is missing.
         timeline: the last timed step of its pipeline stages; None if there are none.
         metrics: the declarations of the metrics that were logged.
     """

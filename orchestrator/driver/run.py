@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 import ray.exceptions
 
 from orchestrator.config.schema import Config
-from orchestrator.driver.calls import GangError, check_ray
+from orchestrator.display.text import count
+from orchestrator.driver.calls import GangError, NoWorkersError, check_ray
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
@@ -31,9 +32,11 @@ from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import Interrupted, WaitMonitor
 from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.planning.faults import without_next
+from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.devices import with_common_precision
-from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, reassigned
+from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, find_rescue, reassigned
+from orchestrator.policy.rank_order import placement_note
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
 from orchestrator.policy.transitions import Transition, TransitionLog
 from orchestrator.protocol.events import (
@@ -141,6 +144,7 @@ class Run:
         self._faults = spec.sizes.largest.faults
         self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
         self._transitions = TransitionLog()
+        self._placement_note: str | None = None
         self._hangs: list[int] = []  # the step of each
         self._yielded: Generation | None = None  # the last one, while the run waits for its turn after it
         self._waited_before_start_s = 0.0
@@ -205,7 +209,7 @@ class Run:
                 self._waited_before_start_s = self._queue.waited_s
             began = time.perf_counter()
             try:
-                self._gang.acquire()
+                self._start_with(self._gang.acquire(self.spec.sizes))
             except TurnLostError:
                 self._gang.release()
                 continue
@@ -220,12 +224,25 @@ class Run:
         self._environment = replace(self._environment, config=replace(self.config, train=train))
         self.spec.run_dir.update_record(precision=train.precision)
 
+    def _start_with(self, plan: Plan) -> None:
+        """Take over the plan for the workers that the cluster has room for."""
+        if plan is self._plan:
+            return
+        most = self._plan.mesh.num_workers
+        self._events.note(
+            f"the run starts with {plan.mesh.num_workers} of {most} workers, for which there is room; it grows when "
+            "there is more"
+        )
+        self._plan = plan
+        self._telemetry.begin_generation(plan, (), self._checkpoints.step)
+
     def _train(self) -> RunResult:
         """Run one generation after another, until one completes the training or none can follow."""
         failures: list[FailureRecord] = []
         recovery_plan: RecoveryPlan | None = None
         number = 1
         while True:
+            self._note_placement()
             generation = self._make_generation(number)
             self._queue.has_workers(self._gang.workers_by_node)
             self._node_uploads.cover(member.info.node_id for member in self._gang.members)
@@ -272,10 +289,20 @@ class Run:
                 )
             else:
                 break
-            recovery_plan = self._transition(generation, failed_rank, decision)
             number += 1
+            try:
+                recovery_plan = self._transition(generation, failed_rank, decision)
+            except (NoWorkersError, Interrupted) as e:
+                return self._save_survivors(number, decision, e)
         self._finish_workers(generation)
         return self._conclude(generation)
+
+    def _note_placement(self) -> None:
+        """Say which parts of the mesh cross nodes, unless it has been said."""
+        note = placement_note(self._plan.mesh, [member.info for member in self._gang.members])
+        if note is not None and note != self._placement_note:
+            self._events.note(note)
+        self._placement_note = note
 
     def _bring_spools(self, returned: Collection[int]) -> None:
         """Copy the last reports of workers that have died on other nodes to this one."""
@@ -349,8 +376,10 @@ class Run:
         if failed_rank is not None:
             for rank in decision.lost:
                 self._faults = without_next(self._faults, rank)
+        alive = self._alive(decision)
         # A stop is obeyed in the next generation, which can save what survivors hold. Here it ends only the pause.
-        self._monitor.grace_s = self.config.cluster.stop_grace_s if decision.sources is not None else 0.0
+        can_wait = decision.sources is not None and find_rescue(self._plan, self.spec.sizes, alive) is None
+        self._monitor.grace_s = self.config.cluster.stop_grace_s if can_wait else 0.0
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and self._stop.received is None:
             time.sleep(0.1)
@@ -358,7 +387,8 @@ class Run:
         self._recoverable_steps = {
             rank: states for rank, states in self._recoverable_steps.items() if rank not in decision.lost
         }
-        if (assignment := self._change_size(decision.lost, saved=failed_rank is None)) is None:
+        self._gang.lose(decision.lost)
+        if (assignment := self._change_size(alive, saved=failed_rank is None)) is None:
             self._gang.replace(decision.lost)
         else:
             decision = reassigned(decision, assignment, self._recoverable_steps)
@@ -419,17 +449,53 @@ class Run:
         )
         self._telemetry.begin_generation(self._plan, decision.lost, transition.resumed_at)
 
-    def _change_size(self, lost: Collection[int], *, saved: bool) -> RankAssignment | None:
-        """Give the present workers the ranks of a plan of another size; None if the run keeps its size."""
-        alive = [rank for rank in range(self._plan.world_size) if rank not in lost]
-        while self.spec.sizes.is_elastic:
+    def _alive(self, decision: RecoveryPlan) -> list[int]:
+        return [rank for rank in range(self._plan.world_size) if rank not in decision.lost]
+
+    def _change_size(self, alive: Collection[int], *, saved: bool) -> RankAssignment | None:
+        """Give the present workers the ranks of a plan of another size; None if the run keeps its size.
+
+        Waits until there are enough workers for the smallest size.
+        """
+        sizes = self.spec.sizes
+        while sizes.is_elastic:
             ready = self._gang.ready()
-            assignment = find_rank_assignment(self._plan, self.spec.sizes, alive, ready=ready, saved=saved)
-            if assignment is None or assignment.plan is self._plan:
+            assignment = find_rank_assignment(self._plan, sizes, alive, ready=ready, saved=saved)
+            if assignment is None:
+                least, missing = sizes.smallest.world_size, sizes.smallest.world_size - len(alive)
+                wanted = f"{count(missing, 'worker')} more (has {len(alive)}, least {least})"
+                self._gang.wait_for_spares(missing, wanted)
+            elif assignment.plan is self._plan:
                 return None
-            if self._gang.reassign_ranks(assignment.plan, assignment.before):
+            elif self._gang.reassign_ranks(assignment.plan, assignment.before):
                 return assignment
         return None
+
+    def _save_survivors(self, number: int, decision: RecoveryPlan, error: NoWorkersError | Interrupted) -> RunResult:
+        """End the run because of ``error``, in a generation in which the survivors save what they hold."""
+        assignment = find_rescue(self._plan, self.spec.sizes, self._alive(decision))
+        if assignment is None:
+            raise error
+        recovery_plan = reassigned(decision, assignment, self._recoverable_steps)
+        if recovery_plan.sources is None or recovery_plan.step <= self._checkpoints.step:
+            raise error
+        self._gang.reassign_ranks(assignment.plan, assignment.before)
+        self._plan = assignment.plan
+        self._telemetry.begin_generation(self._plan, recovery_plan.lost, recovery_plan.step)
+        generation = self._make_generation(number)
+        generation.only_saves = True
+        generation.begin(
+            self.spec.run_uid,
+            recovery_plan,
+            recoverable_steps={},
+            checkpoint=self._checkpoints.newest,
+            faults=(),
+        )
+        self._handle(generation.watch())
+        self._finish_workers(generation)
+        if self._stop.received is not None:
+            return self._interrupted(generation)
+        return self._failed(str(error))
 
     def _finish_workers(self, generation: Generation) -> None:
         """Let the living workers finish their checkpoints while bytes are being written; collect their last reports."""
@@ -506,6 +572,8 @@ class Run:
         }
         if self.spec.queue_entry is not None:
             summary["queue_s"] = self._queue.waited_s
+        if self._gang.waited_s:
+            summary["waited_s"] = self._gang.waited_s
         if self._first_step_at is not None:
             summary["startup_s"] = self._first_step_at - self.spec.started_at - self._waited_before_start_s
             summary["startup"] = self._startup

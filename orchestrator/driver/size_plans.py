@@ -56,7 +56,7 @@ class _PlannedSizes:
             self._largest = Layout(mesh=plan.mesh, pipeline=plan.pipeline)
             return Sizes(
                 [plan.mesh],
-                lambda mesh: plan if mesh is plan.mesh else self._make_plan(self._at(mesh.num_workers)),
+                lambda mesh: plan if mesh == plan.mesh else self._make_plan(self._at(mesh.num_workers)),
                 initial=plan.mesh,
                 find_rescues=lambda: self._rescues(plan.mesh),
             )
@@ -79,7 +79,7 @@ class _PlannedSizes:
 
         def make(mesh: Mesh) -> Plan:
             plan = self._make_plan(self._at(mesh.num_workers))
-            on_job, _ = self._job_check(mesh.num_workers) if mesh is initial else ((), [])
+            on_job, _ = self._job_check(mesh.num_workers) if mesh == initial else ((), [])
             return replace(plan, notes=(*plan.notes, *on_job, note))
 
         return Sizes(meshes, make, initial=initial, find_rescues=lambda: self._rescues(meshes[0]))

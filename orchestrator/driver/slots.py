@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
-from collections.abc import Sequence
-from typing import Any, cast
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -18,15 +20,15 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrator.driver.calls import GangError, check_ray, completed
-from orchestrator.driver.cluster import label_selector
+from orchestrator.driver.cluster import excluded_nodes
 from orchestrator.driver.waiting import ResourceWait
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import Variables, WorkerInfo
 from orchestrator.worker.actor import remote_worker
 
 RELEASE_TIMEOUT_S = 5.0
-START_ATTEMPTS = 3
+NODE_ID_LABEL = "ray.io/node-id"
+"""The label by which Ray itself names each node."""
 
 
 class Slots:
@@ -41,34 +43,55 @@ class Slots:
         variables: Variables,
         label: str,
     ):
-        self._resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
+        self.resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
         if plan.gpus_per_worker:
-            self._resources["GPU"] = plan.gpus_per_worker
+            self.resources["GPU"] = plan.gpus_per_worker
         self._exclude_nodes = exclude_nodes
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._variables = variables
         self._label = label
-        self._bundles: list[tuple[PlacementGroup, int]] = []
+        self._bundles: dict[int, tuple[PlacementGroup, int]] = {}
+        self._reserved = 0
         self._actors: dict[int, Any] = {}
         self._started = 0
 
-    def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait) -> list[int]:
+    def reserve_all(
+        self, count: int, *, one_node: bool, wait: ResourceWait, patience_s: float = math.inf
+    ) -> list[int] | None:
         """Reserve ``count`` slots and wait until they are available; returns them node by node.
+
+        None if they are not available after ``patience_s``; nothing is reserved then.
 
         Raises:
             GangError, Interrupted: see :meth:`ResourceWait.check`.
         """
-        group = self._reserve(count, "STRICT_PACK" if one_node else "PACK")
+        slots = self._reserve(count, "STRICT_PACK" if one_node else "PACK")
+        group, _ = self._bundles[slots[0]]
+        deadline = time.monotonic() + patience_s
         while not group.wait(timeout_seconds=0.5):
             wait.check()
+            if time.monotonic() > deadline:
+                self._give_back(slots)
+                return None
         # Ray may place the bundles of a group in any order.
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+        return sorted(slots, key=lambda slot: (nodes[self._bundles[slot][1]], slot))
 
-    def reserve(self) -> int:
-        """Reserve one more slot, on any node, and return it at once; it is available when the cluster has room."""
-        self._reserve(1, "PACK")
-        return len(self._bundles) - 1
+    def reserve(self, *, avoid: Collection[str] = ()) -> int:
+        """Reserve one more slot and return it at once; it is available when the cluster has room.
+
+        ``avoid``: the ids of nodes on which it must not be. Ray takes a minute to find out that a silent one is dead.
+        """
+        return self._reserve(1, "PACK", avoid=avoid)[0]
+
+    def withdraw(self, slot: int) -> bool:
+        """Kill the actor in ``slot``, and give the slot back if it was reserved alone; returns whether it was."""
+        self.kill(slot)
+        group, _ = self._bundles[slot]
+        alone = sum(other is group for other, _ in self._bundles.values()) == 1
+        if alone:
+            self._give_back([slot])
+        return alone
 
     def start(self, slot: int) -> Any:
         """Start an actor in ``slot``.
@@ -83,8 +106,8 @@ class Slots:
             remote_worker()
             .options(
                 name=name,
-                num_cpus=self._resources["CPU"],
-                num_gpus=self._resources.get("GPU", 0),
+                num_cpus=self.resources["CPU"],
+                num_gpus=self.resources.get("GPU", 0),
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             )
@@ -92,33 +115,6 @@ class Slots:
         )
         self._actors[slot] = actor
         return actor.worker_info.remote()
-
-    def start_and_wait(self, slots: Sequence[int], wait: ResourceWait) -> dict[int, WorkerInfo]:
-        """Start an actor in each of ``slots`` and wait until all are up; one that dies meanwhile is started again.
-
-        Raises:
-            GangError: a worker did not come up in time, or died :data:`START_ATTEMPTS` times, or Ray is dead.
-            Interrupted: a stop was requested.
-        """
-        infos: dict[int, WorkerInfo] = {}
-        attempts = dict.fromkeys(slots, 1)
-        starting = {self.start(slot): slot for slot in slots}
-        while starting:
-            ready = completed(starting, 0.2)
-            check_ray()
-            wait.check()
-            for reference in ready:
-                slot = starting.pop(reference)
-                try:
-                    infos[slot] = cast(WorkerInfo, ray.get(reference))
-                except ray.exceptions.RayError as e:
-                    if attempts[slot] == START_ATTEMPTS:
-                        raise GangError(
-                            f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs"
-                        ) from e
-                    attempts[slot] += 1
-                    starting[self.start(slot)] = slot
-        return infos
 
     def actor(self, slot: int) -> Any:
         """Return the handle of the actor that was last started in ``slot``."""
@@ -133,24 +129,29 @@ class Slots:
         """Kill the actors and give the resources back. Never raises."""
         for slot in self._actors:
             self.kill(slot)
+        self._give_back(list(self._bundles))
+        self._actors = {}
+
+    def _reserve(self, count: int, strategy: str, *, avoid: Collection[str] = ()) -> list[int]:
+        slots = list(range(self._reserved, self._reserved + count))
+        avoided = ",".join(sorted({*avoid, *excluded_nodes(self._exclude_nodes)}))
+        group: PlacementGroup = placement_group(
+            [dict(self.resources) for _ in slots],
+            strategy=strategy,
+            name=f"{self._label}/{self._reserved}",
+            bundle_label_selector=[{NODE_ID_LABEL: f"!in({avoided})"} for _ in slots] if avoided else None,
+        )
+        self._bundles |= {slot: (group, index) for index, slot in enumerate(slots)}
+        self._reserved += count
+        return slots
+
+    def _give_back(self, slots: Iterable[int]) -> None:
+        """Remove the placement groups of ``slots``, which are all of theirs. Never raises."""
+        groups = {group.id: group for group, _ in map(self._bundles.pop, slots)}
         # In a thread of its own, because the call takes a minute if Ray is dead.
-        groups = {group.id: group for group, _ in self._bundles}
         thread = threading.Thread(target=_remove, args=(list(groups.values()),), daemon=True)
         thread.start()
         thread.join(RELEASE_TIMEOUT_S)
-        self._actors, self._bundles = {}, []
-
-    def _reserve(self, count: int, strategy: str) -> PlacementGroup:
-        name = f"{self._label}/{len(self._bundles)}"
-        selector = label_selector(self._exclude_nodes)
-        group: PlacementGroup = placement_group(
-            [dict(self._resources) for _ in range(count)],
-            strategy=strategy,
-            name=name,
-            bundle_label_selector=[selector] * count if selector else None,
-        )
-        self._bundles += [(group, index) for index in range(count)]
-        return group
 
 
 def kill_process(info: WorkerInfo) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from ray.util.placement_group import placement_group_table
-
-from orchestrator.driver.calls import GangError
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.driver.calls import NoWorkersError, check_ray
+from orchestrator.driver.cluster_state import cluster_state
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.signals import StopSignals
-from orchestrator.planning.plan import Plan
+from orchestrator.policy.shortage import ClusterState, Request, explain
 from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import Lease
 
-MESSAGE_EVERY_S = 5.0
+FIRST_MESSAGE_S, MESSAGE_EVERY_S = 2.0, 5.0
 
 
 class Interrupted(Exception):
@@ -54,53 +54,64 @@ class WaitMonitor:
         """Warn the user."""
         self._events.warn(message)
 
-    def report(self, waited_s: float, plan: Plan, holders: str) -> None:
-        """Report what the run waits for, and who holds resources."""
-        wanted = f"{plan.world_size + plan.spares} x {plan.cpus_per_worker:g} CPU"
-        if plan.gpus_per_worker:
-            wanted += f" and {plan.gpus_per_worker} GPU"
-        self._events.emit(WaitingForResources(waited_s=waited_s, wanted=wanted, holders=holders))
+    def report(self, waited_s: float, wanted: str, why: str) -> None:
+        """Report what the run waits for, and why."""
+        self._events.emit(WaitingForResources(waited_s=waited_s, wanted=wanted, why=why))
 
 
 class ResourceWait:
-    """One wait for resources: reports every few seconds, and gives up after ``timeout_s``.
+    """One wait for room in the cluster: reports every few seconds, and gives up after ``cluster.pending_timeout_s``.
 
-    ``what`` names the resources in the error message. ``label`` begins the names of the run's own placement groups.
+    ``wanted`` names what is waited for, and ``request`` is what would suffice. ``label`` begins the names of the run's
+    own placement groups. ``trouble`` returns why nothing can be placed on some nodes, by node id.
     """
 
-    def __init__(self, what: str, plan: Plan, *, label: str, timeout_s: float, monitor: WaitMonitor):
-        self._what = what
-        self._plan = plan
-        self._label = label
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        wanted: str,
+        request: Request,
+        config: ClusterConfig,
+        monitor: WaitMonitor,
+        *,
+        label: str,
+        trouble: Callable[[], Mapping[str, str]],
+    ):
+        self._wanted = wanted
+        self._request = request
+        self._config = config
         self._monitor = monitor
-        self._began = self._reported_at = time.monotonic()
+        self._label = label
+        self._trouble = trouble
+        self._began = time.monotonic()
+        self._report_at = self._began + FIRST_MESSAGE_S
+
+    @property
+    def waited_s(self) -> float:
+        """The time since the wait began, in seconds."""
+        return time.monotonic() - self._began
 
     def check(self) -> None:
         """Decide whether to wait longer. To be called several times a second.
 
         Raises:
-            GangError: the timeout has passed.
+            NoWorkersError: the timeout has passed.
+            GangError: Ray is dead.
             Interrupted, SupersededError: see :meth:`WaitMonitor.check`.
         """
         self._monitor.check()
-        now = time.monotonic()
-        waited_s = now - self._began
-        if waited_s > self._timeout_s:
-            raise GangError(
-                f"no room for {self._what} within {waited_s:.0f} s (held by {_holders(self._label)}); free "
-                "some, lower strategy.num_workers, or raise cluster.pending_timeout_s"
+        check_ray()
+        if self.waited_s > self._config.pending_timeout_s:
+            raise NoWorkersError(
+                f"no room for {self._wanted} within {self.waited_s:.0f} s: {self._explanation()}; free some, lower "
+                "strategy.num_workers, or raise cluster.pending_timeout_s"
             )
-        if now - self._reported_at > MESSAGE_EVERY_S:
-            self._reported_at = now
-            self._monitor.report(waited_s, self._plan, _holders(self._label))
+        if time.monotonic() > self._report_at:
+            self._report_at = time.monotonic() + MESSAGE_EVERY_S
+            self._monitor.report(self.waited_s, self._wanted, self._explanation())
 
+    def state(self) -> ClusterState:
+        """Return the present state of the cluster."""
+        return cluster_state(own_label=self._label, trouble=self._trouble())
 
-def _holders(label: str) -> str:
-    """The placement groups of other runs that hold resources."""
-    others = [
-        f"{group['name'] or 'unnamed'} ({len(group['bundles'])} bundles)"
-        for group in placement_group_table().values()
-        if group["state"] == "CREATED" and not group["name"].startswith(f"{label}/")
-    ]
-    return ", ".join(others) or "other Ray tasks"
+    def _explanation(self) -> str:
+        return explain(self._request, self.state(), autoscaling=self._config.autoscaling, now=time.time())

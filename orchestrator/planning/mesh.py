@@ -70,6 +70,16 @@ class Mesh:
         """Return the global ranks of the replicas of a stage, ordered by ``dp_rank``."""
         return [self.global_rank(dp_rank=d, pp_rank=pp_rank) for d in range(self.data_parallel_size)]
 
+    @property
+    def close_groups(self) -> list[list[int]]:
+        """The groups of ranks that should share a node: pipelines, or with ``replicas_close`` the replicas of a stage.
+
+        Consecutive ranks, in ascending order.
+        """
+        if self.replicas_close:
+            return [self.replicas(pp_rank) for pp_rank in range(self.pipeline_parallel_size)]
+        return [self.pipeline(dp_rank) for dp_rank in range(self.data_parallel_size)]
+
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the ``DeviceMesh`` of the workers, with dimensions ``dp`` and ``pp``. Needs a process group."""
         from torch.distributed.device_mesh import DeviceMesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Sizes:
         find_rescues: Callable[[], Sequence[Mesh]] = tuple,
     ):
         self.meshes = tuple(meshes)
-        self._find_rescues = find_rescues
+        self._find_rescues = functools.cache(find_rescues)
         self._make_plan = make_plan
         self._plans: dict[int, Plan] = {}
         self.initial = self.plan(initial)

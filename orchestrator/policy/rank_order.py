@@ -5,7 +5,10 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
+from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.messages import WorkerInfo
+
+MAX_GROUPS_LISTED = 4
 
 
 def rank_order(workers: Sequence[WorkerInfo]) -> list[int]:
@@ -17,6 +20,49 @@ def rank_order(workers: Sequence[WorkerInfo]) -> list[int]:
         return int(ipaddress.ip_address(info.node_ip)), info.node_id, gpu, index
 
     return sorted(range(len(workers)), key=key)
+
+
+def groups_on_one_node(workers: Sequence[WorkerInfo], order: Sequence[int], *, group_size: int) -> list[int]:
+    """Return ``order`` changed such that as many groups of ``group_size`` consecutive ranks as possible share a node.
+
+    Each node first gets as many complete groups as it has room for, in the order of the nodes. The workers that are
+    left form the last groups, which cross nodes.
+    """
+    by_node: dict[str, list[int]] = {}
+    for index in order:
+        by_node.setdefault(workers[index].node_id, []).append(index)
+    complete: list[int] = []
+    rest: list[int] = []
+    for indices in by_node.values():
+        num_complete = len(indices) // group_size * group_size
+        complete += indices[:num_complete]
+        rest += indices[num_complete:]
+    return complete + rest
+
+
+def placement_note(mesh: Mesh, workers: Sequence[WorkerInfo]) -> str | None:
+    """Return which groups that should share a node cross nodes, for the user; None if there are none.
+
+    Args:
+        mesh: the grid of ranks.
+        workers: the worker of each rank.
+    """
+    if mesh.data_parallel_size == 1 or mesh.pipeline_parallel_size == 1:
+        return None
+    crossing: list[str] = []
+    for number, group in enumerate(mesh.close_groups):
+        nodes = {workers[rank].node_id: workers[rank].hostname for rank in group}
+        if len(nodes) > 1:
+            crossing.append(f"{number} ({', '.join(nodes.values())})")
+    if not crossing:
+        return None
+    flow, groups = ("gradients", "stages") if mesh.replicas_close else ("activations", "pipelines")
+    listed = crossing[:MAX_GROUPS_LISTED]
+    more = [f"and {len(crossing) - len(listed)} more"] if len(crossing) > len(listed) else []
+    return (
+        f"{flow} go through the network in {len(crossing)} of {len(mesh.close_groups)} {groups}: "
+        f"{', '.join([*listed, *more])}"
+    )
 
 
 def shards_last(workers: Sequence[WorkerInfo], order: Sequence[int], *, num_shards: int) -> list[int]:

@@ -46,11 +46,18 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingForResources(Event):
-    """The run waits for CPUs or GPUs (``wanted``); ``holders`` names what occupies them, empty if unknown."""
+    """The run waits for room in the cluster for ``wanted``; ``why`` says what is missing and who holds it."""
 
     waited_s: float
     wanted: str
-    holders: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Event):
+    """A remark for the user."""
+
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True)

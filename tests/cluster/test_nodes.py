@@ -81,6 +81,9 @@ class Run:
     def events(self, kind: str) -> Sequence[dict[str, Any]]:
         return events_below(self._folder, kind)
 
+    def waiting_for(self, wanted: str) -> bool:
+        return any(event["wanted"] == wanted for event in self.events("waiting_for_resources"))
+
     def sizes(self) -> list[tuple[int, int, str | None]]:
         return [(e["num_workers_before"], e["num_workers"], e["planned"]) for e in self.events("recovered")]
 
@@ -109,6 +112,44 @@ def test_a_node_is_lost_and_another_comes(cluster: Cluster, start: Callable[...,
     assert len(run.events("worker_lost")) == 1
     assert run.sizes() == [(2, 1, None), (1, 2, "growing")]
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
+
+
+def test_too_few_survivors_wait_for_the_workers_that_are_missing(cluster: Cluster, start: Callable[..., Run]) -> None:
+    """A run of three that needs two goes on when there is room for one; without room, a stop saves what is left."""
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    cluster.wait_for_nodes()
+    run = start("strategy.num_workers=[2,3]", "train.steps=100000")
+    run.wait_for_step(20)
+    for node in nodes:
+        cluster.remove_node(node, allow_graceful=False)
+    run.wait_for(lambda: run.waiting_for("1 worker more (has 1, least 2)"))
+    node = cluster.add_node(num_cpus=1)
+    run.wait_for(lambda: run.events("recovered"))
+    assert (run.sizes()[0], run.events("recovered")[0]["steps_lost"]) == ((3, 2, None), 0)
+
+    waits = len(run.events("waiting_for_resources"))
+    cluster.remove_node(node, allow_graceful=False)
+    run.wait_for(lambda: len(run.events("waiting_for_resources")) > waits)
+    summary = run.stop()
+    (saved,) = run.events("checkpoint_saved")
+    assert saved["step"] == summary["steps"] > run.events("recovered")[0]["step"]
+
+
+@pytest.mark.campaign
+def test_without_room_a_run_of_a_fixed_size_ends_with_what_the_survivor_holds(
+    cluster: Cluster, start: Callable[..., Run]
+) -> None:
+    node = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    run = start("strategy.num_workers=2", "train.steps=100000", "cluster.pending_timeout_s=8")
+    run.wait_for_step(20)
+    cluster.remove_node(node, allow_graceful=False)
+    output = run.output(code=1)
+    (lost,), (saved,) = run.events("worker_lost"), run.events("checkpoint_saved")
+    assert saved["step"] >= lost["step"]
+    assert "no room for a worker in place of those lost within" in output
+    assert "the cluster has room for 1 in all" in output
+    assert f"the newest checkpoint (step {saved['step']}) is at" in output or "a checkpoint is at" in output
 
 
 def test_an_output_directory_that_a_node_does_not_share_is_refused(

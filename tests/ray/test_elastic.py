@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.util.placement_group import placement_group, remove_placement_group
 
-from helpers.runs import events, losses, pid_of_rank
+from helpers.runs import events, losses, pid_of_rank, wait_for_step
 
 STEPS = 300
 WORDS = (
@@ -59,6 +60,29 @@ def test_a_run_goes_on_smaller_and_grows_again(run: Any, undisturbed: dict[int, 
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
     assert all(e["in_place"] for e in events(result.run_dir, "recovered"))
     assert [len(e["workers"]) for e in events(result.run_dir, "generation_started")] == [3, 2, 3]
+    assert_same_curve(result.run_dir, undisturbed)
+
+
+def test_a_run_starts_with_what_is_free_and_grows(run: Any, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    held = placement_group([{"CPU": 2}], name="another user's")
+    assert held.wait(30)
+
+    def release() -> None:
+        wait_for_step(tmp_path, 20)
+        remove_placement_group(held)
+
+    releaser = threading.Thread(target=release, daemon=True)
+    releaser.start()
+    result = run(*WORDS, "strategy.num_workers=[1,4]")
+    releaser.join(10)
+    assert result.exit_code == 0, result.reason
+    first, *later = [len(e["workers"]) for e in events(result.run_dir, "generation_started")]
+    assert first == 2
+    assert later, "it grows, to 4 at once or one by one"
+    assert later == sorted(later)
+    (note,) = events(result.run_dir, "noted")
+    assert "starts with 2 of 4 workers" in note["message"]
+    assert {planned for _, _, planned in sizes(result.run_dir)} == {"growing"}
     assert_same_curve(result.run_dir, undisturbed)
 
 

@@ -17,7 +17,7 @@ import ray.cloudpickle as cloudpickle
 
 from helpers.runs import wait_for
 from orchestrator.driver.result import RESULT_LOST
-from orchestrator.driver.slots import START_ATTEMPTS
+from orchestrator.driver.spares import START_ATTEMPTS
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
 from orchestrator.protocol.messages import Heartbeat
 
@@ -123,14 +123,14 @@ def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path
 def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any, tmp_path: Path) -> None:
     run, watcher = simulation.prepared_run(2, tmp_path)
     with run._gang as gang:
-        gang.acquire()
+        gang.acquire(run.spec.sizes)
         slots = simulation.SimulatedSlots
         ray.get([host.limit_workers.remote(2) for host in slots.hosts])
 
         def no_more_are_started() -> bool:
             gang.ready()
             gang.refill(4)
-            return not gang._starting
+            return not gang._spares._starting
 
         wait_for(no_more_are_started)
         assert len(slots.workers) == 4, "two slots beyond those of the members"
@@ -142,7 +142,7 @@ def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any
 def test_the_heartbeat_of_an_outcome_follows_the_pending_one(simulation: Any, tmp_path: Path) -> None:
     run, _ = simulation.prepared_run(2, tmp_path)
     with run._gang as gang:
-        gang.acquire()
+        gang.acquire(run.spec.sizes)
         outcome = Heartbeat(step=7, phase="end", first_report=4, events=(Warned(message="the last"),))
         gang.heartbeats(with_system_metrics=False, wait_s=0.0, ranks=(0,))
         gang.add_last_heartbeat(0, outcome)

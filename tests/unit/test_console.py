@@ -192,7 +192,7 @@ def test_every_event_has_words() -> None:
     text = "\n".join(
         printed(
             replace(STARTED, resumed_from_step=40),
-            WaitingForResources(waited_s=12, wanted="4 x 1 GPU", holders="gpt-ddp"),
+            WaitingForResources(waited_s=12, wanted="4 workers", why="need 4 x {GPU: 1}; free 3"),
             FORMED,
             SAVED,
             CheckpointFailed(step=50, reason="No space left on device"),
@@ -208,7 +208,7 @@ def test_every_event_has_words() -> None:
         "strategy ddp, job digits, 2 workers",
         "/runs/1",
         "resumed from step 40",
-        "waiting 12s for 4 x 1 GPU; held by gpt-ddp",
+        "waiting 12s for 4 workers: need 4 x {GPU: 1}; free 3",
         "gloo on cpu in fp32: rank 0 on node-a, rank 1 on node-b",
         "checkpoint of step 40 saved (2.1 MB in 0.03 s)",
         "warning: cannot write the checkpoint of step 50: No space left on device; training continues",
@@ -283,6 +283,15 @@ def test_verdict_of_a_success_is_last() -> None:
         "next: python -m orchestrator.compare --last 5",
         "next: mlflow ui --backend-store-uri sqlite:////runs/m.db",
     ]
+
+
+def test_verdict_names_a_long_wait_apart_from_the_duration() -> None:
+    def first_line(waited_s: float) -> str:
+        summary = {**FINISHED.summary, "waited_s": waited_s}
+        return next(line for line in printed(STARTED, replace(FINISHED, summary=summary)) if "finished" in line)
+
+    assert first_line(0.4).startswith("finished: 500 steps in 21.0 s, ")
+    assert first_line(15.4).startswith("finished: 500 steps in 6.0 s after waiting 15s for resources, ")
 
 
 def test_verdict_of_a_pipeline_has_its_bubble_and_where_to_look() -> None:

@@ -28,9 +28,15 @@ SUMMARY = {"steps": 200, "samples_per_s": 9016.3, "step_ms_p50": 6.5657, "final_
 
 
 def test_a_run_that_finished() -> None:
-    summary = {**SUMMARY, "val_accuracy": 0.98328, "limit": "limited by gradients; try bf16", "startup_s": 1.86}
+    summary = {
+        **SUMMARY,
+        "val_accuracy": 0.98328,
+        "limit": "limited by gradients; try bf16",
+        "startup_s": 1.86,
+        "waited_s": 0.3,
+    }
     assert describe(RECORD, summary, status="FINISHED", reason="") == (
-        "Job **digits** with strategy **ddp** on 2 CPU workers finished 200 steps in 3.3s. "
+        "Job **digits** with strategy **ddp** on 2 CPU workers finished 200 steps in 3.0s. "
         "Speed: **9,016 samples/s**, 6.57 ms a step (median). Final loss 0.0310, validation accuracy 0.9833. "
         "Limited by gradients; try bf16. Start-up: 1.9s."
     )

@@ -17,7 +17,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator, percentile
 from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus, with_common_precision
 from orchestrator.policy.failure import death, first_failure, standstill, unreachable_addresses
-from orchestrator.policy.rank_order import rank_order, shards_last
+from orchestrator.policy.rank_order import groups_on_one_node, placement_note, rank_order, shards_last
 from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, Phase, TrainPoint, WorkerInfo
 from orchestrator.protocol.metrics import Metric, MetricSpec, Reduce
 from orchestrator.timeline.spans import Kind, Span
@@ -408,3 +408,40 @@ def test_a_gpu_that_torch_cannot_compute_on_is_named_with_the_reason() -> None:
 def test_shards_come_last_and_spread_over_the_nodes(nodes: str, num_shards: int, expected: list[int]) -> None:
     places = [WorkerInfo(node_id=n, node_ip=f"10.0.0.{ord(n)}", hostname=n, pid=1) for n in nodes]
     assert shards_last(places, range(len(nodes)), num_shards=num_shards) == expected
+
+
+def on_nodes(nodes: str) -> list[WorkerInfo]:
+    return [WorkerInfo(node_id=n, node_ip=f"10.0.0.{ord(n)}", hostname=f"gpu-{n}", pid=1) for n in nodes]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group_size", "expected"),
+    [
+        ("aaabbb", 1, [0, 1, 2, 3, 4, 5]),
+        ("aaaabb", 2, [0, 1, 2, 3, 4, 5]),
+        ("aaabbb", 2, [0, 1, 3, 4, 2, 5]),
+        ("aaabbc", 2, [0, 1, 3, 4, 2, 5]),
+        ("abbcc", 2, [1, 2, 3, 4, 0]),
+        ("aabb", 4, [0, 1, 2, 3]),
+    ],
+)
+def test_groups_of_ranks_share_a_node_where_one_has_room(nodes: str, group_size: int, expected: list[int]) -> None:
+    assert groups_on_one_node(on_nodes(nodes), range(len(nodes)), group_size=group_size) == expected
+
+
+def test_what_crosses_nodes_is_named_after_the_start() -> None:
+    pipelines = Mesh(data_parallel_size=3, pipeline_parallel_size=2)
+    assert placement_note(pipelines, on_nodes("aabbcc")) is None
+    assert placement_note(pipelines, on_nodes("aabbac")) == (
+        "activations go through the network in 1 of 3 pipelines: 2 (gpu-a, gpu-c)"
+    )
+    stages = Mesh(data_parallel_size=2, pipeline_parallel_size=2, replicas_close=True)
+    assert placement_note(stages, on_nodes("aabb")) is None
+    assert placement_note(stages, on_nodes("abab")) == (
+        "gradients go through the network in 2 of 2 stages: 0 (gpu-a, gpu-b), 1 (gpu-a, gpu-b)"
+    )
+    assert placement_note(Mesh(data_parallel_size=4), on_nodes("abab")) is None
+    assert placement_note(Mesh(pipeline_parallel_size=4), on_nodes("abab")) is None, "one pipeline is where it can be"
+    many = placement_note(Mesh(data_parallel_size=99, pipeline_parallel_size=2), on_nodes("ab" * 99))
+    assert many is not None
+    assert many.endswith("3 (gpu-a, gpu-b), and 95 more")

@@ -36,7 +36,7 @@ def test_nodes_that_fall_silent_one_after_the_other_are_all_lost(tmp_path: Path)
     silent: set[str] = set()
     gang: Any = FakeGang()
     config, _ = compose(["strategy=ddp"], [], registry.config_class)
-    nodes: Any = SimpleNamespace(silent=lambda workers, now: silent, draining=())
+    nodes: Any = SimpleNamespace(silent=lambda workers, now: silent, draining=(), lost=set())
     telemetry: Any = SimpleNamespace(last_step={}, straggler=None, has_trained=lambda number: False)
     anything: Any = SimpleNamespace(received=None, world_size=4)
     generation = Generation(

@@ -81,6 +81,6 @@ class DDPPipeline(Pipeline):
 def _placement(options: DDPPipelineConfig) -> str:
     if options.close == "replicas":
         return (
-            "placement: if not all ranks fit on one node, the replicas of a stage share one; gradients stay inside it"
+            "placement: the replicas of a stage share a node where there is room; a note at the start names the others"
         )
-    return "placement: if not all ranks fit on one node, the stages of a pipeline share one; activations stay inside it"
+    return "placement: the stages of a pipeline share a node where there is room; a note at the start names the others"

@@ -1,0 +1,153 @@
+"""Why a run waits for resources: what it needs, what is free, and who holds the rest. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MAX_NODES_LISTED = 4
+MAX_HOLDERS_LISTED = 3
+_DAY_S = 24 * 60 * 60
+_TOLERANCE = 1e-4
+"""Ray counts resources in units of 1/10000."""
+
+Resources = Mapping[str, float]
+"""Amounts by the names that Ray uses: ``CPU``, ``GPU``, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """``count`` workers with ``each`` to reserve; all on ``one_node``, or on any."""
+
+    count: int
+    each: Resources
+    one_node: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.count} x {{{', '.join(f'{name}: {amount:g}' for name, amount in self.each.items())}}}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """A living node. ``trouble`` says why nothing can be placed there; empty if it can."""
+
+    node_id: str
+    name: str
+    address: str
+    total: Resources
+    free: Resources
+    trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What a ``holder`` has reserved on a node; ``since`` is in seconds since the epoch."""
+
+    node_id: str
+    holder: str
+    resources: Resources
+    since: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterState:
+    """What the nodes of a cluster have, and who holds it, at one moment."""
+
+    nodes: Sequence[NodeState]
+    holdings: Sequence[Holding] = ()
+
+
+def room(request: Request, state: ClusterState) -> int:
+    """Return how many of the requested workers could be placed at once."""
+    return _sum(request, [0 if node.trouble else _fits(request.each, node.free) for node in state.nodes])
+
+
+def can_ever_fit(request: Request, state: ClusterState) -> bool:
+    """Return whether the present nodes have room for the request while nothing else runs."""
+    return _capacity(request, state) >= request.count
+
+
+def explain(request: Request, state: ClusterState, *, autoscaling: bool, now: float) -> str:
+    """Return why the request is not granted, as one sentence of limited length.
+
+    Args:
+        request: what is waited for.
+        state: the cluster.
+        autoscaling: whether nodes may be added.
+        now: seconds since the epoch.
+    """
+    free = room(request, state)
+    parts = [f"need {request}{' on one node' if request.one_node else ''}", f"free {free}"]
+    if not can_ever_fit(request, state):
+        shortage = f"the cluster has room for {_capacity(request, state)} in all"
+        if autoscaling:
+            parts.append(f"{shortage}; more nodes are awaited (cluster.autoscaling=true)")
+        else:
+            parts.append(f"{shortage}: add nodes, or lower strategy.num_workers or cluster.cpus_per_worker")
+    elif free >= request.count:
+        return "; ".join([*parts, "Ray is about to place them"])
+    occupied = sorted(
+        (node for node in state.nodes if _occupied(request.each, node)),
+        key=lambda node: -_occupied(request.each, node),
+    )
+    parts += [_describe(node, request.each, state.holdings, now) for node in occupied[:MAX_NODES_LISTED]]
+    if more := len(occupied) - MAX_NODES_LISTED:
+        parts += [f"and {more} more nodes"] if more > 0 else []
+    return "; ".join(parts)
+
+
+def _fits(each: Resources, available: Resources) -> int:
+    """Return how many workers the available resources of a node suffice for."""
+    return min(int((available.get(name, 0.0) + _TOLERANCE) // amount) for name, amount in each.items())
+
+
+def _sum(request: Request, by_node: Sequence[int]) -> int:
+    return max(by_node, default=0) if request.one_node else sum(by_node)
+
+
+def _capacity(request: Request, state: ClusterState) -> int:
+    return _sum(request, [_fits(request.each, node.total) for node in state.nodes])
+
+
+def _occupied(each: Resources, node: NodeState) -> int:
+    """Return how many workers the node has no room for although it is large enough."""
+    return _fits(each, node.total) - (0 if node.trouble else _fits(each, node.free))
+
+
+def _describe(node: NodeState, each: Resources, holdings: Sequence[Holding], now: float) -> str:
+    """Return who holds what is scarce on a node."""
+    where = f"node {node.name} ({node.address})"
+    if node.trouble:
+        return f"{where} {node.trouble}"
+    scarce = min(each, key=lambda name: (_fits({name: each[name]}, node.free), name != "GPU"))
+    unit = f" {scarce}s" if node.total[scarce] != 1 else f" {scarce}"
+    held = node.total[scarce] - node.free.get(scarce, 0.0)
+    text = f"{where}: {held:g} of {node.total[scarce]:g}{unit} held"
+    holders = _holders(node, scarce, holdings, held, now)
+    if len(holders) == 1:
+        return f"{text} by {holders[0][1]}"
+    return f"{text}, {', '.join(f'{amount:g} by {who}' for amount, who in holders)}"
+
+
+def _holders(
+    node: NodeState, name: str, holdings: Sequence[Holding], held: float, now: float
+) -> list[tuple[float, str]]:
+    """Return how much of a resource each holder has on a node: those with the most, and all others together."""
+    amounts: dict[str, float] = {}
+    since: dict[str, float] = {}
+    for holding in holdings:
+        if holding.node_id == node.node_id and (amount := holding.resources.get(name, 0.0)):
+            amounts[holding.holder] = amounts.get(holding.holder, 0.0) + amount
+            since[holding.holder] = min(since.get(holding.holder, now), holding.since)
+    named = sorted(amounts, key=lambda holder: -amounts[holder])[:MAX_HOLDERS_LISTED]
+    listed = [(amounts[holder], f"{holder} since {_clock(since[holder], now)}") for holder in named]
+    rest = held - sum(amount for amount, _ in listed)
+    return (
+        [*listed, (rest, "others" if len(amounts) > len(named) else "other Ray tasks")] if rest > _TOLERANCE else listed
+    )
+
+
+def _clock(since: float, now: float) -> str:
+    form = "%H:%M" if now - since < _DAY_S else "%b %d %H:%M"
+    return time.strftime(form, time.localtime(since))
