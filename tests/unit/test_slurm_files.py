@@ -15,7 +15,7 @@ SCRIPT = CLUSTER / "slurm" / "train.sbatch"
 TEXT = SCRIPT.read_text()
 OPTIONS = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", TEXT, re.MULTILINE))
 COMMANDS = TEXT.replace("\\\n", " ").splitlines()
-(STEP,) = (line for line in COMMANDS if line.startswith("srun ray"))
+(STEP,) = (line for line in COMMANDS if line.startswith("srun --cpus-per-task="))
 
 
 def test_the_shell_accepts_the_script() -> None:
