@@ -292,5 +292,5 @@ def leaks() -> list[str]:
 def is_worker(process: psutil.Process) -> bool:
     """Return whether a process runs one of our worker actors."""
     with contextlib.suppress(psutil.Error):
-        return any("ray::Worker" in word or "/worker-" in word for word in process.cmdline())
+        return any(t in word for word in process.cmdline() for t in ("ray::Worker", "/worker-", "ray::rank-"))
     return False

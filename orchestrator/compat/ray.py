@@ -2,7 +2,7 @@
 
 Ray may move these names in any release. Each is looked up at the moment of its use, so that an error names the one
 that moved, and ``tests/unit/test_compat_ray.py`` checks all of :data:`INTERNALS` against the installed Ray.
-What is patched here is restored when the context manager that patched it exits.
+What a context manager patches here is restored when it exits; only :func:`keep_process_title` patches for good.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import ctypes
 import faulthandler
 import functools
 import importlib
+import json
 import logging
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +50,12 @@ _MAX_PACKAGE_BYTES = "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE"
 _ALL_RESOURCES = "ray._private.state.total_resources_per_node"
 _FREE_RESOURCES = "ray._private.state.available_resources_per_node"
 _HEAD_RESOURCE = "ray._common.constants.HEAD_NODE_RESOURCE_NAME"
+_SET_TITLE = "ray._raylet.setproctitle"
+_JOB_CONFIG_VARIABLE = "ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR"
+_JOB_INFO_KEY = "ray.dashboard.modules.job.common.JobInfoStorageClient.JOB_DATA_KEY"
+_JOB_INFO_NAMESPACE = "ray._private.ray_constants.KV_NAMESPACE_JOB"
+_READ_VALUE = "ray.experimental.internal_kv._internal_kv_get"
+_WRITE_VALUE = "ray.experimental.internal_kv._internal_kv_put"
 
 INTERNALS = (
     _SET_SIGTERM_HANDLER,
@@ -73,6 +80,12 @@ INTERNALS = (
     _FREE_RESOURCES,
     _GCS_ACCESSOR,
     _PLACEMENT_GROUP,
+    _SET_TITLE,
+    _JOB_CONFIG_VARIABLE,
+    _JOB_INFO_KEY,
+    _JOB_INFO_NAMESPACE,
+    _READ_VALUE,
+    _WRITE_VALUE,
 )
 """The dotted names of all private objects that this module uses."""
 
@@ -342,6 +355,36 @@ def packaged_files(directory: Path) -> list[tuple[Path, int]]:
 def max_package_bytes() -> int:
     """Return the size of the largest working directory that Ray sends to a cluster."""
     return int(find_internal(_MAX_PACKAGE_BYTES))
+
+
+def keep_process_title(title: str) -> None:
+    """Give this worker process the title ``ray::<title>`` for ``ps`` and the dashboard; Ray no longer changes it."""
+    _take_title()(f"ray::{title}")
+
+
+@functools.cache
+def _take_title() -> Callable[[str], None]:
+    """Return the function with which Ray would set the title at each call, and take it away from Ray."""
+    set_title: Callable[[str], None] = find_internal(_SET_TITLE)
+    owner, attribute = _owner(_SET_TITLE)
+    setattr(owner, attribute, lambda title: None)
+    return set_title
+
+
+def add_job_metadata(values: Mapping[str, str]) -> None:
+    """Add to what the dashboard and ``ray job list`` show about the submitted job of this process, if it is one.
+
+    Ray offers this only for the time of the submission.
+    """
+    injected = json.loads(os.environ.get(find_internal(_JOB_CONFIG_VARIABLE), "{}"))
+    submission_id = injected.get("metadata", {}).get("job_submission_id")
+    if submission_id is None:
+        return
+    key = find_internal(_JOB_INFO_KEY).format(job_id=submission_id).encode()
+    namespace = find_internal(_JOB_INFO_NAMESPACE)
+    info = json.loads(find_internal(_READ_VALUE)(key, namespace=namespace))
+    info["metadata"] = {**(info.get("metadata") or {}), **values}
+    find_internal(_WRITE_VALUE)(key, json.dumps(info).encode(), overwrite=True, namespace=namespace)
 
 
 def _owner(name: str) -> tuple[Any, str]:

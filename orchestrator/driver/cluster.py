@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 import ray.exceptions
+from ray.job_config import JobConfig
 
 from orchestrator.compat.ray import (
     address_of_ray_start,
@@ -71,8 +72,10 @@ def this_machine(gpus: int) -> Node:
 
 
 @contextlib.contextmanager
-def embedded(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Iterator[None]:
-    """Run a Ray in this process, which has none."""
+def embedded(
+    config: ClusterConfig, *, num_cpus: float, num_gpus: int, metadata: dict[str, str] | None = None
+) -> Iterator[None]:
+    """Run a Ray in this process, which has none. Its dashboard shows ``metadata``."""
     with environment_defaults(EMBEDDED_ENVIRONMENT), _shut_down_afterwards():
         with loopback_accepted():
             _init(
@@ -81,6 +84,7 @@ def embedded(config: ClusterConfig, *, num_cpus: float, num_gpus: int) -> Iterat
                 num_cpus=math.ceil(num_cpus),
                 num_gpus=num_gpus,
                 include_dashboard=config.dashboard,
+                job_config=JobConfig(metadata=metadata),
             )
         yield
 
@@ -100,10 +104,11 @@ def address_error(address: str, *, key: str | None = None) -> str | None:
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
+def connected(address: str, *, metadata: dict[str, str] | None = None) -> Iterator[None]:
     """Join the cluster at ``address``, for which :func:`address_error` returns None; leave it on exit.
 
-    A Ray that the process is already connected to is used, and stays connected.
+    A Ray that the process is already connected to is used, and stays connected. Otherwise the dashboard shows
+    ``metadata``.
 
     Raises:
         ConfigError: Ray cannot join the cluster.
@@ -113,7 +118,7 @@ def connected(address: str) -> Iterator[None]:
         return
     with _shut_down_afterwards():
         try:
-            _init(address=_gcs_address(address))
+            _init(address=_gcs_address(address), job_config=JobConfig(metadata=metadata))
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
             raise ConfigError([f"{_to_cli(address)}: {version_error(str(e)) or ' '.join(str(e).split())[:500]}"]) from e
         yield

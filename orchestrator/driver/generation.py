@@ -206,7 +206,9 @@ class Generation:
         packed = assignment.packed()  # once, not for every worker
         self._next_round = time.monotonic() + self._config.cluster.heartbeat_s  # the calls below take part of it
         for member in members:
-            self._pending[member.actor.train.remote(packed, member.global_rank)] = member
+            rank = member.global_rank
+            train = member.actor.train.options(name=f"rank-{rank} {self._plan.run_name}")  # as the dashboard shows it
+            self._pending[train.remote(packed, rank)] = member
 
     def watch(self) -> Iterator[Event]:
         """Yield the events that workers report, which have been emitted, until the generation is over.

@@ -20,6 +20,7 @@ from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.text import size
+from orchestrator.driver.job_metadata import job_metadata, launch_name
 from orchestrator.records.git import GitFacts, carried
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -74,11 +75,9 @@ def make_submission(
         suffix: what makes the id unique, such as the time.
         redactor: masks secrets in the metadata.
     """
-    first = configs[0]
-    name = first.run_name if len(configs) == 1 else f"{first.job_name}-sweep-of-{len(configs)}"
     grace_s = max(c.cluster.stop_grace_s for c in configs)
     return Submission(
-        id="".join(c if c.isalnum() or c in "-_." else "-" for c in f"{name}-{suffix}"),
+        id="".join(c if c.isalnum() or c in "-_." else "-" for c in f"{launch_name(configs)}-{suffix}"),
         entrypoint=shlex.join(["python", "-m", "orchestrator.launch", *words]),
         working_dir=working_dir,
         env={
@@ -87,11 +86,8 @@ def make_submission(
             **carried(source),
         },
         metadata={
-            "run": name,
-            "strategy": ",".join(dict.fromkeys(c.strategy.name for c in configs)),
-            "job": ",".join(dict.fromkeys(c.job_name for c in configs)),
+            **job_metadata(configs, redactor),
             "command": shlex.join(masked(w, redactor) for w in words),
-            "tracking": redactor.text(str(first.tracking.uri)),
             **({} if source is None else {f"git_{name}": str(value) for name, value in asdict(source).items()}),
         },
     )

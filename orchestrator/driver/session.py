@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from orchestrator.compat.ray import add_job_metadata
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
@@ -21,6 +22,7 @@ from orchestrator.driver.decision import NotMeasuredError
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
 from orchestrator.driver.given_job import pickle_job
+from orchestrator.driver.job_metadata import job_metadata
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
@@ -201,8 +203,9 @@ def _ray(
     """
     config = candidates[0].config
     address = cluster.target_address(config.cluster)
+    metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
     if address is not None:
-        with cluster.connected(address):
+        with cluster.connected(address, metadata=metadata):
             nodes = without_excluded(cluster.nodes(), config.cluster.exclude_nodes)
             if not config.plan:
                 nodes = fit_nodes(nodes, candidates)
@@ -215,7 +218,7 @@ def _ray(
         return
     # No more than the runs need: Ray starts a process in advance for each CPU, and each of them imports torch.
     num_cpus = max(s.max_processes * s.largest.cpus_per_worker for _, s in planned)
-    with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=machine.gpus):
+    with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=machine.gpus, metadata=metadata):
         yield (machine,), planned
 
 
@@ -238,6 +241,7 @@ def _run(
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
+    add_job_metadata({"run_dir": run_dir.location})
     if candidate.decision is not None:
         candidate.decision.write_to(run_dir)
     lease = Lease(run_dir)

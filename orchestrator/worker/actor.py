@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.compat import deferred_dynamo
+from orchestrator.compat.ray import keep_process_title
 from orchestrator.compat.torch import flight_record
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import RedactingStream, Redactor
@@ -187,6 +188,7 @@ class Worker:
         return replace(outcome, last_heartbeat=self.outbox.collect_last())
 
     def _train(self, assignment: Assignment) -> Outcome:
+        keep_process_title(f"rank-{assignment.global_rank} {assignment.plan.run_name}")
         run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()

@@ -13,14 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from helpers.runs import ROOT, events, events_below, last_step, wait_for_step
+from helpers.runs import ROOT, events, events_below, last_step, wait_for, wait_for_step
 
 BIN = Path(sys.executable).parent
 START = ROOT / "cluster" / "start.sh"
@@ -183,15 +185,44 @@ def submit(head: Head, *words: str) -> subprocess.CompletedProcess[str]:
     return command(head, *program, *words, cwd=ROOT)
 
 
+def dashboard(head: Head, path: str) -> Any:
+    """What Ray's dashboard shows."""
+    token = (head.home / ".ray" / "auth_token").read_text().strip()
+    request = urllib.request.Request(head.dashboard + path, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+
+def pids_by_title(run: str) -> dict[str, int]:
+    """The worker processes of a run by the title that ``ps`` and the dashboard show."""
+    titles = {p.pid: " ".join(p.info["cmdline"] or ()).strip() for p in psutil.process_iter(["cmdline"])}
+    return {title: pid for pid, title in titles.items() if re.fullmatch(rf"ray::rank-\d+ {run}", title)}
+
+
+def check_what_ray_shows(head: Head, submission_id: str, run_dir: Path) -> None:
+    """The job names its run; processes and tasks are named after ranks, also that of a worker in place of another."""
+    metadata = dashboard(head, f"/api/jobs/{submission_id}")["metadata"]
+    assert metadata.items() >= {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir)}.items()
+    before = pids_by_title("stopped")
+    assert before.keys() == {"ray::rank-0 stopped", "ray::rank-1 stopped"}
+    running = "filter_keys=state&filter_predicates=%3D&filter_values=RUNNING"
+    tasks = dashboard(head, f"/api/v0/tasks?{running}")["data"]["result"]["result"]
+    assert {t["name"] for t in tasks} >= {"rank-0 stopped", "rank-1 stopped"}
+    os.kill(before["ray::rank-1 stopped"], signal.SIGKILL)
+    after = wait_for(lambda: len(found := pids_by_title("stopped")) == 2 and found != before and found)
+    assert after["ray::rank-0 stopped"] == before["ray::rank-0 stopped"]
+
+
 @pytest.mark.timeout(240)
-def test_a_submitted_run_is_stopped_and_continued(head: Head, tmp_path: Path) -> None:
-    words = ("strategy=ddp", "job=sleep", "name=stopped", "train.steps=200", "tracking=none",
+def test_a_submitted_run_is_shown_stopped_and_continued(head: Head, tmp_path: Path) -> None:
+    words = ("strategy=ddp", "job=sleep", "name=stopped", "train.steps=400", "tracking=none",
              f"output_dir={tmp_path}/outputs")  # fmt: skip
     sent = submit(head, "--no-wait", *words, "job.forward_ms=4")
     assert sent.returncode == 0, sent.stderr
     submission_id = sent.stdout.split()[1]
     assert submission_id.startswith("stopped-")
     run_dir = wait_for_step(tmp_path, 10)
+    check_what_ray_shows(head, submission_id, run_dir)
     command(head, "ray", "job", "stop", "--address", head.dashboard, submission_id, cwd=head.home)
     attached = submit(head, "--attach", submission_id)
     assert attached.returncode == 143, attached.stdout + attached.stderr
@@ -201,7 +232,7 @@ def test_a_submitted_run_is_stopped_and_continued(head: Head, tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     assert [p.parent for p in tmp_path.glob("outputs/*/*/run.json")] == [run_dir]
     assert json.loads((run_dir / "run.json").read_text())["state"] == "finished"
-    assert last_step(tmp_path) == 200
+    assert last_step(tmp_path) == 400
 
 
 @pytest.mark.timeout(240)

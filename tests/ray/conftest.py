@@ -59,4 +59,4 @@ def _is_busy_worker(process: psutil.Process) -> bool:
         command = " ".join(process.cmdline())
     except psutil.Error:
         return False
-    return "/worker-" in command or "ray::Worker" in command
+    return any(title in command for title in ("/worker-", "ray::Worker", "ray::rank-"))

@@ -7,6 +7,8 @@ import inspect
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,27 @@ def test_an_actor_that_died_with_its_node_is_told_from_one_that_died_alone() -> 
 
 def test_a_port_without_a_server_is_unavailable() -> None:
     assert compat.probe_gcs("127.0.0.1:9", timeout_s=2) == "unavailable"
+
+
+KEEP_TITLE = """
+import psutil, ray
+from orchestrator.compat.ray import keep_process_title
+for title in ("rank-0 a run", "rank-1 a run"):
+    keep_process_title(title)
+    with ray._private.worker._changeproctitle("ray::Worker.heartbeat", "ray::Worker"):
+        pass
+    print(" ".join(psutil.Process().cmdline()).strip())
+"""
+
+
+def test_a_title_stays_until_it_is_changed_by_us() -> None:
+    done = subprocess.run([sys.executable, "-c", KEEP_TITLE], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ray::rank-0 a run\nray::rank-1 a run\n", done.stderr
+
+
+def test_a_process_that_is_no_submitted_job_has_no_metadata_to_add_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    compat.add_job_metadata({"run_dir": "/runs/1"})
 
 
 def test_private_names_are_used_nowhere_else() -> None:
