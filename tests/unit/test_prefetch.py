@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.worker.prefetch import SideStream, prefetched
+from orchestrator.strategies.prefetch import SideStream, prefetched
 
 
 def logged_copies(log: list[str]) -> Callable[[Any], Callable[[], Any]]:
