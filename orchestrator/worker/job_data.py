@@ -14,10 +14,9 @@ from orchestrator.protocol.messages import Assignment
 from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.datasets import check_dataset, is_stream
-from orchestrator.strategies.side_stream import SideStream
+from orchestrator.strategies.prefetch import SideStream, prefetched
 from orchestrator.worker.control import Outbox, StepGate
 from orchestrator.worker.data import EvalBatches, checked_weights, train_batches
-from orchestrator.worker.prefetch import prefetched
 from orchestrator.worker.stream import Mark, StreamReader
 from orchestrator.worker.warner import Warner
 

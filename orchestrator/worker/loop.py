@@ -232,9 +232,8 @@ class Loop:
 
     def _train_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
         seed_step(self.config.seed, step, self.rank)
-        waiting_since = time.perf_counter()
-        batch = next(batches)
-        window.data_wait_s += time.perf_counter() - waiting_since
+        with window.data_wait.waiting():
+            batch = next(batches)
         self._inject_fault("train", step)
         compiled_s = self._compile_meter.seconds
         with self._flop_meter.counting(step):

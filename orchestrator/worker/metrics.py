@@ -20,6 +20,7 @@ from torch import Tensor
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
+from orchestrator.strategies.device_clock import WaitTimer, clock_of
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.flops import StepFlops
 from orchestrator.worker.gpu_meter import GpuMeter
@@ -56,20 +57,15 @@ class NonFiniteError(ArithmeticError):
 
 
 class StepTimer:
-    """Measures the time from the end of one step to the end of the next, with CUDA events on a GPU."""
+    """Measures the time from the end of one step to the end of the next."""
 
     def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
+        self._clock = clock_of(device)
         self._marks: list[Any] = []
 
     def mark(self) -> None:
         """Mark the end of a step, or, at the first call, the start."""
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+        self._marks.append(self._clock.mark())
 
     def restart(self) -> None:
         """Exclude the time since the last mark, for example an evaluation or a checkpoint."""
@@ -80,13 +76,8 @@ class StepTimer:
     def drain(self) -> list[float]:
         """Return the milliseconds of each step since the last call; the last mark starts the next window."""
         marks, self._marks = self._marks, self._marks[-1:]
-        if self._cuda and marks and marks[-1] is not None:
-            marks[-1].synchronize()
         pairs = itertools.pairwise(marks)
-        return [self._between(a, b) for a, b in pairs if a is not None and b is not None]
-
-    def _between(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) if self._cuda else (end - start) * 1e3
+        return [self._clock.ms_between(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 class Window:
@@ -94,8 +85,8 @@ class Window:
 
     def __init__(self, *, device: torch.device, total_steps: int, first_step: int):
         self.timer = StepTimer(device)
+        self.data_wait = WaitTimer(device)
         self._device = device
-        self.data_wait_s = 0.0
         self._warm_at = first_step + min(WARM_UP_STEPS, total_steps // 5)
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -179,7 +170,7 @@ class Window:
             loss_sum=float(torch.stack(self._losses).sum()) if self._losses else 0.0,
             weight=float(torch.stack(self._weights).sum()) if self._weights else 0.0,
             step_ms=tuple(warm),
-            data_wait_ms=self.data_wait_s * 1e3 / steps,
+            data_wait_ms=self.data_wait.total_ms() / steps,
             comm_share=comm_share,
             peak_memory_mb=peak_memory_mb(self._device),
             spans=tuple(spans) if self._warm(step) else (),
@@ -190,7 +181,7 @@ class Window:
             flops_at_peak_ms=None if flops is None else flops.at_peak_ms,
         )
         self._losses, self._weights, self._steps, self._updated, self._compiled = [], [], [], [], []
-        self.data_wait_s = 0.0
+        self.data_wait.restart()
         return point
 
     def _warm(self, step: int) -> bool:

@@ -89,12 +89,13 @@ def test_a_point_sums_its_window_and_the_next_starts_empty():
     w = window()
     add(w, 1, 3.0, weight=2.0)
     add(w, 2, 5.0, weight=4.0)
-    w.data_wait_s = 0.010
+    with w.data_wait.waiting():
+        time.sleep(0.01)
     point = close(w, grad_norm=0.5)
     assert (point.step, point.loss_sum, point.weight, point.comm_share) == (2, 8.0, 6.0, 0.0)
     values = {name: metric.value for name, metric in point.metrics.items()}
     assert values == {"train/samples_seen": 8, "train/epoch": 0.5, "train/lr": 0.1, "train/grad_norm": 0.5}
-    assert point.data_wait_ms == pytest.approx(5.0)
+    assert point.data_wait_ms >= 5.0
     add(w, 3, 7.0, weight=1.0)
     point = close(w)
     assert (point.step, point.loss_sum, point.weight) == (3, 7.0, 1.0)

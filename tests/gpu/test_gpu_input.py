@@ -7,8 +7,7 @@ import torch
 
 from helpers.batches import train
 from helpers.gang import Gang, own_device
-from orchestrator.strategies.side_stream import SideStream
-from orchestrator.worker.prefetch import prefetched
+from orchestrator.strategies.prefetch import SideStream, prefetched
 
 ROWS, COLUMNS, STEPS = 64, 65_536, 12
 

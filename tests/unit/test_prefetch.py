@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.strategies.side_stream import SideStream
-from orchestrator.worker.prefetch import prefetched
+from orchestrator.strategies.prefetch import SideStream, prefetched
 
 
 def logged_copies(log: list[str]) -> Callable[[Any], Callable[[], Any]]:

@@ -13,7 +13,6 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -48,6 +47,7 @@ from orchestrator.state.transport import (
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import example_batch
+from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
@@ -120,7 +120,7 @@ class Pipeline(OptimizerStep):
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
         self.reassign(context)
-        self._comm_ms: float | None = None
+        self._waits = WaitTimer(context.device)  # for the other replicas
         self._builder: StageBuilder | None = None  # from setup() until the stages are built
         self._cut: Cut | None = None  # None until the stages are built
         self.stages: Sequence[Stage] = ()
@@ -346,7 +346,7 @@ class Pipeline(OptimizerStep):
         return self._warnings
 
     def comm_ms(self) -> float | None:
-        return self._comm_ms
+        return self._waits.total_ms() if self.context.mesh.data_parallel_size > 1 else None
 
     def _split(self) -> tuple[str, ...] | None:
         """Return the module names of ``strategy.split``, or None to cut by measured time."""
@@ -405,23 +405,26 @@ class Pipeline(OptimizerStep):
 
     def _reduce_gradients(self) -> None:
         """Sum each gradient over the replicas of its stage, then gradients of shared parameters over their stages."""
-        began = time.perf_counter()
+        self._waits.restart()
+        with self._waits.waiting():
+            if self.context.mesh.data_parallel_size > 1:
+                self._sum_over_replicas()
+            self._connected.sharing.add_gradients()
+
+    def _sum_over_replicas(self) -> None:
+        """Sum the gradients over the replicas, and give all of them the buffers of the first."""
+        if any(p.requires_grad and p.grad is None for p in self.parameters):
+            named = self.state_module().named_parameters()
+            missing = [n for n, p in named if p.requires_grad and p.grad is None and n not in self._unused]
+            if missing:
+                raise ValueError(
+                    f"parameters that take no part in the loss: {', '.join(missing)}; the other replicas would "
+                    "wait for their gradients. Use these parameters or freeze them (requires_grad=False)"
+                )
         replicas = self._connected.replicas
-        if self.context.mesh.data_parallel_size > 1:
-            if any(p.requires_grad and p.grad is None for p in self.parameters):
-                named = self.state_module().named_parameters()
-                missing = [n for n, p in named if p.requires_grad and p.grad is None and n not in self._unused]
-                if missing:
-                    raise ValueError(
-                        f"parameters that take no part in the loss: {', '.join(missing)}; the other replicas would "
-                        "wait for their gradients. Use these parameters or freeze them (requires_grad=False)"
-                    )
-            sum_over(replicas, [p.grad for p in self.parameters if p.grad is not None])
-            for buffer in self._buffers():
-                dist.broadcast(buffer, group=replicas, group_src=0)
-        self._connected.sharing.add_gradients()
-        if self.context.mesh.data_parallel_size > 1:
-            self._comm_ms = (time.perf_counter() - began) * 1e3
+        sum_over(replicas, [p.grad for p in self.parameters if p.grad is not None])
+        for buffer in self._buffers():
+            dist.broadcast(buffer, group=replicas, group_src=0)
 
 
 def _optimizer_of(job: Job, parameters: Sequence[nn.Parameter]) -> Optimizer:

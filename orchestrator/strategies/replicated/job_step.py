@@ -12,7 +12,6 @@ offers its state then, and the run continues from a checkpoint.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -31,6 +30,7 @@ from orchestrator.state.joint import JointScheduler
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult
+from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.gradients import weighted_sum_over
 from orchestrator.strategies.replicated import gather
 from orchestrator.strategies.replicated.sync_batchnorm import synchronize
@@ -49,7 +49,7 @@ class JobStep(WholeModel):
         self._frozen_versions_before: Sequence[tuple[int, int]] = ()
         self._wants_norm = False
         self._norms: dict[str, Tensor] = {}
-        self._waited_s = 0.0
+        self._waits = WaitTimer(context.device)  # for the other ranks
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
@@ -88,7 +88,8 @@ class JobStep(WholeModel):
         batch = to_device(batch, self.context.device)
         self._buffers_before = copies_of(self._buffers(), into=self._buffers_before) if self._has_peers else []
         self._frozen_versions_before = self._frozen_versions()
-        self._wants_norm, self._norms, self._waited_s = want_grad_norm, {}, 0.0
+        self._wants_norm, self._norms = want_grad_norm, {}
+        self._waits.restart()
         self._in_step = True
         self.model.zero_grad()
         with self.precision.autocast(), gather.training_step():
@@ -121,9 +122,7 @@ class JobStep(WholeModel):
         return {ANY_RANK: (step,)}
 
     def comm_ms(self) -> float | None:
-        if self.context.device.type != "cpu" or not self._has_peers:
-            return None  # on a GPU, the host does not wait
-        return 1e3 * self._waited_s
+        return self._waits.total_ms() if self._has_peers else None
 
     @property
     def nonfinite_advice(self) -> str | None:
@@ -158,9 +157,8 @@ class JobStep(WholeModel):
         train = self.context.train
         parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         if self._has_peers:
-            began = time.perf_counter()
-            weighted_sum_over(_world(), parameters, self._rows / train.global_batch_size, self.context.device)
-            self._waited_s += time.perf_counter() - began
+            with self._waits.waiting():
+                weighted_sum_over(_world(), parameters, self._rows / train.global_batch_size, self.context.device)
         if train.clip_norm is not None or self._wants_norm:
             norm = nn.utils.get_total_norm([entries(p.grad) for p in parameters if p.grad is not None])
             self._norms[name] = norm.to(self.context.device)
@@ -171,10 +169,9 @@ class JobStep(WholeModel):
 
     def _share_buffers(self) -> None:
         """Replace the buffers by those of rank 0."""
-        began = time.perf_counter()
-        broadcast_tensors(self._buffers(), source=0, device=self.context.device)
-        self.confirm()
-        self._waited_s += time.perf_counter() - began
+        with self._waits.waiting():
+            broadcast_tensors(self._buffers(), source=0, device=self.context.device)
+            self.confirm()
 
 
 def _world() -> dist.ProcessGroup:

@@ -1,0 +1,71 @@
+"""How long a device waits, by its own clock."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.strategies.device_clock import WaitTimer
+
+
+def test_blocks_add_up_until_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    timer = WaitTimer(torch.device("cpu"))
+    for wait_s in (0.010, 0.030):
+        with timer.waiting():
+            now_s[0] += wait_s
+        now_s[0] += 1.0  # computation
+    assert timer.total_ms() == pytest.approx(40)
+    timer.restart()
+    assert timer.total_ms() == 0
+
+
+class BusyDevice:
+    """A device that this machine lacks: it reaches a mark when its own work is done, but not before the host is there.
+
+    Times are in milliseconds. ``waited``: how often the host has waited for it.
+    """
+
+    def __init__(self) -> None:
+        self.host_ms = 0.0
+        self.done_ms = 0.0
+        self.waited = 0
+
+    def enqueue(self, work_ms: float) -> None:
+        self.done_ms = max(self.done_ms, self.host_ms) + work_ms
+
+    def event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        return _Event(self)
+
+
+class _Event:
+    def __init__(self, device: BusyDevice):
+        self.device = device
+
+    def record(self) -> None:
+        self.reached_ms = max(self.device.done_ms, self.device.host_ms)
+
+    def synchronize(self) -> None:
+        self.device.waited += 1
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.reached_ms - self.reached_ms
+
+
+@pytest.mark.parametrize(("work_ms", "waited_ms"), [(0.0, 8.0), (5.0, 3.0), (20.0, 0.0)])
+def test_a_gpu_waits_only_when_its_own_work_is_done(
+    monkeypatch: pytest.MonkeyPatch, work_ms: float, waited_ms: float
+) -> None:
+    device = BusyDevice()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    timer = WaitTimer(torch.device("cuda"))
+    device.enqueue(work_ms)
+    with timer.waiting():
+        device.host_ms += 8.0
+    assert device.waited == 0, "a step does not wait for the device"
+    assert timer.total_ms() == pytest.approx(waited_ms)
