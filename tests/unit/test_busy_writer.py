@@ -32,8 +32,10 @@ def outbox() -> Outbox:
 def saving(tmp_path: Path, outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoints]:
     """What saves the checkpoints of one worker; none is complete before its fence file, a pipe, is written to."""
     monkeypatch.setattr(checkpoints, "BUSY_WAIT_S", 0.05)
-    os.mkfifo(RunDir(tmp_path).fence_file)
     orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=CASE)
+    fence = RunDir(tmp_path).fence_file
+    fence.rename(fence.with_suffix(".whole"))
+    os.mkfifo(fence)
     yield Checkpoints(orders, strategy=make(CASE, 0), outbox=outbox, warner=Warner(outbox))
     close_strategies()
 
@@ -41,9 +43,10 @@ def saving(tmp_path: Path, outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> I
 def complete(tmp_path: Path) -> None:
     """Let the checkpoint that is being written become complete, and later ones too."""
     fence = RunDir(tmp_path).fence_file
+    token = fence.with_suffix(".whole").read_text()
     with fence.open("w") as pipe:
-        fence.unlink()
-        pipe.write('{"generation": ""}')
+        fence.with_suffix(".whole").replace(fence)
+        pipe.write(token)
 
 
 def save(saving: Checkpoints, step: int, *, last: bool = False) -> None:

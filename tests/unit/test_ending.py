@@ -33,4 +33,4 @@ def test_a_run_is_offered_to_resume_only_if_it_has_a_checkpoint(saved: bool, tmp
         resume_command="continue it",
     )
     failed = RunResult(status="FAILED", exit_code=1, reason="", run_dir=run_dir.path, url=None)
-    assert ("continue it" in ending._next_commands(failed, missing_points=0)) == saved
+    assert ("continue it" in ending._next_commands(failed, is_uploaded=True)) == saved
