@@ -23,6 +23,7 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.slots import Slots
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import ResourceWait
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
@@ -268,7 +269,7 @@ class SimulatedSlots:
     """By slot."""
     num_started: int
 
-    def __init__(self, plan: Plan, **_: Any):
+    def __init__(self, plan: Plan, code: WorkerCode, **_: Any):
         type(self).hosts = [Host.remote() for _ in range(HOSTS)]  # type: ignore[attr-defined]
         type(self).workers = {}
         type(self).num_started = 0
@@ -286,6 +287,9 @@ class SimulatedSlots:
 
     def start_and_wait(self, slots: Sequence[int], wait: ResourceWait) -> dict[int, WorkerInfo]:
         return dict(zip(slots, ray.get([self.start(slot) for slot in slots]), strict=True))
+
+    def host_names(self, slots: Sequence[int]) -> list[str]:
+        return ["simulated"] * len(slots)
 
     def actor(self, slot: int) -> SimulatedWorker:
         return self.workers[slot]
@@ -360,4 +364,5 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
     uploader = Uploader.start(run_dir, replace(config.tracking, uri=None))
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, Redactor())
-    return Run(spec, events, StopSignals(), uploader, records, lease), watcher
+    code = WorkerCode(working_dir=None, py_modules=(), pip=())
+    return Run(spec, code, events, StopSignals(), uploader, records, lease), watcher

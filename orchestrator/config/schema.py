@@ -145,8 +145,22 @@ class ClusterConfig:
         "environment variables to set on the workers, as in cluster.env.NCCL_DEBUG=INFO; null: the value here. NCCL_*, "
         "TORCH_*, PYTORCH_* and HF_* are forwarded without being named, unless Ray was started with another value"
     )
+    pip: str | tuple[str, ...] = option(
+        "packages to install for the workers, as in cluster.pip=[einops], or a file of requirements"
+    )
+    py_modules: tuple[str, ...] = option(
+        "directories, .py files and wheels that the workers can import, from outside of the working directory"
+    )
     pending_timeout_s: float = option("maximum wait for resources, in seconds", above=0)
-    rendezvous_timeout_s: float = option("maximum wait for all ranks to join the process group, in seconds", above=0)
+    start_timeout_s: float = option(
+        "maximum wait for the processes of the workers to start, in seconds, with what pip installs; longer with "
+        "several workers per core",
+        above=0,
+    )
+    rendezvous_timeout_s: float = option(
+        "maximum wait for all ranks to join the process group, in seconds; longer with several workers per core",
+        above=0,
+    )
     collective_timeout_s: float = option(
         "timeout of a collective operation, in seconds: the last resort, above every limit of the hang detector",
         above=0,

@@ -14,7 +14,9 @@ import ray.exceptions
 from orchestrator.driver.calls import GangError, all_answers, answers_in_time, cause_of_death, describe_error
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.slots import START_ATTEMPTS, Slots, kill_process
+from orchestrator.driver.start_wait import wait_for_actors
 from orchestrator.driver.waiting import ResourceWait, WaitMonitor
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus
 from orchestrator.policy.rank_order import rank_order, shards_last
@@ -52,6 +54,7 @@ class Gang:
         self,
         plan: Plan,
         environment: WorkerEnvironment,
+        code: WorkerCode,
         nodes: NodeWatch,
         monitor: WaitMonitor,
         *,
@@ -64,10 +67,16 @@ class Gang:
         self._nodes = nodes
         self._monitor = monitor
         self._environment = environment
+        self._code = code
         self._config = environment.config.cluster
         self._label = label
         self._slots = Slots(
-            plan, heartbeat_timeout_s=self._config.heartbeat_timeout_s, variables=variables, label=label
+            plan,
+            code,
+            start_timeout_s=self._config.start_timeout_s,
+            heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            variables=variables,
+            label=label,
         )
         self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
         self._spares: dict[int, WorkerInfo] = {}  # by slot
@@ -96,13 +105,13 @@ class Gang:
         plan = self._plan
         wait = self._wait_for(f"{plan.world_size} workers")
         slots = self._slots.reserve_all(plan.world_size + plan.spares, one_node=plan.one_node, wait=wait)
-        answers = [self._slots.start(slot) for slot in slots]
-        timeout_s = self._config.rendezvous_timeout_s
-        advice = "see Ray's logs, or raise cluster.rendezvous_timeout_s"
-        try:
-            infos = cast("list[WorkerInfo]", all_answers(answers, timeout_s, check=self._monitor.check, advice=advice))
-        except ray.exceptions.RayError as e:
-            raise GangError(f"a worker died while it started: {e}") from e
+        hosts = self._slots.host_names(slots)
+        infos = wait_for_actors(
+            {self._slots.start(slot): host for slot, host in zip(slots, hosts, strict=True)},
+            timeout_s=self._config.start_timeout_s,
+            pip=self._code.pip,
+            monitor=self._monitor,
+        )
         self._check_devices(infos)
         order = rank_order(infos)
         by_rank = shards_last(infos, order[: plan.world_size], num_shards=plan.mesh.num_shards)

@@ -29,9 +29,11 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.sweep import Sweep
 from orchestrator.driver.uploads import RecordUpload
+from orchestrator.driver.worker_code import code_for_workers
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
+from orchestrator.policy.patience import with_patience
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -214,10 +216,12 @@ def _run(
     """Execute one run, from its directory and records to the verdict, on ``console`` or on the usual one.
 
     Raises:
-        ConfigError: the run directory cannot be written, or another process drives the run.
+        ConfigError: the run directory cannot be written, or another process drives the run; or the code of the job
+            cannot travel to the nodes.
         KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
     """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
+    code = code_for_workers(config.cluster, cluster.nodes())
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
@@ -231,7 +235,7 @@ def _run(
     writer = Journal(run_dir, warnings=console)
     journal = RedactingSink(writer, redactor)
     spec = RunSpec(
-        config=config,
+        config=with_patience(config, processes_per_core=sizes.largest.processes_per_core),
         sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,
@@ -259,8 +263,8 @@ def _run(
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
         try:
-            with lease, StopRequests(run_dir, stop):
-                result = Run(spec, EventStream([journal, console]), stop, uploader, records, lease).execute()
+            with lease, StopRequests(run_dir, stop), code:
+                result = Run(spec, code, EventStream([journal, console]), stop, uploader, records, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.
             writer.discard()

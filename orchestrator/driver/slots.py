@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.driver.calls import GangError, check_ray, completed
 from orchestrator.driver.waiting import ResourceWait
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import Variables, WorkerInfo
 from orchestrator.worker.actor import remote_worker
@@ -31,10 +32,21 @@ START_ATTEMPTS = 3
 class Slots:
     """The slots of a run, by number. Those reserved together become available together; more can be added later."""
 
-    def __init__(self, plan: Plan, *, heartbeat_timeout_s: float, variables: Variables, label: str):
+    def __init__(
+        self,
+        plan: Plan,
+        code: WorkerCode,
+        *,
+        start_timeout_s: float,
+        heartbeat_timeout_s: float,
+        variables: Variables,
+        label: str,
+    ):
         self._resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
         if plan.gpus_per_worker:
             self._resources["GPU"] = plan.gpus_per_worker
+        self._code = code
+        self._start_timeout_s = start_timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._variables = variables
         self._label = label
@@ -76,9 +88,16 @@ class Slots:
                 num_cpus=self._resources["CPU"],
                 num_gpus=self._resources.get("GPU", 0),
                 max_restarts=0,
+                runtime_env=self._code.runtime_env(),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             )
-            .remote(name, heartbeat_timeout_s=self._heartbeat_timeout_s, variables=self._variables)
+            .remote(
+                name,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                variables=self._variables,
+                requirements=self._code.pip,
+                install_timeout_s=self._start_timeout_s,
+            )
         )
         self._actors[slot] = actor
         return actor.worker_info.remote()
@@ -109,6 +128,14 @@ class Slots:
                     attempts[slot] += 1
                     starting[self.start(slot)] = slot
         return infos
+
+    def host_names(self, slots: Sequence[int]) -> list[str]:
+        """Return the name of the node of each slot, which must be available."""
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        bundles = [self._bundles[slot] for slot in slots]
+        groups = {group.id: group for group, _ in bundles}
+        nodes = {key: placement_group_table(group)["bundles_to_node_id"] for key, group in groups.items()}
+        return [names[nodes[group.id][index]] for group, index in bundles]
 
     def actor(self, slot: int) -> Any:
         """Return the handle of the actor that was last started in ``slot``."""

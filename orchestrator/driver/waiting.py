@@ -54,6 +54,10 @@ class WaitMonitor:
             wanted += f" and {plan.gpus_per_worker} GPU"
         self._events.emit(WaitingForResources(waited_s=waited_s, wanted=wanted, holders=holders))
 
+    def report_start(self, waited_s: float, wanted: str) -> None:
+        """Report which workers have not started yet on the resources that they have."""
+        self._events.emit(WaitingForResources(waited_s=waited_s, wanted=wanted, holders=""))
+
 
 class ResourceWait:
     """One wait for resources: reports every few seconds, and gives up after ``timeout_s``.

@@ -46,7 +46,10 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingForResources(Event):
-    """The run waits for CPUs or GPUs (``wanted``); ``holders`` names what occupies them, empty if unknown."""
+    """The run waits for CPUs or GPUs (``wanted``), or for its workers to start on them.
+
+    ``holders`` names what occupies them, empty if unknown.
+    """
 
     waited_s: float
     wanted: str
