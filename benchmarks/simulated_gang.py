@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.slots import Slots
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import ResourceWait
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
@@ -274,7 +275,7 @@ class SimulatedSlots:
     """By slot."""
     num_started: int
 
-    def __init__(self, plan: Plan, **_: Any):
+    def __init__(self, plan: Plan, code: WorkerCode, **_: Any):
         type(self).hosts = [Host.remote() for _ in range(HOSTS)]  # type: ignore[attr-defined]
         type(self).workers = {}
         type(self).num_started = 0
@@ -294,6 +295,9 @@ class SimulatedSlots:
         self.workers[slot] = SimulatedWorker(self.hosts[self.num_started % HOSTS], self.num_started)
         type(self).num_started += 1
         return self.workers[slot].worker_info.remote()
+
+    def host_names(self, slots: Sequence[int]) -> list[str]:
+        return ["simulated"] * len(slots)
 
     def actor(self, slot: int) -> SimulatedWorker:
         return self.workers[slot]
@@ -368,4 +372,5 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
     uploader = Uploader.start(run_dir, replace(config.tracking, uri=None))
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, Redactor())
-    return Run(spec, events, StopSignals(), uploader, records, lease), watcher
+    code = WorkerCode(working_dir=None, py_modules=(), pip=())
+    return Run(spec, code, events, StopSignals(), uploader, records, lease), watcher

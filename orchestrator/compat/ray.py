@@ -56,6 +56,12 @@ _JOB_INFO_KEY = "ray.dashboard.modules.job.common.JobInfoStorageClient.JOB_DATA_
 _JOB_INFO_NAMESPACE = "ray._private.ray_constants.KV_NAMESPACE_JOB"
 _READ_VALUE = "ray.experimental.internal_kv._internal_kv_get"
 _WRITE_VALUE = "ray.experimental.internal_kv._internal_kv_put"
+_NEVER_PACKAGED = "ray._private.ray_constants.get_runtime_env_default_excludes"
+_CREATE_PACKAGE = "ray._private.runtime_env.packaging.create_package"
+_PACKAGE_URI = "ray._private.runtime_env.packaging.get_uri_for_package"
+_PACKAGE_EXISTS = "ray._private.runtime_env.packaging.package_exists"
+_PIN_PACKAGE = "ray._private.runtime_env.packaging.pin_runtime_env_uri"
+_UPLOAD_PACKAGE = "ray._private.runtime_env.packaging.upload_package_to_gcs"
 
 INTERNALS = (
     _SET_SIGTERM_HANDLER,
@@ -86,11 +92,20 @@ INTERNALS = (
     _JOB_INFO_NAMESPACE,
     _READ_VALUE,
     _WRITE_VALUE,
+    _NEVER_PACKAGED,
+    _CREATE_PACKAGE,
+    _PACKAGE_URI,
+    _PACKAGE_EXISTS,
+    _PIN_PACKAGE,
+    _UPLOAD_PACKAGE,
 )
 """The dotted names of all private objects that this module uses."""
 
 NODE_HAS_DIED = "its node has died"
 """Part of the message by which the GCS server explains the death of an actor. The exception has no field for it."""
+
+PIN_S = 600
+"""How long the cluster keeps an uploaded package that no job refers to."""
 
 _SIGNALS_OF_RAY = (
     signal.SIGTERM,
@@ -346,10 +361,43 @@ def packaged_files(directory: Path) -> list[tuple[Path, int]]:
         if path.is_file():
             files.append((path.relative_to(directory), path.stat().st_size))
 
-    respects_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
     with ray_logs_errors_only():
-        find_internal(_WALK_PACKAGE)(directory, [], note, include_gitignore=respects_gitignore)
+        find_internal(_WALK_PACKAGE)(directory, [], note, include_gitignore=_respects_gitignore())
     return files
+
+
+def make_package(source: Path, package: Path, *, with_name: bool = False) -> Path:
+    """Zip a directory, without the files that ``.rayignore`` and ``.gitignore`` name, or a single file.
+
+    ``with_name``: the paths in the zip begin with the name of the directory. Returns ``package``.
+    """
+    with ray_logs_errors_only():
+        find_internal(_CREATE_PACKAGE)(
+            str(source),
+            package,
+            include_gitignore=_respects_gitignore(),
+            include_parent_dir=with_name,
+            excludes=find_internal(_NEVER_PACKAGED)(),
+        )
+    return package
+
+
+def upload_package(package: Path) -> str:
+    """Bring a zip or a wheel to the connected cluster if it is not there, and keep it there for :data:`PIN_S`.
+
+    Returns:
+        The URI, for a runtime environment.
+    """
+    uri: str = find_internal(_PACKAGE_URI)(package)
+    with ray_logs_errors_only():
+        find_internal(_PIN_PACKAGE)(uri, expiration_s=PIN_S)
+        if not find_internal(_PACKAGE_EXISTS)(uri):
+            find_internal(_UPLOAD_PACKAGE)(uri, package.read_bytes())
+    return uri
+
+
+def _respects_gitignore() -> bool:
+    return os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
 
 
 def max_package_bytes() -> int:

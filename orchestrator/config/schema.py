@@ -154,8 +154,22 @@ class ClusterConfig:
         "place in the queue: a higher one goes first, and makes running runs of lower priority yield their resources"
     )
     queue_timeout_s: float | None = option("maximum wait in the queue, in seconds; null: no limit", above=0)
+    pip: str | tuple[str, ...] = option(
+        "packages to install for the workers, as in cluster.pip=[einops], or a file of requirements"
+    )
+    py_modules: tuple[str, ...] = option(
+        "directories, .py files and wheels that the workers can import, from outside of the working directory"
+    )
     pending_timeout_s: float = option("maximum wait for resources when it is the turn of the run, in seconds", above=0)
-    rendezvous_timeout_s: float = option("maximum wait for all ranks to join the process group, in seconds", above=0)
+    start_timeout_s: float = option(
+        "maximum wait for the processes of the workers to start, in seconds, with what pip installs; longer with "
+        "several workers per core",
+        above=0,
+    )
+    rendezvous_timeout_s: float = option(
+        "maximum wait for all ranks to join the process group, in seconds; longer with several workers per core",
+        above=0,
+    )
     collective_timeout_s: float = option(
         "timeout of a collective operation, in seconds: the last resort, above every limit of the hang detector",
         above=0,

@@ -145,7 +145,8 @@ def waiting_text(event: WaitingForResources | WaitingInQueue) -> str:
         place = f"waiting {duration(event.waited_s)} in the queue, place {len(event.ahead) + 1}"
         ahead = f"; before it: {first_few(event.ahead)}" if event.ahead else ""
         return place + ahead + (f"; running: {first_few(event.running)}" if event.running else "")
-    return f"waiting {duration(event.waited_s)} for {event.wanted}: {event.why}"
+    why = f": {event.why}" if event.why else ""
+    return f"waiting {duration(event.waited_s)} for {event.wanted}{why}"
 
 
 def checkpoint_text(event: CheckpointSaved) -> str:

@@ -15,7 +15,7 @@ from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.overrides import quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.driver import cluster
+from orchestrator.driver import cluster, packages
 from orchestrator.driver.decision import Decision, chosen_before
 from orchestrator.driver.given_job import PickledJob, job_override, pickle_job
 from orchestrator.driver.preflight.params import plain_fields
@@ -146,6 +146,8 @@ def _check(
     config, job_spec = compose(overrides, errors, registry.config_class)
     if config is not None:
         redactor.learn(to_dict(config))
+        with collect_errors(errors):
+            packages.install(config.cluster)
     job = load_job(job_spec, errors, redactor, job_argument) if job_spec is not None else None
     pickled = None if job_argument is None or job is None else pickle_job(job_argument, job, errors)
     if config is not None and job is not None and isinstance(job_argument, Job):
@@ -158,6 +160,8 @@ def _check(
     config = absolute_paths(config)
     with collect_errors(errors):
         worker_variables(config.cluster.env, os.environ)
+    with collect_errors(errors):
+        packages.module_paths(config.cluster.py_modules)
     warnings: list[str] = []
     resume, sizes = None, None
     with collect_errors(errors):

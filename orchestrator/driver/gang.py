@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -22,7 +22,9 @@ from orchestrator.driver.calls import (
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.slots import Slots, kill_process
 from orchestrator.driver.spares import START_ATTEMPTS, Spares
+from orchestrator.driver.start_wait import wait_for_actors
 from orchestrator.driver.waiting import ResourceWait, WaitMonitor
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.devices import shared_gpu, unusable_gpus
 from orchestrator.policy.elastic import Sizes
@@ -64,6 +66,7 @@ class Gang:
         self,
         plan: Plan,
         environment: WorkerEnvironment,
+        code: WorkerCode,
         nodes: NodeWatch,
         monitor: WaitMonitor,
         *,
@@ -77,11 +80,14 @@ class Gang:
         self._nodes = nodes
         self._monitor = monitor
         self._environment = environment
+        self._code = code
         self._config = environment.config.cluster
         self._label = label
         self._slots = Slots(
             plan,
+            code,
             exclude_nodes=self._config.exclude_nodes,
+            start_timeout_s=self._config.start_timeout_s,
             heartbeat_timeout_s=self._config.heartbeat_timeout_s,
             variables=variables,
             label=label,
@@ -123,13 +129,13 @@ class Gang:
         """
         slots = self._reserve(sizes)
         plan = self._plan
-        answers = [self._slots.start(slot) for slot in slots]
-        timeout_s = self._config.rendezvous_timeout_s
-        advice = "see Ray's logs, or raise cluster.rendezvous_timeout_s"
-        try:
-            infos = cast("list[WorkerInfo]", all_answers(answers, timeout_s, check=self._monitor.check, advice=advice))
-        except ray.exceptions.RayError as e:
-            raise GangError(f"a worker died while it started: {e}") from e
+        hosts = self._slots.host_names(slots)
+        infos = wait_for_actors(
+            {self._slots.start(slot): host for slot, host in zip(slots, hosts, strict=True)},
+            timeout_s=self._config.start_timeout_s,
+            pip=self._code.pip,
+            monitor=self._monitor,
+        )
         self._check_devices(infos)
         group_size = len(plan.mesh.close_groups[0])
         order = groups_on_one_node(infos, rank_order(infos), group_size=group_size)

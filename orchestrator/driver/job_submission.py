@@ -10,17 +10,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from orchestrator.compat.ray import max_package_bytes, packaged_files, ray_logs_errors_only, use_token_of_user
+from orchestrator.compat.ray import ray_logs_errors_only, use_token_of_user
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.display.text import size
 from orchestrator.driver.job_metadata import job_metadata, launch_name
+from orchestrator.driver.packages import module_paths
 from orchestrator.records.git import GitFacts, carried
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -34,7 +34,7 @@ _STOPPED = 143
 """The exit code of a command that SIGTERM has stopped."""
 STOP_MARGIN_S = 10
 """What the driver needs after ``cluster.stop_grace_s``, to release its workers and write its records."""
-_LARGEST_FILES = 5
+_PY_MODULES = "cluster.py_modules="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class Submission:
         id: the readable submission id.
         entrypoint: the shell command.
         working_dir: the directory that travels to the cluster.
+        py_modules: the paths of modules that travel too.
         env: environment variables of the job.
         metadata: shown by ``ray job list`` and the dashboard.
     """
@@ -52,6 +53,7 @@ class Submission:
     id: str
     entrypoint: str
     working_dir: Path
+    py_modules: Sequence[Path] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -75,11 +77,16 @@ def make_submission(
         suffix: what makes the id unique, such as the time.
         redactor: masks secrets in the metadata.
     """
+    if modules := module_paths(
+        configs[0].cluster.py_modules
+    ):  # they are in the job's environment, which workers inherit
+        words = [*(w for w in words if not w.startswith(_PY_MODULES)), f"{_PY_MODULES}[]"]
     grace_s = max(c.cluster.stop_grace_s for c in configs)
     return Submission(
         id="".join(c if c.isalnum() or c in "-_." else "-" for c in f"{launch_name(configs)}-{suffix}"),
         entrypoint=shlex.join(["python", "-m", "orchestrator.launch", *words]),
         working_dir=working_dir,
+        py_modules=modules,
         env={
             "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(grace_s) + STOP_MARGIN_S),
             "PYTHONUNBUFFERED": "1",
@@ -91,20 +98,6 @@ def make_submission(
             **({} if source is None else {f"git_{name}": str(value) for name, value in asdict(source).items()}),
         },
     )
-
-
-def size_errors(working_dir: Path) -> list[str]:
-    """Return why the directory cannot travel: its files, without those that ``.rayignore`` names, are too large."""
-    files = sorted(packaged_files(working_dir), key=lambda f: f[1], reverse=True)
-    total = sum(n for _, n in files)
-    limit = max_package_bytes()
-    if total <= limit:
-        return []
-    largest = ", ".join(f"{path} ({size(n)})" for path, n in files[:_LARGEST_FILES])
-    return [
-        f"--working-dir={working_dir}: {size(total)} in {len(files)} files, and Ray takes at most "
-        f"{size(limit)}; the largest: {largest}. Name what the job does not need in .rayignore"
-    ]
 
 
 class JobServer:
@@ -136,7 +129,9 @@ class JobServer:
         Raises:
             ConfigError: Ray refuses it.
         """
-        runtime_env = {"working_dir": str(submission.working_dir), "env_vars": dict(submission.env)}
+        runtime_env: dict[str, Any] = {"working_dir": str(submission.working_dir), "env_vars": dict(submission.env)}
+        if submission.py_modules:
+            runtime_env["py_modules"] = [str(module) for module in submission.py_modules]
         try:
             with ray_logs_errors_only():
                 self._client.submit_job(

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.compat.ray import pickled_by_value
 from orchestrator.driver.calls import answers_in_time, describe_error
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Node
 from orchestrator.protocol.node_report import NodeReport, NoReport
 from orchestrator.worker.process import node_facts
@@ -31,22 +32,24 @@ def node_reports(
     *,
     timeout_s: float,
     job_modules: Sequence[str],
+    code: WorkerCode | None = None,
     output_dir: str | None = None,
     nonce: str | None = None,
     with_gpus: bool = False,
 ) -> list[NodeReport | NoReport]:
     """Return a report for each node, in order. Ray must be connected.
 
-    The nodes take over the working directory and the import paths of this process.
+    The nodes take over the working directory and the import paths of this process, or have the ``code`` of the run.
 
     Args:
         nodes: the nodes to ask.
         timeout_s: how long to wait for all of them.
         job_modules: the modules of the jobs, to import them beside that of the workers.
+        code: what the workers of the run will have on each node; None to look only at what is there.
         output_dir, nonce, with_gpus: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
     """
     questions = {
-        "working_dir": str(Path.cwd()),
+        "working_dir": str(Path.cwd()) if code is None or code.working_dir is None else None,
         "import_paths": [str(Path(path).resolve()) for path in sys.path],
         "modules": [WORKER, *job_modules],
         "output_dir": output_dir,
@@ -54,7 +57,8 @@ def node_reports(
         "with_gpus": with_gpus,
     }
     errors: dict[Node, ray.exceptions.RayError] = {}
-    pending = on_nodes(node_facts.node_facts, {n: {"address": n.address, **questions} for n in nodes})
+    arguments = {n: {"address": n.address, **questions} for n in nodes}
+    pending = on_nodes(node_facts.node_facts, arguments, None if code is None else code.runtime_env())
     facts = answers_in_time(pending, timeout_s, errors=errors)
 
     def report(node: Node) -> NodeReport | NoReport:
@@ -67,13 +71,17 @@ def node_reports(
     return [report(node) for node in nodes]
 
 
-def on_nodes(function: Callable[..., Any], arguments: Mapping[Node, Mapping[str, Any]]) -> dict[Any, Node]:
+def on_nodes(
+    function: Callable[..., Any],
+    arguments: Mapping[Node, Mapping[str, Any]],
+    runtime_env: Mapping[str, Any] | None = None,
+) -> dict[Any, Node]:
     """Call a function of ``node_facts`` on each node, with its ``arguments``; returns the nodes by pending answer."""
     task = ray.remote(num_cpus=0, max_retries=0)(function)
 
     def call(node: Node) -> Any:
         where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        return task.options(scheduling_strategy=where).remote(**arguments[node])
+        return task.options(scheduling_strategy=where, runtime_env=runtime_env).remote(**arguments[node])
 
     with pickled_by_value(node_facts):
         return {call(node): node for node in arguments}

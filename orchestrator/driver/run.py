@@ -30,6 +30,7 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.waiting import Interrupted, WaitMonitor
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.planning.faults import without_next
 from orchestrator.planning.plan import Plan
@@ -100,6 +101,7 @@ class Run:
     def __init__(
         self,
         spec: RunSpec,
+        code: WorkerCode,
         events: EventStream,
         stop: StopSignals,
         uploader: Uploader,
@@ -112,7 +114,7 @@ class Run:
         self._stop = stop
         self._plan = spec.sizes.initial
         self._environment = WorkerEnvironment(
-            working_dir=str(Path.cwd()),
+            working_dir=None if code.working_dir is not None else str(Path.cwd()),
             import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
             config=self.config,
             pickled_job=spec.pickled_job,
@@ -133,6 +135,7 @@ class Run:
         self._gang = Gang(
             self._plan,
             self._environment,
+            code,
             self._nodes,
             self._monitor,
             variables=worker_variables(self.config.cluster.env, os.environ),

@@ -35,10 +35,12 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.sweep import Sweep
 from orchestrator.driver.uploads import RecordUpload
+from orchestrator.driver.worker_code import code_for_workers
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.node_check import without_excluded
+from orchestrator.policy.patience import with_patience
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -234,10 +236,12 @@ def _run(
     """Execute one run, from its directory and records to the verdict, on ``console`` or on the usual one.
 
     Raises:
-        ConfigError: the run directory cannot be written, or another process drives the run.
+        ConfigError: the run directory cannot be written, or another process drives the run; or the code of the job
+            cannot travel to the nodes.
         KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
     """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
+    code = code_for_workers(config.cluster, without_excluded(cluster.nodes(), config.cluster.exclude_nodes))
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
@@ -254,7 +258,7 @@ def _run(
     events = EventStream([journal, console, RedactingSink(PrometheusSink(), redactor)])
     queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at)
     spec = RunSpec(
-        config=config,
+        config=with_patience(config, processes_per_core=sizes.largest.processes_per_core),
         sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,
@@ -283,8 +287,8 @@ def _run(
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
         try:
-            with lease, StopRequests(run_dir, stop):
-                result = Run(spec, events, stop, uploader, records, lease).execute()
+            with lease, StopRequests(run_dir, stop), code:
+                result = Run(spec, code, events, stop, uploader, records, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.
             writer.discard()

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.driver.cluster import excluded_nodes
 from orchestrator.driver.waiting import ResourceWait
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import Variables, WorkerInfo
 from orchestrator.worker.actor import remote_worker
@@ -37,8 +38,10 @@ class Slots:
     def __init__(
         self,
         plan: Plan,
+        code: WorkerCode,
         *,
         exclude_nodes: Sequence[str],
+        start_timeout_s: float,
         heartbeat_timeout_s: float,
         variables: Variables,
         label: str,
@@ -47,6 +50,8 @@ class Slots:
         if plan.gpus_per_worker:
             self.resources["GPU"] = plan.gpus_per_worker
         self._exclude_nodes = exclude_nodes
+        self._code = code
+        self._start_timeout_s = start_timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._variables = variables
         self._label = label
@@ -109,12 +114,27 @@ class Slots:
                 num_cpus=self.resources["CPU"],
                 num_gpus=self.resources.get("GPU", 0),
                 max_restarts=0,
+                runtime_env=self._code.runtime_env(),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             )
-            .remote(name, heartbeat_timeout_s=self._heartbeat_timeout_s, variables=self._variables)
+            .remote(
+                name,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                variables=self._variables,
+                requirements=self._code.pip,
+                install_timeout_s=self._start_timeout_s,
+            )
         )
         self._actors[slot] = actor
         return actor.worker_info.remote()
+
+    def host_names(self, slots: Sequence[int]) -> list[str]:
+        """Return the name of the node of each slot, which must be available."""
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        bundles = [self._bundles[slot] for slot in slots]
+        groups = {group.id: group for group, _ in bundles}
+        nodes = {key: placement_group_table(group)["bundles_to_node_id"] for key, group in groups.items()}
+        return [names[nodes[group.id][index]] for group, index in bundles]
 
     def actor(self, slot: int) -> Any:
         """Return the handle of the actor that was last started in ``slot``."""

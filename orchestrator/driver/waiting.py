@@ -54,8 +54,8 @@ class WaitMonitor:
         """Warn the user."""
         self._events.warn(message)
 
-    def report(self, waited_s: float, wanted: str, why: str) -> None:
-        """Report what the run waits for, and why."""
+    def report(self, waited_s: float, wanted: str, why: str = "") -> None:
+        """Report what the run waits for, and why; empty if that is not known."""
         self._events.emit(WaitingForResources(waited_s=waited_s, wanted=wanted, why=why))
 
 

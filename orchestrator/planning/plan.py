@@ -47,7 +47,8 @@ class Plan:
     """Everything that is decided before Ray starts an actor.
 
     ``workers`` has an entry for each rank, in order. ``split`` names the layers at which the stages after the first
-    begin; None to balance them by measured time. ``faults`` are those to inject, ``notes`` remarks for the user.
+    begin; None to balance them by measured time. ``processes_per_core`` counts shards and spares too. ``faults`` are
+    those to inject, ``notes`` remarks for the user.
     """
 
     run_name: str
@@ -68,6 +69,7 @@ class Plan:
     workers: tuple[WorkerPlan, ...]
     pipeline: PipelineLayout | None = None
     split: tuple[str, ...] | None = None
+    processes_per_core: float = 1.0
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -149,6 +151,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         workers=_worker_plans(layout, samples),
         pipeline=layout.pipeline,
         split=layout.split,
+        processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
         faults=faults,
         notes=tuple(notes),
     )

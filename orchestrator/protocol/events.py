@@ -46,7 +46,10 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingForResources(Event):
-    """The run waits for room in the cluster for ``wanted``; ``why`` says what is missing and who holds it."""
+    """The run waits for room in the cluster for ``wanted``, or for the start of its workers.
+
+    ``why`` says what is missing and who holds it; empty if that is not known.
+    """
 
     waited_s: float
     wanted: str

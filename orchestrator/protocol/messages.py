@@ -66,13 +66,13 @@ class WorkerEnvironment:
     """What is the same for every worker of a run.
 
     Workers take over ``working_dir`` and ``import_paths`` of the driver, so that the user's job can be imported and its
-    relative paths are valid there.
+    relative paths are valid there. ``working_dir`` is None if Ray starts them in a copy of it.
 
     ``pickled_job``: the job itself, in the format of cloudpickle, if its class cannot be imported from the name in
     ``config``: a notebook or a script defines it, or the caller made the instance. None otherwise.
     """
 
-    working_dir: str
+    working_dir: str | None
     import_paths: tuple[str, ...]
     config: Config
     pickled_job: bytes | None = None

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -49,7 +50,7 @@ from orchestrator.worker.fault_injection import inject_fault
 from orchestrator.worker.gpu_meter import GpuMeter
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.metrics import CpuMeter, system_metrics
-from orchestrator.worker.process import allocator, connections, crash_reports, memory
+from orchestrator.worker.process import allocator, connections, crash_reports, memory, packages
 from orchestrator.worker.process.gpu import gpu_error, has_bf16
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import check_shared
@@ -72,12 +73,26 @@ class Worker:
         label: how Ray names the actor.
         heartbeat_timeout_s: how long a step waits for a decision of the driver that holds it.
         variables: the environment variables to set, before CUDA, NCCL and the job read them.
+        requirements: what pip installs first, unless this node has it.
+        install_timeout_s: how long that may take.
+
+    Raises:
+        InstallError: pip has failed.
     """
 
-    def __init__(self, label: str, *, heartbeat_timeout_s: float, variables: Variables):
+    def __init__(
+        self,
+        label: str,
+        *,
+        heartbeat_timeout_s: float,
+        variables: Variables,
+        requirements: Sequence[str],
+        install_timeout_s: float,
+    ):
         os.environ.update({**variables.defaults, **os.environ, **variables.values})
+        self.label = label  # which Ray reads if the following fails
+        packages.use(requirements, timeout_s=install_timeout_s)
         deferred_dynamo.install()  # before any strategy is imported
-        self.label = label
         self.redactor = Redactor.of_process()
         self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
@@ -247,7 +262,7 @@ class Worker:
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        if Path(environment.working_dir).is_dir():
+        if environment.working_dir is not None and Path(environment.working_dir).is_dir():
             os.chdir(environment.working_dir)
         sys.path.extend(p for p in environment.import_paths if p not in sys.path)
         errors: list[str] = []

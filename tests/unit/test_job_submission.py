@@ -9,7 +9,8 @@ import pytest
 
 from orchestrator import submit
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.job_submission import make_submission, size_errors
+from orchestrator.driver.job_submission import make_submission
+from orchestrator.driver.packages import size_errors
 from orchestrator.driver.preflight.submitted import checked
 from orchestrator.records.git import GitFacts, carried, git_facts
 
@@ -43,6 +44,15 @@ def test_a_sweep_is_one_job(tmp_path: Path) -> None:
     assert job.metadata["strategy"] == "ddp,single"
 
 
+def test_modules_go_to_the_whole_job_whose_workers_inherit_them(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("")
+    words = ["strategy=ddp", f"cluster.py_modules=[{tmp_path / 'module.py'}]"]
+    configs = checked(words, tmp_path, Redactor(), sweep=False)
+    job = make_submission(configs, words, working_dir=tmp_path, source=None, suffix="1", redactor=Redactor())
+    assert job.py_modules == [tmp_path / "module.py"]
+    assert shlex.split(job.entrypoint)[3:] == ["strategy=ddp", "cluster.py_modules=[]"]
+
+
 def test_a_secret_of_the_command_is_masked_in_the_metadata(tmp_path: Path) -> None:
     words = ["tracking.uri=https://me:hunter22@host"]
     redactor = Redactor()
@@ -66,11 +76,11 @@ def test_a_directory_that_is_too_large_is_refused_with_its_largest_files(tmp_pat
             file.truncate(600 << 20)  # a hole
     (tmp_path / "code.py").write_text("pass\n")
     (tmp_path / ".rayignore").write_text("ignored.bin\n")
-    (error,) = size_errors(tmp_path)
+    (error,) = size_errors(tmp_path, what="the directory")
     assert "the largest: model.bin (629 MB)" in error
     assert "ignored" not in error.partition("Name what")[0]
     (tmp_path / ".rayignore").write_text("*.bin\n")
-    assert size_errors(tmp_path) == []
+    assert size_errors(tmp_path, what="the directory") == []
 
 
 def test_no_dashboard_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.build import ConfigError
+from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import expand_sweep, values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.secret_names import is_secret
-from orchestrator.driver.job_submission import size_errors
+from orchestrator.driver.packages import module_paths, size_errors
 from orchestrator.strategies import registry
 
 
@@ -34,8 +34,10 @@ def checked(words: Sequence[str], working_dir: Path, redactor: Redactor, *, swee
             load_job(job, errors, redactor)
         if config is not None:
             errors += _local_only(config)
+            with collect_errors(errors):
+                module_paths(config.cluster.py_modules)
             configs.append(config)
-    errors += size_errors(working_dir)
+    errors += size_errors(working_dir, what=f"--working-dir={working_dir}")
     if errors:
         raise ConfigError(list(dict.fromkeys(map(redactor.text, errors))))
     return configs

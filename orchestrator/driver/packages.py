@@ -1,0 +1,73 @@
+"""What a run takes along to a cluster, checked before anything is sent: directories, modules and requirements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.compat.ray import max_package_bytes, packaged_files
+from orchestrator.config.build import ConfigError
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.display.text import size
+from orchestrator.worker.process.packages import InstallError, use
+
+_LARGEST_FILES = 5
+
+
+def requirements(pip: str | Sequence[str]) -> list[str]:
+    """Return the requirements that ``cluster.pip`` lists, or those in the file that it names.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if not isinstance(pip, str):
+        return list(pip)
+    try:
+        lines = Path(pip).expanduser().read_text().splitlines()
+    except OSError as e:
+        raise ConfigError(
+            [f"cluster.pip={pip}: cannot read this file of requirements ({e.strerror}); for a package, write [{pip}]"]
+        ) from e
+    return [text for line in lines if (text := line.strip()) and not text.startswith("#")]
+
+
+def install(cluster: ClusterConfig) -> None:
+    """Install ``cluster.pip`` on this machine, whose process loads the job as the workers do.
+
+    Raises:
+        ConfigError: pip has failed.
+    """
+    try:
+        use(requirements(cluster.pip), timeout_s=cluster.start_timeout_s)
+    except InstallError as e:
+        raise ConfigError([str(e)]) from e
+
+
+def module_paths(py_modules: Sequence[str]) -> list[Path]:
+    """Return the absolute paths in ``cluster.py_modules``.
+
+    Raises:
+        ConfigError: some are neither directories nor Python files nor wheels.
+    """
+    paths = [Path(module).expanduser().resolve() for module in py_modules]
+    wrong = [p for p in paths if not (p.is_dir() or (p.is_file() and p.suffix in (".py", ".whl")))]
+    if wrong:
+        raise ConfigError([f"cluster.py_modules={p}: expected a directory, a .py file or a wheel" for p in wrong])
+    return paths
+
+
+def size_errors(directory: Path, *, what: str) -> list[str]:
+    """Return why a directory cannot travel: its files, without those that ``.rayignore`` names, are too large.
+
+    The error begins with ``what``.
+    """
+    files = sorted(packaged_files(directory), key=lambda f: f[1], reverse=True)
+    total = sum(n for _, n in files)
+    limit = max_package_bytes()
+    if total <= limit:
+        return []
+    largest = ", ".join(f"{path} ({size(n)})" for path, n in files[:_LARGEST_FILES])
+    return [
+        f"{what}: {size(total)} in {len(files)} files, and Ray takes at most {size(limit)}; the largest: {largest}. "
+        "Name what the job does not need in .rayignore"
+    ]

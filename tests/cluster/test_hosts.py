@@ -1,0 +1,103 @@
+"""Training across hosts that have their own networks, names and processes, and whose code may lie on one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.hosts import Host, hosts, start_ray
+from helpers.runs import PYTHONPATH, events, losses
+from helpers.wheels import make_wheel
+
+WORDS = ("tracking=none", "train.steps=10", "train.log_every=1", "train.eval_every=0")
+LONGEST_RENDEZVOUS_S = 5.0
+"""Less than the look-up of one name, for which the name server of the hosts is asked twice for 5 s."""
+JOB = """
+from jobs.digits import Digits
+
+import module_of_driver
+import wheel_of_driver
+
+class Mine(Digits):
+    def model(self):
+        print("loaded", __file__, module_of_driver.__file__, wheel_of_driver.__file__, flush=True)
+        return super().model()
+"""
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[tuple[Host, Host]]:
+    """A cluster of a host with three CPUs and one with a single CPU."""
+    with hosts("first", "second") as (first, second):
+        start_ray({first: 3, second: 1})
+        yield first, second
+
+
+def trained(host: Host, *overrides: str, cwd: Path, **env: str) -> Path:
+    """Train with the command on ``host``; returns the run directory."""
+    code, output = host.launch(*WORDS, *overrides, cwd=cwd, **env)
+    assert code == 0, output
+    return Path(next(line for line in output.splitlines() if line.startswith("run directory: ")).partition(": ")[2])
+
+
+def test_ranks_on_uneven_hosts_find_each_other_and_learn_what_one_process_learns(
+    two: tuple[Host, Host], tmp_path: Path
+) -> None:
+    first, second = two
+    expected = losses(trained(first, "strategy=single", cwd=tmp_path))
+    for layout in ("ddp", "ddp_pipeline"):
+        run = trained(first, f"strategy={layout}", "strategy.num_workers=4", cwd=tmp_path)
+        (started,) = events(run, "generation_started")
+        nodes = [worker.partition(" pid ")[0] for worker in started["workers"]]
+        assert nodes == [*[f"first ({first.address})"] * 3, f"second ({second.address})"]
+        summary: dict[str, Any] = json.loads((run / "run.json").read_text())["summary"]
+        assert summary["startup"]["rendezvous_s"] < LONGEST_RENDEZVOUS_S
+        assert losses(run) == pytest.approx(expected, rel=1e-3), layout
+
+
+def test_code_on_the_disk_of_one_host_travels_to_the_other(two: tuple[Host, Host], tmp_path: Path) -> None:
+    first, second = two
+    home = tmp_path / "home"
+    make_wheel(tmp_path, "wheel_of_driver")
+    for folder in ("code", "library"):
+        (home / folder).mkdir(parents=True)
+    (home / "code" / "my_job.py").write_text(JOB)
+    (home / "library" / "module_of_driver.py").write_text("")
+    (home / "requirements.txt").write_text(f"--no-index\n--find-links={tmp_path}\nwheel_of_driver\n")
+    second.mount_empty(home)
+    run = trained(
+        first,
+        "strategy=ddp",
+        "strategy.num_workers=4",
+        "job._target_=my_job.Mine",
+        f"output_dir={tmp_path / 'outputs'}",
+        "cluster.py_modules=[../library/module_of_driver.py]",
+        "cluster.pip=../requirements.txt",
+        cwd=home / "code",
+        PYTHONPATH=os.pathsep.join([PYTHONPATH, str(home / "library")]),  # the driver loads the job, too
+    )
+    (loaded,) = [s for s in (run / "logs" / "rank-3.log").read_text().splitlines() if s.startswith("loaded ")]
+    code, module, wheel = loaded.split()[1:]
+    assert "/working_dir_files/" in code
+    assert "/py_modules_files/" in module
+    assert "/pip-" in wheel
+
+
+def test_a_host_on_which_pip_fails_is_named_with_its_reason(two: tuple[Host, Host], tmp_path: Path) -> None:
+    first, second = two
+    make_wheel(tmp_path, "wheel_of_first")
+    second.mount_empty(tmp_path)
+    packages = f"cluster.pip=['--no-index','--find-links={tmp_path}',wheel_of_first]"
+    code, output = first.launch(*WORDS, "strategy=ddp", "strategy.num_workers=4", packages, cwd=tmp_path)
+    assert code == 1, output
+    assert (
+        "cluster.pip cannot be installed on second: ERROR: No matching distribution found for wheel_of_first" in output
+    )
+    assert "Traceback" not in output
