@@ -10,9 +10,9 @@ Three tiers:
 
 ``pytest -m gpu`` runs those that need a GPU, which are skipped where torch sees none.
 
-A tier runs on several processes (pytest-xdist), file by file: the fast one, which computes, on two, and the others,
-which mostly wait for processes to start and to end, on three. With a path or ``-k``, pytest runs the tests selected in
-this one process, and leaves out only the campaign; tests named by ``::`` always run.
+A tier runs on two processes (pytest-xdist), file by file; at the end, one of them runs ``tests/cluster`` and the other
+``tests/ray``, each as a whole. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
+out only the campaign; tests named by ``::`` always run.
 
 Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
 """
@@ -35,8 +35,8 @@ FOLDERS = ("unit", "tracking", "command", "distributed", "gpu", "cluster", "ray"
 - ``ray`` is last: its Ray and the user's token stay in their process until the end, and ``cluster`` starts commands
   that must inherit neither.
 """
-WHOLE = ("gpu",)
-"""Each runs in one process."""
+WHOLE = ("gpu", "cluster", "ray")
+"""Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
@@ -52,7 +52,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     in_one_process = chosen or shown or option.collectonly or option.markexpr == "campaign"
     is_worker = hasattr(config, "workerinput")
     if not in_one_process and not is_worker and getattr(option, "numprocesses", 0) is None:
-        option.numprocesses = 2 if option.markexpr == "fast" else 3
+        option.numprocesses = 2
         option.dist = "loadfile"
 
 
