@@ -266,6 +266,9 @@ class SimulatedWorker:
 class _Method:
     remote: Any
 
+    def options(self, **_: Any) -> _Method:
+        return self
+
 
 class SimulatedSlots:
     """Looks like ``driver.slots.Slots`` to the gang."""

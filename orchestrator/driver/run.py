@@ -531,7 +531,9 @@ class Run:
 
     def _give_up(self, generation: Generation, rank: int, why: str) -> RunResult:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""
-        step = max(generation.outcomes[rank].step, self._telemetry.last_step.get(rank, 0))
+        outcome = generation.outcomes[rank]
+        reported = self._telemetry.last_step.get(rank, 0)
+        step = outcome.step if generation.failure(rank).traceback else max(outcome.step, reported)
         failed = self._failure_event(WorkerFailed, generation, rank, step=step)
         if not failed.log_tail:
             failed = replace(failed, log_tail=log_tail(self.spec.run_dir.log_file(rank)))
