@@ -252,6 +252,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     wait_for(lambda: not entries(queue), "the end of all runs")
 
 
+@pytest.mark.campaign
 def test_a_run_ends_at_once_while_it_waits_and_one_that_was_killed_there_continues(
     cluster: Cluster, queue: QueueControl, start: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def sbatch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate(timeout=10)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_a_run_that_meets_its_time_limit_is_requeued_and_continued(
     sbatch: Callable[..., subprocess.Popen[str]], tmp_path: Path

@@ -70,6 +70,7 @@ def test_a_server_that_is_killed_loses_and_doubles_no_point(server: TeamServer, 
     assert PASSWORD not in output
 
 
+@pytest.mark.campaign
 def test_a_run_with_a_wrong_password_finishes_and_is_uploaded_with_the_right_one(
     server: TeamServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
