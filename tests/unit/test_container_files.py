@@ -118,5 +118,5 @@ def test_the_nodes_of_the_compose_file_form_one_cluster() -> None:
 def test_the_mlflow_server_of_the_compose_file() -> None:
     words = shlex.split(COMPOSE["services"]["mlflow"]["command"])
     options = dict(zip(words[2::2], words[3::2], strict=True))
-    assert options["--backend-store-uri"] == "postgresql://mlflow@postgres/mlflow"
+    assert options["--backend-store-uri"] == "postgresql+psycopg2://mlflow@postgres/mlflow"
     assert "mlflow:5000" in options["--allowed-hosts"].split(",")

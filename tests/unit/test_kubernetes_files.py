@@ -171,6 +171,6 @@ def test_the_mlflow_server_answers_to_its_service_and_finds_its_database() -> No
     command = mlflow["spec"]["template"]["spec"]["containers"][0]["command"]
     options = dict(argument.removeprefix("--").split("=", 1) for argument in command[2:])
     assert "mlflow:5000" in SERVICE_PORTS & set(options["allowed-hosts"].split(","))
-    host = re.fullmatch(r"postgresql://mlflow@([\w-]+)/mlflow", options["backend-store-uri"])
+    host = re.fullmatch(r"postgresql\+psycopg2://mlflow@([\w-]+)/mlflow", options["backend-store-uri"])
     assert host is not None
     assert f"{host[1]}:5432" in SERVICE_PORTS
