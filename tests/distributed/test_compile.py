@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from helpers.cases import DDP, Case, config_of, having, plan_of
-from helpers.gang import Gang
+from helpers.gang import Gang, close_gangs
 from helpers.layouts import SGD, Layout, layout, pipeline
 from helpers.loops import Ran, run_loop
 from helpers.quick_jobs import digits
@@ -27,6 +28,13 @@ SECONDS = 300.0
 """For a C++ compiler, which is called a few times, on a busy machine."""
 
 COMPILED = having(steps=6, global_batch_size=32, compile=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_processes() -> Iterator[None]:
+    """End the processes with this file: one that has run compiled code counts no FLOPs."""
+    yield
+    close_gangs()
 
 
 def compiled(rank: int, case: Case, cache_dir: str) -> tuple[Steps, list[bool]]:

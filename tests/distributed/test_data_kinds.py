@@ -17,6 +17,8 @@ from helpers.toys import Toy
 from helpers.training import CPU
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.messages import Assignment, EvalPoint
+from orchestrator.records.json_file import write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
@@ -101,6 +103,7 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
         loop.run({})
     loop.strategy.close()
     again = replace(orders, generation=2, sources=(0, 0), source_step=5)
+    write_json(RunDir(Path(run_dir)).fence_file, {"generation": again.fence})
     if rank == 0:
         loop.reassign(again)
     else:
