@@ -107,6 +107,7 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
     if rank == 0:
         loop.reassign(again)
     else:
+        loop.finish(timeout_s=5)
         loop = new_loop(again)
     outcome = loop.run({})
     loop.strategy.close()
