@@ -422,7 +422,8 @@ def _take_title() -> Callable[[str], None]:
 def add_job_metadata(values: Mapping[str, str]) -> None:
     """Add to what the dashboard and ``ray job list`` show about the submitted job of this process, if it is one.
 
-    Ray offers this only for the time of the submission.
+    Ray offers this only for the time of the submission. Nothing is added if the process has embedded a Ray of its own,
+    which does not know the job.
     """
     injected = json.loads(os.environ.get(find_internal(_JOB_CONFIG_VARIABLE), "{}"))
     submission_id = injected.get("metadata", {}).get("job_submission_id")
@@ -430,7 +431,10 @@ def add_job_metadata(values: Mapping[str, str]) -> None:
         return
     key = find_internal(_JOB_INFO_KEY).format(job_id=submission_id).encode()
     namespace = find_internal(_JOB_INFO_NAMESPACE)
-    info = json.loads(find_internal(_READ_VALUE)(key, namespace=namespace))
+    stored = find_internal(_READ_VALUE)(key, namespace=namespace)
+    if stored is None:
+        return
+    info = json.loads(stored)
     info["metadata"] = {**(info.get("metadata") or {}), **values}
     find_internal(_WRITE_VALUE)(key, json.dumps(info).encode(), overwrite=True, namespace=namespace)
 

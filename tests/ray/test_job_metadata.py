@@ -1,0 +1,15 @@
+"""A submitted job whose process has embedded a Ray of its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator.compat.ray import add_job_metadata
+
+
+def test_a_ray_that_does_not_know_the_job_gets_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"metadata": {"job_submission_id": "digits-ddp-1122"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    add_job_metadata({"run_dir": "/runs/1"})
