@@ -18,7 +18,8 @@ import orchestrator.driver.gang
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.event_stream import EventStream
-from orchestrator.driver.run import Run, RunSpec
+from orchestrator.driver.run import Run
+from orchestrator.driver.run_spec import RunSpec
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.slots import Slots
 from orchestrator.driver.uploads import RecordUpload

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.display.text import count, duration, first_line, number, rate
-from orchestrator.protocol.metrics import summary_value
+from orchestrator.protocol.metrics import summary_value, waited_s
 
 _DEVICES = {"cuda": "GPU worker", "cpu": "CPU worker"}
 _RESULTS = {"final_loss": "loss", "val_loss": "validation loss", "val_accuracy": "validation accuracy"}
@@ -44,8 +44,7 @@ def _outcome(record: Mapping[str, Any], summary: Mapping[str, Any], status: str)
     steps = summary_value(summary, "steps")
     length = "" if steps is None else f" {'' if status == 'FINISHED' else 'after '}{count(int(steps), 'step')}"
     started, ended = record.get("started"), record.get("ended")
-    waited_s = summary_value(summary, "waited_s") or 0.0
-    took = f" in {duration(ended - started - waited_s)}" if started and ended else ""
+    took = f" in {duration(ended - started - waited_s(summary))}" if started and ended else ""
     return f"{what} {_HOW.get(status, status)}{length}{took}."
 
 

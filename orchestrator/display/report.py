@@ -29,6 +29,7 @@ from orchestrator.display.text import (
 )
 from orchestrator.planning.plan import Node, Plan, WorkerPlan
 from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
+from orchestrator.protocol.metrics import summary_value, waited_s
 
 LONG_WAIT_S = 3.0
 """The verdict names a wait from this time on."""
@@ -192,10 +193,10 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
     if started:
         if started.resumed_from_step:
             text += f" (resumed at {started.resumed_from_step})"
-        queue_s, waited_s = (float(summary.get(key, 0.0)) for key in ("queue_s", "waited_s"))
-        text += f" in {ended.time - started.time - queue_s - waited_s:,.1f} s"
-        waits = {"in the queue": queue_s, "for resources": waited_s}
-        if told := [f"{duration(s)} {what}" for what, s in waits.items() if s >= LONG_WAIT_S]:
+        text += f" in {ended.time - started.time - waited_s(summary):,.1f} s"
+        waits = {"in the queue": "queue_s", "for resources": "waited_s"}
+        seconds = {what: summary_value(summary, key) or 0.0 for what, key in waits.items()}
+        if told := [f"{duration(s)} {what}" for what, s in seconds.items() if s >= LONG_WAIT_S]:
             text += f" after waiting {' and '.join(told)}"
     parts = [text]
     validation = "val_accuracy" if summary.get("val_accuracy") is not None else "val_loss"

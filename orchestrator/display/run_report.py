@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.display.text import count, duration, first_line, number, rate, size
-from orchestrator.protocol.metrics import summary_value
+from orchestrator.protocol.metrics import summary_value, waited_s
 from orchestrator.records.journal import read_lines
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 
@@ -55,7 +55,8 @@ def _state(record: Mapping[str, Any], state: str, now: float) -> str:
     if state in (*ACTIVE_STATES, "died") or not isinstance(ended, (int, float)) or ended < started:
         return f"{state}, started {duration(max(0.0, now - started), whole=True)} ago"
     ago = duration(max(0.0, now - ended), whole=True)
-    return f"{state} after {duration(ended - started)}, {ago} ago"
+    took = duration(ended - started - waited_s(record.get("summary") or {}))
+    return f"{state} after {took}, {ago} ago"
 
 
 def _reason(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -14,9 +14,10 @@ from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
 from orchestrator.driver.profile_report import report_profile
-from orchestrator.driver.result import RESULT_LOST, RunResult
+from orchestrator.driver.result import RunResult
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
+from orchestrator.policy.verdict import RESULT_LOST
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.protocol.metrics import to_record
 from orchestrator.records.json_file import write_json

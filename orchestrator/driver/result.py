@@ -10,9 +10,6 @@ from typing import Any, Literal
 from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.timeline.spans import Timeline
 
-RESULT_LOST = 3
-"""The exit code of a run that has completed its steps without saving the result, or all of its records."""
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:

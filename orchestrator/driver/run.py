@@ -7,24 +7,25 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import ray.exceptions
 
-from orchestrator.config.schema import Config
-from orchestrator.display.text import count
 from orchestrator.driver.calls import GangError, NoWorkersError, check_ray
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
-from orchestrator.driver.growth import Growth
+from orchestrator.driver.last_checkpoints import wait_for_last_checkpoints
 from orchestrator.driver.node_uploads import NodeUploads
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.queue_place import QueuePlace, TurnLostError
-from orchestrator.driver.result import RESULT_LOST, RunResult
+from orchestrator.driver.resizing import Resizing
+from orchestrator.driver.result import RunResult
+from orchestrator.driver.run_spec import RunSpec
+from orchestrator.driver.run_times import RunTimes
 from orchestrator.driver.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.telemetry import Telemetry
@@ -34,12 +35,14 @@ from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.driver.worker_variables import worker_variables
 from orchestrator.planning.faults import without_next
 from orchestrator.planning.plan import Plan
+from orchestrator.policy import verdict
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.devices import with_common_precision
-from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, find_rescue, reassigned
+from orchestrator.policy.elastic import find_rescue, reassigned
 from orchestrator.policy.rank_order import placement_note
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
 from orchestrator.policy.transitions import Transition, TransitionLog
+from orchestrator.policy.verdict import Verdict
 from orchestrator.protocol.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -54,45 +57,17 @@ from orchestrator.protocol.events import (
     WorkerLost,
     Yielded,
 )
-from orchestrator.protocol.messages import PendingCheckpoint, RecoverableSteps, WorkerEnvironment
-from orchestrator.protocol.queue import QueueEntry
+from orchestrator.protocol.messages import RecoverableSteps, WorkerEnvironment
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.rank_log import log_tail
-from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
-from orchestrator.worker.actor import Worker
 from orchestrator.worker.spool import spool_files
 
 E = TypeVar("E", bound=WorkerFailure)
 
 FINAL_HEARTBEAT_S = 2.0
 """Wait this long for the heartbeat of a worker that has finished its part."""
-FINISH_POLL_S = 2.0
-"""Ask this often whether a worker still writes its last checkpoint."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """What defines a run.
-
-    ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run.
-    ``started_at``: seconds since the epoch. ``secrets``: texts to mask in what other nodes upload.
-    ``pickled_job``: see :class:`WorkerEnvironment`.
-    ``queue_entry``: the run in the queue of the cluster; None if it does not queue.
-    """
-
-    config: Config
-    sizes: Sizes
-    run_dir: RunDir
-    run_uid: str
-    checkpoint: Path | None
-    resumed_from_step: int | None
-    started_at: float
-    tokens_per_sample: int | None
-    secrets: tuple[str, ...] = ()
-    pickled_job: bytes | None = None
-    queue_entry: QueueEntry | None = None
 
 
 class Run:
@@ -141,16 +116,16 @@ class Run:
             variables=worker_variables(self.config.cluster.env, os.environ),
             label=f"{self._plan.run_name}-{spec.run_uid[:6]}",
         )
-        self._startup: dict[str, float] = {}
-        self._first_step_at: float | None = None
+        self._times = RunTimes(spec.started_at, self._queue, self._gang)
+        self._resizing = Resizing(self._gang, spec.sizes)
         self._checkpoints = SavedCheckpoints(spec.run_dir, spec.checkpoint, step=spec.resumed_from_step or 0)
         self._faults = spec.sizes.largest.faults
         self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
         self._transitions = TransitionLog()
         self._placement_note: str | None = None
+        self._failures: list[FailureRecord] = []
         self._hangs: list[int] = []  # the step of each
         self._yielded: Generation | None = None  # the last one, while the run waits for its turn after it
-        self._waited_before_start_s = 0.0
 
     def execute(self) -> RunResult:
         """Train until the run finishes, is stopped or fails. No actor of the run is alive afterwards.
@@ -176,12 +151,12 @@ class Run:
                 notes=plan.notes,
             )
         )
-        self._startup["driver_s"] = time.time() - spec.started_at
+        self._times.startup_s["driver_s"] = time.time() - spec.started_at
         with contextlib.ExitStack() as at_end:
             at_end.callback(shutil.rmtree, spec.run_dir.spools, ignore_errors=True)
             try:
                 with self._nodes, self._queue, self._gang:
-                    result = self._acquire_and_train()
+                    result = self._result(self._acquire_and_train())
             except SupersededError:
                 at_end.pop_all()  # the workers of the other driver write there
                 raise
@@ -194,29 +169,28 @@ class Run:
             if (problem := self._node_uploads.finish()) is not None:
                 self._events.warn(problem)
 
-    def _acquire_and_train(self) -> RunResult:
+    def _acquire_and_train(self) -> Verdict:
         try:
             with self._stop.raising():
                 self._acquire()
                 return self._train()
         except (GangError, ray.exceptions.RayError) as e:
-            return self._interrupted(self._yielded) if self._stop.received is not None else self._failed(str(e))
+            return verdict.failed(str(e)) if self._stop.received is None else self._stopped(self._yielded)
         except Interrupted:
-            return self._interrupted(self._yielded)
+            return self._stopped(self._yielded)
 
     def _acquire(self) -> None:
         """Wait for the turn of the run, and acquire its workers. Raises as :meth:`Gang.acquire`."""
         while True:
             self._queue.wait_for_turn(self._monitor.check)
-            if self._yielded is None:
-                self._waited_before_start_s = self._queue.waited_s
-            began = time.perf_counter()
+            began, waited_s = time.perf_counter(), self._times.waited_s
             try:
                 self._start_with(self._gang.acquire(self.spec.sizes))
             except TurnLostError:
                 self._gang.release()
                 continue
-            self._startup.setdefault("workers_s", time.perf_counter() - began)
+            waited_s = self._times.waited_s - waited_s
+            self._times.startup_s.setdefault("workers_s", time.perf_counter() - began - waited_s)
             self._choose_precision()
             return
 
@@ -239,66 +213,69 @@ class Run:
         self._plan = plan
         self._telemetry.begin_generation(plan, (), self._checkpoints.step)
 
-    def _train(self) -> RunResult:
+    def _train(self) -> Verdict:
         """Run one generation after another, until one completes the training or none can follow."""
-        failures: list[FailureRecord] = []
         recovery_plan: RecoveryPlan | None = None
-        number = 1
+        number = 0
         while True:
-            self._note_placement()
-            generation = self._make_generation(number)
-            self._queue.has_workers(self._gang.workers_by_node)
-            self._node_uploads.cover(member.info.node_id for member in self._gang.members)
-            generation.begin(
-                self.spec.run_uid,
-                recovery_plan,
-                recoverable_steps=self._recoverable_steps,
-                checkpoint=self._checkpoints.newest,
-                faults=self._faults,
-            )
-            self._handle(generation.watch())
-            failed_rank = generation.find_failed_rank()
-            if generation.hung_at is not None:
-                self._hangs.append(generation.hung_at)
-            self._recoverable_steps = generation.survivors()
-            if failed_rank is not None or generation.paused is not None:
-                returned = generation.returned
-                self._bring_spools(returned)
-                self._handle(self._telemetry.collect_last_reports(self._gang, self.spec.run_dir, returned=returned))
-            if failed_rank is not None:
-                failures.append(_failure_record(generation, failed_rank))
-                decision = decide(
-                    failures, self._recoverable_steps, world_size=self._plan.world_size, config=self.config.recovery
-                )
-                if isinstance(decision, GiveUp) and not generation.stop_sent:
-                    self._finish_workers(generation)
-                    return self._give_up(generation, failed_rank, decision.why)
-                if isinstance(decision, GiveUp) or not self._continues_after(decision):
-                    self._finish_workers(generation)
-                    return self._interrupted(generation)
-                lost = self._failure_event(WorkerLost, generation, failed_rank, step=generation.last_step())
-                self._events.emit(lost)
-            elif generation.all_ended("done"):
-                break
-            elif generation.paused == "preempted" and self._stop.received is not None:
-                return self._interrupted(generation)
-            elif generation.paused == "yielded" and generation.all_ended("stopped"):
-                recovery_plan = self._yield(generation)
-                number += 1
-                continue
-            elif generation.paused is not None and generation.all_ended("stopped"):
-                decision = plan_after_pause(
-                    self._recoverable_steps, generation.draining, world_size=self._plan.world_size
-                )
-            else:
-                break
             number += 1
+            generation = self._run_generation(number, recovery_plan)
+            failed_rank = generation.find_failed_rank()
+            self._recoverable_steps = generation.outcomes.survivors()
+            paused = generation.pause.reason is not None and generation.outcomes.all_ended("stopped")
+            if failed_rank is not None or paused:
+                self._collect_last_reports(generation)
+            if failed_rank is not None:
+                self._failures.append(_failure_record(generation, failed_rank))
+                decision = self._recovery(generation, failed_rank)
+                if isinstance(decision, Verdict):
+                    return decision
+            elif not paused or (generation.pause.reason == "preempted" and self._stop.received is not None):
+                self._finish_workers(generation)
+                return self._conclude(generation)
+            elif generation.pause.reason == "yielded":
+                recovery_plan = self._yield(generation)
+                continue
+            else:
+                draining = generation.pause.draining
+                decision = plan_after_pause(self._recoverable_steps, draining, world_size=self._plan.world_size)
             try:
                 recovery_plan = self._transition(generation, failed_rank, decision)
             except (NoWorkersError, Interrupted) as e:
-                return self._save_survivors(number, decision, e)
-        self._finish_workers(generation)
-        return self._conclude(generation)
+                return self._save_survivors(number + 1, decision, e)
+
+    def _run_generation(self, number: int, recovery_plan: RecoveryPlan | None) -> Generation:
+        """Let the workers train until all have ended, one has failed, or all pause."""
+        self._note_placement()
+        generation = self._make_generation(number)
+        self._queue.has_workers(self._gang.workers_by_node)
+        self._node_uploads.cover(member.info.node_id for member in self._gang.members)
+        generation.begin(
+            self.spec.run_uid,
+            recovery_plan,
+            recoverable_steps=self._recoverable_steps,
+            checkpoint=self._checkpoints.newest,
+            faults=self._faults,
+        )
+        self._handle(generation.watch())
+        if generation.health.hung_at is not None:
+            self._hangs.append(generation.health.hung_at)
+        return generation
+
+    def _recovery(self, generation: Generation, failed_rank: int) -> RecoveryPlan | Verdict:
+        """Decide how to go on after a failure; the verdict if the run ends."""
+        decision = decide(
+            self._failures, self._recoverable_steps, world_size=self._plan.world_size, config=self.config.recovery
+        )
+        if isinstance(decision, GiveUp) and not generation.stop_sent:
+            self._finish_workers(generation)
+            return self._give_up(generation, failed_rank, decision.why)
+        if isinstance(decision, GiveUp) or not self._continues_after(decision):
+            self._finish_workers(generation)
+            return self._stopped(generation)
+        lost = self._failure_event(WorkerLost, generation, failed_rank, step=generation.last_step())
+        self._events.emit(lost)
+        return decision
 
     def _note_placement(self) -> None:
         """Say which parts of the mesh cross nodes, unless it has been said."""
@@ -307,12 +284,14 @@ class Run:
             self._events.note(note)
         self._placement_note = note
 
-    def _bring_spools(self, returned: Collection[int]) -> None:
-        """Copy the last reports of workers that have died on other nodes to this one."""
+    def _collect_last_reports(self, generation: Generation) -> None:
+        """Collect what the workers have reported, also those that have died, on this node or on others."""
+        returned = generation.outcomes.returned
         for member in self._gang.members:
             if member.global_rank not in returned:
                 spool = self.spec.run_dir.spool(member.info.node_id, member.info.pid)
                 self._node_uploads.bring(member.info.node_id, spool_files(spool))
+        self._handle(self._telemetry.collect_last_reports(self._gang, self.spec.run_dir, returned=returned))
 
     def _continues_after(self, decision: RecoveryPlan) -> bool:
         """Return whether to recover from a failure. After a stop, only to save what the survivors hold, and in time."""
@@ -332,7 +311,7 @@ class Run:
             nodes=self._nodes,
             lease=self._lease,
             events=self._events,
-            growth=Growth(self._gang, self.spec.sizes, self._plan),
+            resizing=self._resizing,
             queue=self._queue,
             earlier_hangs=tuple(self._hangs),
         )
@@ -348,9 +327,7 @@ class Run:
 
     def _begin_steady_training(self, event: FirstStepDone) -> None:
         """Act on the first step of a generation, which ends the start of the run or a transition."""
-        if self._first_step_at is None:
-            self._first_step_at = event.time
-            self._startup |= event.startup
+        self._times.begin_training(event)
         present = self._plan.world_size + self._plan.spares
         self._gang.refill(present if self._queue.others_wait else self.spec.sizes.max_processes)
         if (recovered := self._transitions.end(event.generation, event.time)) is not None:
@@ -360,7 +337,7 @@ class Run:
 
     def _failure_event(self, kind: type[E], generation: Generation, rank: int, *, step: int) -> E:
         """Return an event for the failure of ``rank``; ``step``: the last one before it."""
-        failure = generation.failure(rank)
+        failure = generation.outcomes.failure(rank)
         members = self._gang.members
         several_nodes = len({member.info.node_id for member in members}) > 1
         return kind(
@@ -391,15 +368,15 @@ class Run:
             rank: states for rank, states in self._recoverable_steps.items() if rank not in decision.lost
         }
         self._gang.lose(decision.lost)
-        if (assignment := self._change_size(alive, saved=failed_rank is None)) is None:
+        if (assignment := self._resizing.change(self._plan, alive, saved=failed_rank is None)) is None:
             self._gang.replace(decision.lost)
         else:
             decision = reassigned(decision, assignment, self._recoverable_steps)
             self._plan, self._recoverable_steps = assignment.plan, {}
         if decision.sources is None:
             self._checkpoints.find_newest(self._events.warn)
-        began = generation.paused_at if failed_rank is None else generation.failure(failed_rank).time
-        planned = generation.paused if failed_rank is None else None
+        began = generation.pause.began if failed_rank is None else generation.outcomes.failure(failed_rank).time
+        planned = generation.pause.reason if failed_rank is None else None
         self._begin_transition(generation, decision, began=began, workers_before=workers_before, planned=planned)
         return decision
 
@@ -409,7 +386,8 @@ class Run:
         Returns:
             How the next generation starts: from the checkpoint of the last step.
         """
-        to, waited_s, step = self._queue.yield_to or "another run", self._queue.waited_s, generation.last_step()
+        to, step = self._queue.yield_to or "another run", generation.last_step()
+        workers_before, waited_s = self._plan.mesh.num_workers, self._times.waited_s
         self._queue.begin_yielding()
         self._finish_workers(generation)
         if (why := self._checkpoints.why_missing(step)) is not None:
@@ -424,8 +402,8 @@ class Run:
         self._begin_transition(
             generation,
             decision,
-            began=generation.paused_at + self._queue.waited_s - waited_s,
-            workers_before=self._plan.mesh.num_workers,
+            began=generation.pause.began + self._times.waited_s - waited_s,
+            workers_before=workers_before,
             planned="yielded",
         )
         return decision
@@ -455,26 +433,7 @@ class Run:
     def _alive(self, decision: RecoveryPlan) -> list[int]:
         return [rank for rank in range(self._plan.world_size) if rank not in decision.lost]
 
-    def _change_size(self, alive: Collection[int], *, saved: bool) -> RankAssignment | None:
-        """Give the present workers the ranks of a plan of another size; None if the run keeps its size.
-
-        Waits until there are enough workers for the smallest size.
-        """
-        sizes = self.spec.sizes
-        while sizes.is_elastic:
-            ready = self._gang.ready()
-            assignment = find_rank_assignment(self._plan, sizes, alive, ready=ready, saved=saved)
-            if assignment is None:
-                least, missing = sizes.smallest.world_size, sizes.smallest.world_size - len(alive)
-                wanted = f"{count(missing, 'worker')} more (has {len(alive)}, least {least})"
-                self._gang.wait_for_spares(missing, wanted)
-            elif assignment.plan is self._plan:
-                return None
-            elif self._gang.reassign_ranks(assignment.plan, assignment.before):
-                return assignment
-        return None
-
-    def _save_survivors(self, number: int, decision: RecoveryPlan, error: NoWorkersError | Interrupted) -> RunResult:
+    def _save_survivors(self, number: int, decision: RecoveryPlan, error: NoWorkersError | Interrupted) -> Verdict:
         """End the run because of ``error``, in a generation in which the survivors save what they hold."""
         assignment = find_rescue(self._plan, self.spec.sizes, self._alive(decision))
         if assignment is None:
@@ -496,110 +455,79 @@ class Run:
         )
         self._handle(generation.watch())
         self._finish_workers(generation)
-        if self._stop.received is not None:
-            return self._interrupted(generation)
-        return self._failed(str(error))
+        return verdict.failed(str(error)) if self._stop.received is None else self._stopped(generation)
 
     def _finish_workers(self, generation: Generation) -> None:
-        """Let the living workers finish their checkpoints while bytes are being written; collect their last reports."""
-        cluster = self.config.cluster
-        ranks: Collection[int] = generation.returned
-        writing: Mapping[int, PendingCheckpoint] = {}
-        progressed_at = time.monotonic()
+        """Let the living workers finish their checkpoints, and collect their last reports."""
+        failed: list[CheckpointFailed] = []
         with contextlib.suppress(GangError, ray.exceptions.RayError):
-            while ranks:
-                answers = self._gang.poll(
-                    Worker.finish, FINISH_POLL_S, ranks=ranks, timeout_s=FINISH_POLL_S + cluster.stop_grace_s
-                )
-                before, writing = writing, {rank: a for rank, a in answers.items() if a is not None}
-                ranks = writing.keys()
-                stopping = self._stop.received is not None
-                if writing != before and not stopping:
-                    progressed_at = time.monotonic()
-                key, limit_s = "recovery.hang_max_s", self.config.recovery.hang_max_s
-                if stopping:
-                    key, limit_s = "cluster.stop_grace_s", cluster.stop_grace_s
-                if time.monotonic() - progressed_at > limit_s:
-                    break
-                self._lease.check()
+            failed = wait_for_last_checkpoints(
+                self._gang, generation.outcomes.returned, self.config, self._stop, self._lease.check
+            )
             everyone = range(self._plan.world_size)
             self._handle(self._telemetry.collect(self._gang, wait_s=FINAL_HEARTBEAT_S, ranks=everyone).events)
-        for pending in writing.values():
-            failed = CheckpointFailed(step=pending.step, reason=f"it was not written in time ({key})")
-            self._events.emit(failed)
-            self._handle([failed])
+        for event in failed:
+            self._events.emit(event)
+        self._handle(failed)
 
-    def _give_up(self, generation: Generation, rank: int, why: str) -> RunResult:
+    def _give_up(self, generation: Generation, rank: int, why: str) -> Verdict:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""
-        outcome = generation.outcomes[rank]
-        reported = self._telemetry.last_step.get(rank, 0)
-        step = outcome.step if generation.failure(rank).traceback else max(outcome.step, reported)
+        raised = generation.outcomes.failure(rank).traceback
+        # A worker that died may have left reports of later steps than the driver knew of when it recorded the death.
+        step = generation.outcomes.by_rank[rank].step if raised else self._telemetry.last_step.get(rank, 0)
         failed = self._failure_event(WorkerFailed, generation, rank, step=step)
         if not failed.log_tail:
             failed = replace(failed, log_tail=log_tail(self.spec.run_dir.log_file(rank)))
         self._events.emit(failed)
         what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
-        return self._failed(what + (f" ({why})" if why else ""))
+        return verdict.failed(what + (f" ({why})" if why else ""))
 
-    def _conclude(self, generation: Generation) -> RunResult:
-        rank_0 = generation.outcomes.get(0)
+    def _conclude(self, generation: Generation) -> Verdict:
+        """End the run after a generation without a failure."""
+        outcomes, steps = generation.outcomes, self._plan.steps
+        rank_0 = outcomes.by_rank.get(0)
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
-        if generation.stop_sent and not generation.all_ended("done"):
-            return self._interrupted(generation)
-        steps = self._plan.steps
-        if (why := self._checkpoints.why_missing(steps)) is not None:
-            lost = f"all {steps} steps are done, but their result is lost: the checkpoint of step {steps} {why}"
-            return self._result("FAILED", RESULT_LOST, lost)
-        return self._result("FINISHED", 0, "")
+        if self._stop.received is not None and not outcomes.all_ended("done"):
+            return self._stopped(generation)
+        return verdict.completed(steps, checkpoint_missing=self._checkpoints.why_missing(steps))
 
-    def _failed(self, reason: str) -> RunResult:
-        return self._result("FAILED", 1, reason)
-
-    def _interrupted(self, generation: Generation | None) -> RunResult:
+    def _stopped(self, generation: Generation | None) -> Verdict:
         """End the run after a signal; ``generation`` is the last one, None if none was running."""
         assert self._stop.received is not None
-        if generation is not None and generation.all_ended("stopped"):
-            step = max(o.step for o in generation.outcomes.values())
-            why = self._checkpoints.why_missing(step) if step > 0 else None
-            when = f"at step {step}" + (f"; its checkpoint {why}" if why else "")
-        elif any(self._telemetry.last_step.values()):
-            when = "without a last checkpoint"
-        else:
-            when = "before training began"
-        return self._result("KILLED", 128 + int(self._stop.received), f"stopped by {self._stop.cause} {when}")
+        at_step, missing = None, None
+        if generation is not None and generation.outcomes.all_ended("stopped"):
+            at_step = generation.outcomes.last_step
+            missing = self._checkpoints.why_missing(at_step) if at_step > 0 else None
+        return verdict.stopped(
+            int(self._stop.received),
+            self._stop.cause,
+            at_step=at_step,
+            trained=any(self._telemetry.last_step.values()),
+            checkpoint_missing=missing,
+        )
 
-    def _result(self, status: Literal["FINISHED", "FAILED", "KILLED"], exit_code: int, reason: str) -> RunResult:
+    def _result(self, verdict: Verdict) -> RunResult:
         summary: dict[str, Any] = {
             **self._aggregator.summary(),
             "steps": max(self._telemetry.last_step.values(), default=0),
             **self._transitions.summary(),
         }
-        if self.spec.queue_entry is not None:
-            summary["queue_s"] = self._queue.waited_s
-        if self._gang.waited_s:
-            summary["waited_s"] = self._gang.waited_s
-        if self._first_step_at is not None:
-            summary["startup_s"] = self._first_step_at - self.spec.started_at - self._waited_before_start_s
-            summary["startup"] = self._startup
-            waited_s = self._queue.waited_s - self._waited_before_start_s
-            elapsed_s = time.time() - self._first_step_at - waited_s
-            step_s = float(summary.get("step_ms_p50", 0.0)) / 1e3
-            summary["effective_time_pct"] = self._transitions.effective_time_pct(elapsed_s, step_s=step_s)
+        step_s = float(summary.get("step_ms_p50", 0.0)) / 1e3
         return RunResult(
-            status=status,
-            exit_code=exit_code,
+            status=verdict.status,
+            exit_code=verdict.exit_code,
             run_dir=self.spec.run_dir.path,
             url=self.spec.run_dir.url,
-            reason=reason,
-            summary=summary,
+            reason=verdict.reason,
+            summary=summary | self._times.summary(self._transitions, step_s=step_s),
             timeline=self._aggregator.timeline,
             metrics=self._aggregator.specs(),
         )
 
 
 def _failure_record(generation: Generation, rank: int) -> FailureRecord:
-    failure = generation.failure(rank)
+    failure = generation.outcomes.failure(rank)
     return FailureRecord(
         rank=rank,
         step=generation.last_step(),

@@ -29,7 +29,8 @@ from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.prometheus import PrometheusSink
 from orchestrator.driver.queue_place import queue_entry
 from orchestrator.driver.result import RunResult
-from orchestrator.driver.run import Run, RunSpec
+from orchestrator.driver.run import Run
+from orchestrator.driver.run_spec import RunSpec
 from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests

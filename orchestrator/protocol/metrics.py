@@ -114,6 +114,11 @@ def summary_value(summary: Mapping[str, Any], key: str) -> float | None:
     return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
 
 
+def waited_s(summary: Mapping[str, Any]) -> float:
+    """Return how long a run has waited for its turns and for resources, in seconds."""
+    return sum(summary_value(summary, key) or 0.0 for key in ("queue_s", "waited_s"))
+
+
 class MetricRegistry:
     """The metrics of a run by name, in the order of their declaration."""
 

@@ -16,8 +16,8 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.runs import wait_for
-from orchestrator.driver.result import RESULT_LOST
 from orchestrator.driver.spares import START_ATTEMPTS
+from orchestrator.policy.verdict import RESULT_LOST
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
 from orchestrator.protocol.messages import Heartbeat
 

@@ -33,7 +33,8 @@ def test_a_run_that_finished() -> None:
         "val_accuracy": 0.98328,
         "limit": "limited by gradients; try bf16",
         "startup_s": 1.86,
-        "waited_s": 0.3,
+        "waited_s": 0.2,
+        "queue_s": 0.1,
     }
     assert describe(RECORD, summary, status="FINISHED", reason="") == (
         "Job **digits** with strategy **ddp** on 2 CPU workers finished 200 steps in 3.0s. "

@@ -8,7 +8,8 @@ from typing import Any
 
 from orchestrator.config.compose import compose
 from orchestrator.driver.gang import Member
-from orchestrator.driver.generation import Generation
+from orchestrator.driver.health import Health
+from orchestrator.policy.outcomes import Outcomes
 from orchestrator.protocol.messages import WorkerInfo
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
@@ -36,20 +37,19 @@ def test_nodes_that_fall_silent_one_after_the_other_are_all_lost(tmp_path: Path)
     silent: set[str] = set()
     gang: Any = FakeGang()
     config, _ = compose(["strategy=ddp"], [], registry.config_class)
-    nodes: Any = SimpleNamespace(silent=lambda workers, now: silent, draining=(), lost=set())
-    telemetry: Any = SimpleNamespace(last_step={}, straggler=None, has_trained=lambda number: False)
-    anything: Any = SimpleNamespace(received=None, world_size=4)
-    generation = Generation(
-        1, gang, SimpleNamespace(config=config), anything, RunDir(tmp_path), telemetry=telemetry, stop=anything,
-        nodes=nodes, lease=anything, events=anything, growth=anything, queue=anything, earlier_hangs=(),
+    nodes: Any = SimpleNamespace(silent=lambda workers, now: silent, lost=set())
+    telemetry: Any = SimpleNamespace(last_step={}, straggler=None)
+    plan: Any = SimpleNamespace(world_size=4)
+    health = Health(
+        1, gang, plan, config, RunDir(tmp_path),
+        telemetry=telemetry, nodes=nodes, outcomes=Outcomes(world_size=4), earlier_hangs=(),
     )  # fmt: skip
-    generation._pending = {str(m.global_rank): m for m in gang.members}
-    generation._check_workers({}, 0.0)
-    assert generation.unreachable() == ()
+    health.check({}, 0.0)
+    assert health.unreachable() == ()
     silent.add("b")
-    generation._check_workers({}, 1.0)
-    assert generation.unreachable() == ("10.0.0.1",)
+    health.check({}, 1.0)
+    assert health.unreachable() == ("10.0.0.1",)
     silent.add("d")
-    generation._check_workers({}, 2.0)
-    assert generation.unreachable() == ("10.0.0.1", "10.0.0.3")
+    health.check({}, 2.0)
+    assert health.unreachable() == ("10.0.0.1", "10.0.0.3")
     assert gang.killed == [1], "the other rank is lost when the generation ends"

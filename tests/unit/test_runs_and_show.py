@@ -82,6 +82,8 @@ def test_a_run_in_the_queue_is_shown_as_waiting(
 
 def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(output_dir, "12-34-01-a", state="failed", mlflow_run_id="abc", tracking={"uri": "http://host"})
+    summary = run_dir.read_record()["summary"]
+    run_dir.update_record(summary={**summary, "queue_s": 25.0, "waited_s": 5.0})
     lost = {"rank": 1, "display_name": "rank 1", "step": 412, "traceback": "", "log": "", "log_tail": ""}
     journal = Journal(run_dir)
     journal.emit(WorkerLost(reason="SIGKILL", **lost))
@@ -95,7 +97,7 @@ def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys:
     assert show.main(["12-34-01-a", "--output-dir", str(output_dir)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for line in (
-        "state failed after 1m40s, 1h58m ago",
+        "state failed after 1m10s, 1h58m ago",
         "rank 0 failed: ValueError",
         "plan strategy ddp, job digits, 500 steps of 64 samples",
         "result 500 steps, final loss 0.0015",

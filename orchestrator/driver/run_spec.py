@@ -1,0 +1,34 @@
+"""What defines a run, for its driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config.schema import Config
+from orchestrator.policy.elastic import Sizes
+from orchestrator.protocol.queue import QueueEntry
+from orchestrator.records.run_dir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What defines a run.
+
+    ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run.
+    ``started_at``: seconds since the epoch. ``secrets``: texts to mask in what other nodes upload.
+    ``pickled_job``: see :class:`~orchestrator.protocol.messages.WorkerEnvironment`.
+    ``queue_entry``: the run in the queue of the cluster; None if it does not queue.
+    """
+
+    config: Config
+    sizes: Sizes
+    run_dir: RunDir
+    run_uid: str
+    checkpoint: Path | None
+    resumed_from_step: int | None
+    started_at: float
+    tokens_per_sample: int | None
+    secrets: tuple[str, ...] = ()
+    pickled_job: bytes | None = None
+    queue_entry: QueueEntry | None = None

@@ -1,0 +1,70 @@
+"""How the part of each rank in a generation ended, as far as it is known. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from orchestrator.policy.failure import first_failure
+from orchestrator.protocol.messages import Failure, Outcome, RecoverableSteps
+
+
+class Outcomes:
+    """The outcomes of the ranks of one generation.
+
+    ``by_rank``: those that are known. ``returned``: the ranks whose process lives.
+    """
+
+    def __init__(self, world_size: int):
+        self.by_rank: dict[int, Outcome] = {}
+        self.returned: set[int] = set()
+        self._world_size = world_size
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.by_rank
+
+    def add(self, rank: int, outcome: Outcome) -> None:
+        """Add what a rank has returned. What was recorded before stays: the driver has killed the rank for it."""
+        self.returned.add(rank)
+        self.by_rank.setdefault(rank, outcome)
+
+    def fail(self, rank: int, failure: Failure, *, step: int) -> None:
+        """Record that a rank failed after ``step``, as the driver has found."""
+        self.by_rank[rank] = Outcome(status="failed", step=step, failure=failure)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The ranks whose outcome is not known."""
+        return [rank for rank in range(self._world_size) if rank not in self.by_rank]
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a rank has failed."""
+        return any(outcome.status == "failed" for outcome in self.by_rank.values())
+
+    @property
+    def first_failed(self) -> int | None:
+        """The rank whose failure caused the others; None if none has failed."""
+        return first_failure(self.by_rank)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that an ended rank has completed; 0 if none has ended."""
+        return max((outcome.step for outcome in self.by_rank.values()), default=0)
+
+    def failure(self, rank: int) -> Failure:
+        """Return the failure of a rank that has failed."""
+        failure = self.by_rank[rank].failure
+        assert failure is not None
+        return failure
+
+    def all_ended(self, status: Literal["done", "stopped"]) -> bool:
+        """Return whether every rank has ended with ``status``."""
+        return not self.unfinished and all(outcome.status == status for outcome in self.by_rank.values())
+
+    def survivors(self) -> dict[int, RecoverableSteps]:
+        """Return the state that each rank holds whose process can continue."""
+        return {
+            rank: outcome.recoverable_steps
+            for rank, outcome in self.by_rank.items()
+            if rank in self.returned and (outcome.failure is None or outcome.failure.collateral)
+        }

@@ -1,0 +1,55 @@
+"""How a run ended: its status, its exit code and why. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RESULT_LOST = 3
+"""The exit code of a run that has completed its steps without saving the result, or all of its records."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended. ``reason``: why; empty if it finished."""
+
+    status: Literal["FINISHED", "FAILED", "KILLED"]
+    exit_code: int
+    reason: str = ""
+
+
+def completed(steps: int, *, checkpoint_missing: str | None) -> Verdict:
+    """Return the verdict on a run that has done all ``steps``.
+
+    ``checkpoint_missing``: why the last checkpoint is missing, as a predicate; None if it is there.
+    """
+    if checkpoint_missing is None:
+        return Verdict("FINISHED", 0)
+    lost = f"all {steps} steps are done, but their result is lost: the checkpoint of step {steps} {checkpoint_missing}"
+    return Verdict("FAILED", RESULT_LOST, lost)
+
+
+def failed(reason: str) -> Verdict:
+    """Return the verdict on a run that could not go on because of ``reason``."""
+    return Verdict("FAILED", 1, reason)
+
+
+def stopped(
+    signal_number: int, cause: str, *, at_step: int | None, trained: bool, checkpoint_missing: str | None = None
+) -> Verdict:
+    """Return the verdict on a run that was stopped by a signal.
+
+    Args:
+        signal_number: the signal.
+        cause: who sent it, in words.
+        at_step: the step after which all ranks have stopped; None if they have not.
+        trained: whether any step was done.
+        checkpoint_missing: why there is no checkpoint of ``at_step``, as a predicate; None if there is one.
+    """
+    if at_step is not None:
+        when = f"at step {at_step}" + (f"; its checkpoint {checkpoint_missing}" if checkpoint_missing else "")
+    elif trained:
+        when = "without a last checkpoint"
+    else:
+        when = "before training began"
+    return Verdict("KILLED", 128 + signal_number, f"stopped by {cause} {when}")
