@@ -25,7 +25,9 @@ for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
         scheduler.step()
     optimizer.load_state_dict(optimizer.state_dict())
 inspect.getmodule(inspect.currentframe())
+del replica  # it holds the group, whose threads must end before the process
 dist.destroy_process_group()
+del store
 assert "torch._dynamo.eval_frame" not in sys.modules, "the compiler was imported"
 """
 
