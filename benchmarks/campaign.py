@@ -41,7 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # for tests/helpers: disks, and
 from arms import RESULTS  # noqa: E402
 from campaign_kinds import FAULTY, KINDS  # noqa: E402
 from campaign_trial import LAYOUTS, Outcome, Setting, Trial, TrialId, run_trial, train  # noqa: E402
-from rounds import table  # noqa: E402
+from rounds import code_version, table  # noqa: E402
 
 from orchestrator.driver.cluster import EMBEDDED_ENVIRONMENT  # noqa: E402
 
@@ -73,7 +73,8 @@ def main() -> int:
     text = report([trials[trial_id] for trial_id in planned])
     print(text)
     if arguments.keep:
-        (RESULTS / "campaign.md").write_text(f"# campaign\n\n{date.today()}, seed {arguments.seed}\n\n{text}\n")
+        head = f"# campaign\n\n{date.today()}, {code_version()}, seed {arguments.seed}"
+        (RESULTS / "campaign.md").write_text(f"{head}\n\n{text}\n")
     return 0 if all(trials[trial_id].passed for trial_id in planned) else 1
 
 

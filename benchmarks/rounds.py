@@ -23,6 +23,8 @@ from pathlib import Path
 import psutil
 from arms import RESULTS, Arm, Timing
 
+from orchestrator.records.git import git_facts
+
 QUIET_PCT = 20.0
 QUIET_TIMEOUT_S = 20.0
 """Longest wait before an arm for the machine's CPU load to fall below ``QUIET_PCT``, for example after the last arm."""
@@ -121,7 +123,7 @@ def report(
         keep: Whether to write the files.
     """
     machine = _machine() if ceiling is None else f"{_machine()}; C = {ceiling:.2f}"
-    where = f"{date.today()}: {machine}. Compare the ratios: absolute times depend on the machine."
+    where = f"{date.today()}, {code_version()}: {machine}. Compare the ratios: absolute times depend on the machine."
     head = ["claim", "median", "goal", "reached", "each round"]
     text = "\n\n".join([f"# {name}", where, table(head, [c.row() for c in claims]), notes]) + "\n"
     print("\n" + text)
@@ -133,6 +135,12 @@ def report(
         return
     timings = {key: [{arm: asdict(t) for arm, t in r.items()} for r in rs] for key, rs in rounds.items()}
     (RESULTS / f"{name}.json").write_text(json.dumps({"ceiling": ceiling, "rounds": timings}, indent=1) + "\n")
+
+
+def code_version() -> str:
+    """Return the commit of the code that is measured, and whether it has been changed since."""
+    facts = git_facts(Path(__file__).parent)
+    return "no commit" if facts is None else f"commit {facts.commit[:9]}{', changed' if facts.dirty else ''}"
 
 
 def _machine() -> str:
