@@ -11,7 +11,7 @@ Three tiers:
 ``pytest -m gpu`` runs those that need a GPU, which are skipped where torch sees none.
 
 A tier runs on two processes (pytest-xdist), file by file; at the end, one of them runs ``tests/cluster`` and the other
-``tests/ray``, each as a whole. Without ``tests/command``, as in ``.ci/run``, these two begin at once, and a third process
+``tests/ray``, each as a whole. Without ``tests/command``, as in ``.ci/run``, these two begin at once, and a third one
 runs the other files beside them. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
 out only the campaign; tests named by ``::`` always run.
 
