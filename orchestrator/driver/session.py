@@ -20,7 +20,7 @@ from orchestrator.driver import cluster
 from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
 from orchestrator.driver.decision import NotMeasuredError
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
+from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import job_metadata
 from orchestrator.driver.preflight.nodes import fit_nodes
@@ -251,11 +251,11 @@ def _run(
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
     shown = console or make_console(steps=plan.steps, world_size=plan.world_size)
-    console = RedactingSink(shown, redactor)
+    console = EventStream([shown], redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
-    journal = RedactingSink(writer, redactor)
-    events = EventStream([journal, console, RedactingSink(PrometheusSink(), redactor)])
+    journal = EventStream([writer], redactor)
+    events = EventStream([writer, shown, PrometheusSink()], redactor)
     queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at)
     spec = RunSpec(
         config=with_patience(config, processes_per_core=sizes.largest.processes_per_core),
