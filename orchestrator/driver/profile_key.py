@@ -8,7 +8,6 @@ import inspect
 import json
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Node, Plan
+from orchestrator.records.machine import processor
 from orchestrator.strategies.tuned.auto import AutoConfig
 from orchestrator.tuning.proposals import stage_counts
 
@@ -47,7 +47,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         stage_counts(plan.world_size, config.strategy.schedules),
         hardware,
         platform.machine(),
-        _processor(),
+        processor(),
         torch.__version__,
     )
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -70,12 +70,3 @@ def _outline_of(job: Job) -> list[str]:
     if not isinstance(outline, nn.Module):
         return []
     return [repr(outline), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in outline.state_dict().items())]
-
-
-def _processor() -> str:
-    """Return the model of the processor."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
