@@ -246,6 +246,11 @@ class SweepConfig:
     parallel: int | Literal["auto"] = option(
         "runs in progress at once, on a cluster; auto: as many as it has room for, one without a cluster", minimum=1
     )
+    trials: int | None = option(
+        "runs in which Optuna searches the given values; null: a run for each combination", minimum=1
+    )
+    metric: str = option("the result of a run by which Optuna searches")
+    direction: Literal["minimize", "maximize"] = option("whether small or large values of sweep.metric are sought")
 
 
 @dataclass(frozen=True, kw_only=True)

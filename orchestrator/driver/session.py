@@ -17,7 +17,7 @@ from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.display.text import count
 from orchestrator.driver import cluster
-from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
+from orchestrator.driver.candidates import Candidate, check_all, planned_on, this_machine, with_choice
 from orchestrator.driver.decision import NotMeasuredError
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream, FailureSink
@@ -31,6 +31,7 @@ from orchestrator.driver.queue_place import queue_entry
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.run import Run
 from orchestrator.driver.run_spec import RunSpec
+from orchestrator.driver.search import Search
 from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
@@ -54,7 +55,12 @@ if TYPE_CHECKING:
 
 
 def run_all(
-    candidates: Sequence[Candidate], *, owns_process: bool = False, sweep: Sweep | None = None
+    candidates: Sequence[Candidate],
+    *,
+    owns_process: bool = False,
+    sweep: Sweep | None = None,
+    part_of: Mapping[str, str] | None = None,
+    started_at: float | None = None,
 ) -> list[RunResult]:
     """Execute the runs one after another on one Ray.
 
@@ -62,6 +68,9 @@ def run_all(
         candidates: what :func:`check_all` returned.
         owns_process: SIGINT and SIGTERM may end the process, as on the command line.
         sweep: the sweep that the runs belong to.
+        part_of: the id and name of the sweep in whose records the only run is, with its number.
+        started_at: when the first run was requested, in seconds since the epoch; None for the start of the process if
+            ``owns_process``, and for the present time otherwise.
 
     Returns:
         The results of the runs that were started. In a sweep, a run that could not be started has none.
@@ -73,10 +82,11 @@ def run_all(
         SystemExit: a second SIGTERM came during a run.
     """
     results: list[RunResult] = []
-    started_at = process_started_at() if owns_process else time.time()
+    if started_at is None:
+        started_at = process_started_at() if owns_process else time.time()
     is_embedded = cluster.target_address(candidates[0].config.cluster) is None
-    part = membership()
-    if part is not None:
+    if (carried := membership()) is not None:
+        part_of = carried
         end_with_parent(signal.SIGTERM)
     with (
         StopSignals(owns_process=owns_process) as stop,
@@ -99,7 +109,7 @@ def run_all(
             return run_side_by_side([candidate for candidate, _ in planned], sweep, stop)
         for candidate, sizes in planned:
             run = functools.partial(_choose_and_run, candidate, sizes, nodes, codes, stop, started_at=started_at)
-            result = run(sweep=part) if sweep is None else sweep.run(candidate.overrides, run)
+            result = run(sweep=part_of) if sweep is None else sweep.run(candidate.overrides, run)
             started_at = time.time()
             results += [] if result is None else [result]
             if result is not None and result.status == "KILLED":
@@ -119,11 +129,42 @@ def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
     finally:
         sweep.end()
     if results:
-        first, last = candidates[0], results[-1]
-        report_sweep(RunDir(last.run_dir), first.config.tracking, tuple(first.redactor.secrets))
-        if page := last.summary.get("mlflow_page"):
-            sweep.say(f"charts: {page}")
+        _publish(sweep, candidates[0], results[-1])
     return sweep.exit_code
+
+
+def run_search(search: Search) -> int:
+    """Execute the runs of a search, compare them at the end, and upload the comparison.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError, KeyboardInterrupt, SystemExit: see :meth:`Search.run` and :func:`run_all`.
+    """
+    ran: list[tuple[Candidate, RunResult]] = []
+
+    def execute(overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
+        (candidate,) = check_all([overrides], search.sweep.redactor)
+        started_at = time.time() if ran else None
+        (result,) = run_all([candidate], owns_process=True, part_of=sweep, started_at=started_at)
+        ran.append((candidate, result))
+        return result
+
+    try:
+        exit_code = search.run(execute)
+    finally:
+        search.sweep.end()
+    if ran:
+        _publish(search.sweep, *ran[-1])
+    return exit_code
+
+
+def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
+    """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
+    report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
+    if page := last.summary.get("mlflow_page"):
+        sweep.say(f"charts: {page}")
 
 
 def _print_plans(
