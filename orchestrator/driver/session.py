@@ -74,7 +74,6 @@ def run_all(
     """
     results: list[RunResult] = []
     started_at = process_started_at() if owns_process else time.time()
-    is_embedded = cluster.target_address(candidates[0].config.cluster) is None
     part = membership()
     if part is not None:
         end_with_parent(signal.SIGTERM)
@@ -88,7 +87,8 @@ def run_all(
         recover_orphans(output_dir(candidates[0].config), resumed=resumed)
         if sweep is not None:
             if (parallel := candidates[0].config.sweep.parallel) == "auto":
-                parallel = 1 if is_embedded else num_at_once([sizes.initial for _, sizes in planned], nodes)
+                plans = [sizes.initial for _, sizes in planned]
+                parallel = 1 if candidates[0].embeds_ray else num_at_once(plans, nodes)
             sweep.at_once = parallel
             sweep.begin([candidate.overrides for candidate, _ in planned])
         if sweep is not None and sweep.at_once > 1:
@@ -157,7 +157,6 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: St
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
         return _run(brief, Sizes.of(plan), stop, sweep=None, started_at=time.time(), console=console)
 
-    embedded = cluster.target_address(candidate.config.cluster) is None
     return Chooser(
         candidate.config,
         candidate.job,
@@ -165,7 +164,7 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: St
         nodes,
         run,
         redactor=candidate.redactor,
-        oversubscribe_cpus=embedded,
+        oversubscribe_cpus=candidate.embeds_ray,
     )
 
 

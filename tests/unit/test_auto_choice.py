@@ -51,7 +51,7 @@ def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions(
     assert valid == ["single", "ddp num_workers=2"]
     assert all("Job.training_step" in c.refused for c in found.contenders if c.refused)
     assert not any(c.prediction for c in found.contenders)
-    assert found.plan.strategy == "single"
+    assert (found.plan.strategy, found.plan.threads_per_worker) == ("single", HERE.cpus)
 
 
 def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_cut_it() -> None:
