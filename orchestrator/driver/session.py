@@ -79,7 +79,7 @@ def run_all(
         end_with_parent(signal.SIGTERM)
     with StopSignals(owns_process=owns_process) as stop, _ray(candidates, sweep) as (nodes, planned):
         if candidates[0].config.plan:
-            return _print_plans(planned, nodes, stop)
+            return _print_plans(planned, nodes, stop, sweep)
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
@@ -123,7 +123,7 @@ def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
 
 
 def _print_plans(
-    planned: Sequence[tuple[Candidate, Sizes]], nodes: tuple[Node, ...], stop: StopSignals
+    planned: Sequence[tuple[Candidate, Sizes]], nodes: tuple[Node, ...], stop: StopSignals, sweep: Sweep | None
 ) -> list[RunResult]:
     """Print the plan of each run; with ``strategy=auto``, that of the best prediction.
 
@@ -131,6 +131,8 @@ def _print_plans(
         The run that should have measured a job, if it did not finish.
     """
     for candidate, sizes in planned:
+        if sweep is not None:
+            sweep.say(f"\n{sweep.title_of(candidate.overrides)}")
         if candidate.is_auto:
             try:
                 decision = _chooser(candidate, sizes.initial, nodes, stop).choose(measure=False)

@@ -76,7 +76,7 @@ def test_runs_that_do_not_fit_are_left_out_where_the_sweep_says_so(
     assert launch.main(["-m", "experiment=compare", "train.global_batch_size=1", "plan=true"]) == 0
     output = capsys.readouterr()
     assert "left out: strategy=ddp: train.global_batch_size=1: fewer than one sample" in output.out
-    assert "plan: digits-single" in output.out
+    assert re.search(r"\n\nrun \d: strategy=single\nplan: digits-single\n", output.out)
     assert launch.main(["experiment=compare", "plan=true"]) == 2
     assert "experiment=compare: a sweep of several runs; add -m" in capsys.readouterr().err
     # One run of it, as the command that continues this run has it.
