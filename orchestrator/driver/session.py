@@ -19,7 +19,7 @@ from orchestrator.display.text import count
 from orchestrator.driver import cluster
 from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
 from orchestrator.driver.decision import NotMeasuredError
-from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.ending import RunEnding, commands_for_page
 from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import job_metadata
@@ -117,6 +117,8 @@ def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
     if results:
         first, last = candidates[0], results[-1]
         report_sweep(RunDir(last.run_dir), first.config.tracking, tuple(first.redactor.secrets))
+        for command in commands_for_page(first.config.tracking):
+            sweep.say(f"next: {command}")
         if page := last.summary.get("mlflow_page"):
             sweep.say(f"charts: {page}")
     return sweep.exit_code
@@ -282,6 +284,7 @@ def _run(
         console=console,
         redactor=redactor,
         resume_command=command_line((*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job),
+        in_sweep=sweep is not None,
     )
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     try:
