@@ -29,7 +29,10 @@ from orchestrator.tracking.uploader import Uploader
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnding:
-    """Writes down how a run ended. ``resume_command`` continues the run."""
+    """Writes down how a run ended.
+
+    ``resume_command`` continues the run. ``in_sweep``: a comparison of the whole sweep follows.
+    """
 
     plan: Plan
     run_dir: RunDir
@@ -40,6 +43,7 @@ class RunEnding:
     console: Sink
     redactor: Redactor
     resume_command: str
+    in_sweep: bool
 
     def finish(self, result: RunResult) -> RunResult:
         """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
@@ -155,9 +159,15 @@ class RunEnding:
         commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
         if not is_uploaded:
             commands.append(f"python -m orchestrator.sync {shlex.quote(self.run_dir.location)}")
+        if self.in_sweep:
+            return tuple(commands)
         remote = self.run_dir.remote
         where = "" if remote is None else f" --output-dir {shlex.quote(remote.split(2)[0].url)}"
         commands.append(f"python -m orchestrator.compare --last 5{where}")
-        if self.tracking.uri is not None and self.tracking.uri.startswith("sqlite"):
-            commands.append(f"mlflow ui --backend-store-uri {self.tracking.uri}")
-        return tuple(commands)
+        return (*commands, *commands_for_page(self.tracking))
+
+
+def commands_for_page(tracking: TrackingConfig) -> list[str]:
+    """Return the command that serves the page of MLflow; none if a server does."""
+    is_local = tracking.uri is not None and tracking.uri.startswith("sqlite")
+    return [f"mlflow ui --backend-store-uri {tracking.uri}"] if is_local else []

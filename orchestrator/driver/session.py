@@ -19,7 +19,7 @@ from orchestrator.display.text import count
 from orchestrator.driver import cluster
 from orchestrator.driver.candidates import Candidate, check_all, planned_on, this_machine, with_choice
 from orchestrator.driver.decision import NotMeasuredError
-from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.ending import RunEnding, commands_for_page
 from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import job_metadata
@@ -84,7 +84,6 @@ def run_all(
     results: list[RunResult] = []
     if started_at is None:
         started_at = process_started_at() if owns_process else time.time()
-    is_embedded = cluster.target_address(candidates[0].config.cluster) is None
     if (carried := membership()) is not None:
         part_of = carried
         end_with_parent(signal.SIGTERM)
@@ -94,7 +93,7 @@ def run_all(
         _ray(candidates, sweep, codes) as (nodes, planned),
     ):
         if candidates[0].config.plan:
-            return _print_plans(planned, nodes, codes, stop)
+            return _print_plans(planned, nodes, codes, stop, sweep)
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
@@ -102,7 +101,8 @@ def run_all(
         recover_orphans(output_dir(candidates[0].config), resumed=resumed)
         if sweep is not None:
             if (parallel := candidates[0].config.sweep.parallel) == "auto":
-                parallel = 1 if is_embedded else num_at_once([sizes.initial for _, sizes in planned], nodes)
+                plans = [sizes.initial for _, sizes in planned]
+                parallel = 1 if candidates[0].embeds_ray else num_at_once(plans, nodes)
             sweep.at_once = parallel
             sweep.begin([candidate.overrides for candidate, _ in planned])
         if sweep is not None and sweep.at_once > 1:
@@ -163,12 +163,18 @@ def run_search(search: Search) -> int:
 def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
     """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
     report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
+    for command in commands_for_page(candidate.config.tracking):
+        sweep.say(f"next: {command}")
     if page := last.summary.get("mlflow_page"):
         sweep.say(f"charts: {page}")
 
 
 def _print_plans(
-    planned: Sequence[tuple[Candidate, Sizes]], nodes: tuple[Node, ...], codes: CodeCache, stop: StopSignals
+    planned: Sequence[tuple[Candidate, Sizes]],
+    nodes: tuple[Node, ...],
+    codes: CodeCache,
+    stop: StopSignals,
+    sweep: Sweep | None,
 ) -> list[RunResult]:
     """Print the plan of each run; with ``strategy=auto``, that of the best prediction.
 
@@ -176,6 +182,8 @@ def _print_plans(
         The run that should have measured a job, if it did not finish.
     """
     for candidate, sizes in planned:
+        if sweep is not None:
+            sweep.say(f"\n{sweep.title_of(candidate.overrides)}")
         if candidate.is_auto:
             try:
                 decision = _chooser(candidate, sizes.initial, nodes, codes, stop).choose(measure=False)
@@ -202,7 +210,6 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: C
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
         return _run(brief, Sizes.of(plan), codes, stop, sweep=None, started_at=time.time(), console=console)
 
-    embedded = cluster.target_address(candidate.config.cluster) is None
     return Chooser(
         candidate.config,
         candidate.job,
@@ -210,7 +217,7 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: C
         nodes,
         run,
         redactor=candidate.redactor,
-        oversubscribe_cpus=embedded,
+        oversubscribe_cpus=candidate.embeds_ray,
     )
 
 
@@ -330,6 +337,7 @@ def _run(
         console=console,
         redactor=redactor,
         resume_command=command_line((*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job),
+        in_sweep=sweep is not None,
     )
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     try:

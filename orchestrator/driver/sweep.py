@@ -124,6 +124,11 @@ class Sweep:
         except OSError as e:
             raise ConfigError([f"{self.directory.path}: cannot be written ({e.strerror or e})"]) from e
 
+    def title_of(self, overrides: Sequence[str]) -> str:
+        """Return the number of a run in the sweep and what distinguishes it: ``run 2: strategy=ddp``."""
+        number = self._number(overrides)
+        return f"run {number}: {self._run_name(number)}"
+
     def run(self, overrides: Sequence[str], execute: Execute) -> RunResult | None:
         """Execute a run and report the progress; an error ends this run only. Returns None after an error."""
         number = self._number(overrides)

@@ -140,6 +140,7 @@ def ending_of(run_dir, config, uploader, journal, console):
         journal=journal,
         console=console,
         resume_command="",
+        in_sweep=False,
         redactor=Redactor(),
     )
 
