@@ -104,7 +104,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         train=case.train,
         data=schema.DataConfig(num_workers=0),
         checkpoint=schema.CheckpointConfig(every=0, keep=3),
-        sweep=schema.SweepConfig(unfit="refuse", parallel=1),
+        sweep=schema.SweepConfig(unfit="refuse", parallel=1, trials=None, metric="val_loss", direction="minimize"),
         recovery=RECOVERY,
         tracking=schema.TrackingConfig(
             uri=None,
