@@ -19,7 +19,7 @@ from orchestrator.config.overrides import masked, values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import SweepConfig
 from orchestrator.config.search_space import Choices, Interval, Space, search_space
-from orchestrator.config.text import first_few, to_cli
+from orchestrator.config.text import first_few
 from orchestrator.display.report import errors_text
 from orchestrator.display.text import count
 from orchestrator.driver.result import RunResult
@@ -78,10 +78,21 @@ class Search:
         Raises:
             ConfigError: the configuration of the first run is wrong, or the runs have no result ``sweep.metric``.
         """
+        study = self._study()
+        try:
+            stopped = self._execute_all(study, execute)
+        finally:
+            self.sweep.end()
+        if stopped is not None:
+            self._say_how_to_continue()
+            return stopped.exit_code
+        return self._say_best(study)
+
+    def _execute_all(self, study: Any, execute: Execute) -> RunResult | None:
+        """Execute what is left to do; returns the result of a run that was stopped. Raises like :meth:`run`."""
         import optuna
 
         assert self.options.trials is not None
-        study = self._study()
         unfinished = self._replay(study)
         for number in [*unfinished, *range(len(self.tried) + 1, self.options.trials + 1)]:
             if number in unfinished:
@@ -101,11 +112,10 @@ class Search:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 continue
             if result.status == "KILLED":
-                self._say_how_to_continue()
-                return result.exit_code
+                return result
             value = self._value(result.summary) if result.status == "FINISHED" else None
             study.tell(trial, value, state=None if value is not None else optuna.trial.TrialState.FAIL)
-        return self._say_best(study)
+        return None
 
     def _study(self) -> Any:
         import optuna
@@ -260,5 +270,5 @@ def identity(fixed: Sequence[str], space: Space, redactor: Redactor) -> list[str
 
 
 def _words(params: Mapping[str, Any]) -> list[str]:
-    """Return the overrides of a run for the keys of the search."""
-    return [f"{key}={value if isinstance(value, str) else to_cli(value)}" for key, value in params.items()]
+    """Return the overrides of a run for the keys of the search, numbers with six digits."""
+    return [f"{key}={f'{value:.6g}' if isinstance(value, float) else value}" for key, value in params.items()]

@@ -151,10 +151,7 @@ def run_search(search: Search) -> int:
         ran.append((candidate, result))
         return result
 
-    try:
-        exit_code = search.run(execute)
-    finally:
-        search.sweep.end()
+    exit_code = search.run(execute)
     if ran:
         _publish(search.sweep, *ran[-1])
     return exit_code

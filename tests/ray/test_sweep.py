@@ -47,6 +47,23 @@ def test_the_runs_of_a_sweep_are_side_by_side(
         assert word in table
 
 
+def test_a_search_trains_with_the_values_that_it_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "strategy=single", "tracking=none", "train.steps=4", "sweep.trials=2", "job.lr=interval(0.1,0.5)"]
+    assert launch.main([*words, "job.hidden=16"]) == 0
+    records = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
+    (sweep_id,) = {record["sweep"]["id"] for record in records}
+    losses = {record["sweep"]["run"]: record["summary"]["val_loss"] for record in records}
+    assert sorted(losses) == ["1", "2"]
+    best = min(losses, key=lambda number: float(losses[number]))
+    printed = capsys.readouterr().out
+    (lr,) = re.findall(rf"run {best} of 2: job.lr=(\S+)", printed)
+    assert f"best of 2 runs: run {best}, val_loss {losses[best]:.6g}, with job.lr={lr}\n" in printed
+    assert (tmp_path / "outputs" / "sweeps" / sweep_id / "report.md").is_file()
+
+
 def test_a_failing_run_stops_no_other_and_a_resumed_sweep_repeats_only_that_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,7 +88,7 @@ def test_a_search_finds_the_best_values_and_says_them(tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     assert "run 25 of 25: job.lr=" in printed
     (line,) = [line for line in printed.splitlines() if line.startswith("best of 25 runs: run ")]
-    assert f"with job.lr={best}" in line
+    assert f"with job.lr={best:g} " in line
     assert len(searched.sweep.directory.read_record()["runs"]) == 25
 
 
