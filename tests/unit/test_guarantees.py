@@ -40,7 +40,7 @@ def is_campaign(cited: Citation) -> Iterator[bool]:
 
 
 def cases_of(test: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
-    """The cases in each ``parametrize``, by a name such as pytest's, and whether ``in_campaign`` has them."""
+    """The cases in each ``parametrize``, by a name such as pytest's, and whether they belong to the campaign."""
     for decorator in test.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.parametrize":
             values = decorator.args[1]
@@ -48,7 +48,7 @@ def cases_of(test: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
                 if isinstance(value, ast.Starred) and isinstance(value.value, ast.Call):
                     yield from ((name_of(argument), True) for argument in value.value.args)
                 else:
-                    yield name_of(value), False
+                    yield name_of(value), "pytest.mark.campaign" in ast.unparse(value)
 
 
 def name_of(case: ast.expr) -> str:
