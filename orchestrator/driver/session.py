@@ -270,9 +270,14 @@ def _ray(
     if config.plan and not any(c.is_auto for c in candidates):
         yield (machine,), planned
         return
-    # No more than the runs need: Ray starts a process in advance for each CPU, and each of them imports torch.
-    num_cpus = max(s.max_processes * s.largest.cpus_per_worker for _, s in planned)
-    with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=machine.gpus, metadata=metadata):
+    needs = [s for _, s in planned]
+    with cluster.embedded(
+        config.cluster,
+        num_cpus=max(s.max_processes * s.largest.cpus_per_worker for s in needs),
+        num_gpus=machine.gpus,
+        num_processes=max(s.max_processes for s in needs),
+        metadata=metadata,
+    ):
         yield (machine,), planned
 
 
