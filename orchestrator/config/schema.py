@@ -58,8 +58,10 @@ class TrainConfig:
         "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory; "
         "selective: but keep the results of their matrix products and convolutions"
     )
-    compile: bool | Literal["max-autotune-no-cudagraphs"] = option(
-        "compile the model with torch.compile; max-autotune-no-cudagraphs: and choose the fastest kernels by trial"
+    compile: bool | Literal["blocks", "max-autotune-no-cudagraphs"] = option(
+        "compile the model with torch.compile, or its blocks if they are computed again; blocks: only the model's "
+        "repeated blocks, once for all that are alike; max-autotune-no-cudagraphs: as true, and choose the fastest "
+        "kernels by trial; modes with CUDA graphs overwrite results that are still needed"
     )
     on_nonfinite: Literal["stop", "skip"] = option("on a NaN or infinite gradient, stop the run or skip the update")
     ema_decay: float | None = option(
@@ -73,11 +75,16 @@ class TrainConfig:
                 f"train.ema_decay={self.ema_decay:g}: an average in bfloat16 loses its small updates; set it to null, "
                 "or train.precision=bf16"
             )
-        if self.compile is not False and self.activation_checkpointing != "none":
+        if self.compile is not False and self.activation_checkpointing == "selective":
             raise ValueError(
-                f"train.activation_checkpointing={self.activation_checkpointing}: torch.compile cannot see through the "
-                "blocks that are computed again; set it to none, or train.compile=false"
+                "train.activation_checkpointing=selective: torch.compile merges the operations of a block, so that "
+                "single results cannot be kept; set it to blocks, or train.compile=false"
             )
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether the blocks of the model are compiled, and not the model: what is computed again must be a block."""
+        return self.compile == "blocks" or (self.compile is not False and self.activation_checkpointing != "none")
 
 
 @dataclass(frozen=True, kw_only=True)
