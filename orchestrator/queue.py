@@ -59,10 +59,14 @@ def _list(queue: QueueControl) -> None:
     from orchestrator.display.queue_table import queue_table
     from orchestrator.display.text import writable
 
-    if entries := queue.entries():
-        print(writable(queue_table(entries, now=time.time()), sys.stdout))
-    else:
+    entries = queue.entries()
+    if not entries:
         print("no run is in the queue", file=sys.stderr)
+        return
+    print(writable(queue_table(entries, now=time.time()), sys.stdout))
+    first_in_line = [e for e in entries if e.state in ("waiting", "reserving")][:1]
+    for entry in [*first_in_line, *(e for e in entries if e.state == "unfit")]:
+        print(writable(f"{entry.name} ({entry.state}): {queue.why_waiting(entry)}", sys.stdout))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -14,11 +15,11 @@ def queue_table(entries: Sequence[QueueEntry], *, now: float) -> str:
     """Return a table with one row per run.
 
     Args:
-        entries: the runs with workers, and then those without in the order of the line.
+        entries: the runs with workers, then those in the line, in its order, and then the unfit ones.
         now: seconds since the epoch, for the time that a run has been in its state.
     """
-    with_workers = sum(e.state in ("running", "yielding") for e in entries)
-    places = ["-"] * with_workers + [str(n + 1) for n in range(len(entries) - with_workers)]
+    numbers = itertools.count(1)
+    places = ["-" if e.has_workers or e.state == "unfit" else str(next(numbers)) for e in entries]
     columns = [
         TableColumn(heading="place", cells=places),
         TableColumn(heading="state", justify="left", cells=[e.state for e in entries]),

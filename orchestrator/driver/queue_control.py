@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from typing import Any
 
 import ray
 import ray.exceptions
 
 from orchestrator.driver import cluster
+from orchestrator.driver.cluster_state import cluster_state
 from orchestrator.driver.run_queue import find_queue
-from orchestrator.policy.queue import find_entries
+from orchestrator.policy.queue import find_entries, why_waiting
 from orchestrator.protocol.queue import QueueEntry
 from orchestrator.records.process import user_name
 
@@ -44,9 +46,13 @@ class QueueControl:
         self._connected.close()
 
     def entries(self) -> list[QueueEntry]:
-        """Return the runs with workers, and then those that wait, in the order of the line."""
+        """Return the runs with workers, then those that wait, in the order of the line, and then the unfit ones."""
         entries: list[QueueEntry] = self._ask("entries") or []
         return entries
+
+    def why_waiting(self, entry: QueueEntry) -> str:
+        """Return why a run without workers has none, as one sentence."""
+        return why_waiting(entry, cluster_state(own_label=entry.label), now=time.time())
 
     def cancel(self, run: str) -> str:
         """Let the driver of a run stop it; returns the name of the run.

@@ -17,10 +17,13 @@ import ray.exceptions
 from orchestrator.compat.ray import is_own_ray
 from orchestrator.config.schema import Config
 from orchestrator.driver.calls import GangError
+from orchestrator.driver.cluster_state import cluster_state
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.run_queue import POLL_EVERY_S, open_queue
 from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.waiting import UnfitLimit
 from orchestrator.policy.elastic import Sizes
+from orchestrator.policy.queue import why_waiting
 from orchestrator.protocol.events import WaitingInQueue
 from orchestrator.protocol.queue import QueueAnswer, QueueEntry, QueueState
 from orchestrator.records.process import user_name
@@ -70,6 +73,7 @@ class QueuePlace:
         entry: the run; None if it is not queued, and then every turn is its own.
         run_dir: its record says ``waiting`` while the run waits.
         timeout_s: the longest wait for a turn; None for no limit.
+        unfit_timeout_s: the longest wait while the cluster is too small for the run; None for no limit.
 
     Attributes:
         waited_s: how long the run has waited for its turns, in seconds.
@@ -83,6 +87,7 @@ class QueuePlace:
         stop: StopSignals,
         *,
         timeout_s: float | None,
+        unfit_timeout_s: float | None,
     ):
         self.waited_s = 0.0
         self._entry = entry
@@ -90,6 +95,7 @@ class QueuePlace:
         self._events = events
         self._stop = stop
         self._timeout_s = timeout_s
+        self._unfit_timeout_s = unfit_timeout_s
         self._queue: Any = None
         self._answered: tuple[QueueEntry, QueueAnswer] | None = None  # the last poll, as it was sent
         self._heard_at = 0.0
@@ -124,11 +130,12 @@ class QueuePlace:
 
         Raises:
             GangError: ``cluster.queue_timeout_s`` has passed.
+            UnfitError: the cluster has been too small for ``cluster.unfit_timeout_s``.
         """
         if self._entry is None:
             return
         self._enter("waiting")
-        began = time.monotonic()
+        began, unfit = time.monotonic(), UnfitLimit(self._unfit_timeout_s)
         reported: WaitingInQueue | None = None
         try:
             while not self._is_admitted() and not self._is_unreachable():
@@ -139,7 +146,10 @@ class QueuePlace:
                         f"not the first in the queue within {waited_s:.0f} s (cluster.queue_timeout_s); raise it or "
                         "cluster.priority, or look at `orchestrator queue list`"
                     )
-                reported = self._report(waited_s, reported)
+                answer = self._answer("waiting")
+                if answer is not None and not answer.may_reserve:
+                    reported = self._report(answer, waited_s, reported)
+                    unfit.check(answer.unfit, self._why)
                 self._news.wait(_CHECK_EVERY_S)
                 self._news.clear()
         finally:
@@ -201,18 +211,22 @@ class QueuePlace:
         )
         return True
 
-    def _report(self, waited_s: float, last: WaitingInQueue | None) -> WaitingInQueue | None:
+    def _report(self, answer: QueueAnswer, waited_s: float, last: WaitingInQueue | None) -> WaitingInQueue:
         """Report the wait if the line has changed since the last report, or after a while; returns the last report."""
-        answer = self._answer("waiting")
-        if answer is None or answer.may_reserve:
-            return last
-        report = WaitingInQueue(waited_s=waited_s, ahead=answer.ahead, running=answer.running)
+        line = (answer.ahead, answer.running, answer.unfit)
         if last is None:
             self._record("waiting")
-        elif (report.ahead, report.running) == (last.ahead, last.running) and waited_s - last.waited_s < REPORT_EVERY_S:
+        elif line == (last.ahead, last.running, last.unfit) and waited_s - last.waited_s < REPORT_EVERY_S:
             return last
+        report = WaitingInQueue(
+            waited_s=waited_s, ahead=answer.ahead, running=answer.running, unfit=answer.unfit, why=self._why()
+        )
         self._events.emit(report)
         return report
+
+    def _why(self) -> str:
+        assert self._entry is not None
+        return why_waiting(self._entry, cluster_state(), now=time.time())
 
     def _answer(self, state: QueueState) -> QueueAnswer | None:
         """Return the answer to a poll in the present state, which is ``state``; None if there is none yet."""

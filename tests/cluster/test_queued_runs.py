@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import threading
@@ -16,7 +17,6 @@ import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group, remove_placement_group
 
 from helpers.queue_entries import entry
 from helpers.recorder import Recorder
@@ -145,7 +145,7 @@ def place(tmp_path: Path) -> Callable[..., QueuePlace]:
 
     def make(run: QueueEntry, *, timeout_s: float | None = None, sink: Recorder | None = None) -> QueuePlace:
         events, run_dir = EventStream([sink or Recorder()], Redactor()), RunDir(tmp_path)
-        return QueuePlace(run, run_dir, events, StopSignals(), timeout_s=timeout_s)
+        return QueuePlace(run, run_dir, events, StopSignals(), timeout_s=timeout_s, unfit_timeout_s=None)
 
     return make
 
@@ -208,13 +208,24 @@ def taken_by(actor: Any) -> Any:
 
 
 def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
-    cluster: Cluster, queue: QueueControl, start: Callable[..., Command]
+    cluster: Cluster, queue: QueueControl, start: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The queue is killed and so is a driver that waits, while all CPUs are taken."""
-    taken = placement_group([{"CPU": 2}])
-    ray.get(taken.ready())
+    """The queue is killed, and so is a driver that waits, and the cluster shrinks, while all CPUs are taken."""
+    node = cluster.add_node(num_cpus=1)
+    taken = ray.remote(num_cpus=2)(Recorder).remote()
+    large = start("large", "train.steps=120", "strategy.num_workers=3", "cluster.unfit_timeout_s=1")
+    large.wait_for(lambda: states(queue) == {"large": "reserving"}, "the run that fits at first")
     first = start("first", "train.steps=120")
+    first.wait_for(lambda: "first" in states(queue), "the run behind it")
+    cluster.remove_node(node)
     first.wait_for(lambda: states(queue) == {"first": "reserving"}, "the first run")
+    first.wait_for(lambda: states(queue).get("first") == "reserving", "the turn of the run that still fits")
+    assert main(["--address", cluster.address]) == 0
+    assert "first (reserving): need 2 x {CPU: 1}; free 0; node " in capsys.readouterr().out
+    output = large.output(code=2)
+    assert "in the queue, without a place; need 3 x {CPU: 1}; free 0; the cluster has room" in output
+    assert "the cluster has been too small for" in output
+    assert large.state == "failed"
     lost = start("lost", "train.steps=120")
     lost.wait_for(lambda: "lost" in states(queue), "the run that will be lost")
     urgent = start("urgent", "train.steps=20")
@@ -224,12 +235,15 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     third.wait_for(lambda: states(queue) == everybody, "the line")
     assert list(entries(queue)) == list(everybody), "in the order of submission"
     wait_for(lambda: lost.state == "waiting", "the record")
+    third.wait_for(lambda: third.events("waiting_in_queue"), "the reason")
+    why = third.events("waiting_in_queue")[-1]["why"]
+    assert re.search(r"need 2 x \{CPU: 1\}; free 0; node .*: 2 of 2 CPUs held by Ray job 01000000 .* since \d", why)
     lost.process.kill()
     kill_queue(cluster)
     del everybody["lost"]
     third.wait_for(lambda: states(queue) == everybody, "the line in the new queue")
     assert list(entries(queue)) == list(everybody)
-    remove_placement_group(taken)
+    ray.kill(taken)
     first.wait_for_step(5)
     queue.set_priority("urgent", 1)
     urgent.wait_for_step(1)
@@ -239,6 +253,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     output = first.output(code=0)
     assert "in the queue, place 2; before it: urgent" in output
     third.output(code=0)
+    assert "2 of 2 CPUs held by run first-" in third.events("waiting_in_queue")[-1]["why"]
     (yielded,), (recovered,) = first.events("yielded"), first.events("recovered")
     assert (yielded["to"], recovered["planned"], recovered["steps_lost"]) == ("urgent", "yielded", 0)
     assert yielded["step"] == recovered["step"] >= 5
