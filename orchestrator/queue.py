@@ -19,7 +19,7 @@ _DESCRIPTION = """\
 List the runs that share a Ray cluster, cancel one, or change its priority. A run waits until it is the first in the
 line and its workers fit; one of higher priority goes first, and running runs of lower priority make room for it.
 """
-_RUN_HELP = "the name of a run in the queue, its directory or URL, <date>/<time>-<name>, or <time>-<name>"
+_RUN_HELP = "the name or the id of a run in the queue, its directory or URL, <date>/<time>-<name>, or <time>-<name>"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

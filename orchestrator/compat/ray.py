@@ -468,7 +468,7 @@ def add_job_metadata(values: Mapping[str, str]) -> None:
     """
     injected = json.loads(os.environ.get(find_internal(_JOB_CONFIG_VARIABLE), "{}"))
     submission_id = injected.get("metadata", {}).get("job_submission_id")
-    if submission_id is None:
+    if submission_id is None or is_own_ray():
         return
     key = find_internal(_JOB_INFO_KEY).format(job_id=submission_id).encode()
     namespace = find_internal(_JOB_INFO_NAMESPACE)

@@ -25,6 +25,7 @@ def queue_table(entries: Sequence[QueueEntry], *, now: float) -> str:
         TableColumn(heading="state", justify="left", cells=[e.state for e in entries]),
         TableColumn(heading="priority", cells=[str(e.priority) for e in entries]),
         TableColumn(heading="run", justify="left", cells=["/".join(e.location.split("/")[-2:]) for e in entries]),
+        TableColumn(heading="id", justify="left", cells=[e.id for e in entries]),
         TableColumn(heading="user", justify="left", cells=[f"{e.user} on {e.host}" for e in entries]),
         TableColumn(heading="needs", justify="left", cells=[_needs(e) for e in entries]),
         TableColumn(heading="since", cells=[duration(max(0.0, now - e.since), whole=True) for e in entries]),

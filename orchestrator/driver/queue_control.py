@@ -76,7 +76,8 @@ class QueueControl:
         if len(found) == 1:
             return found[0]
         if found:
-            raise QueueError(f"{run}: several runs; name one by its directory: {', '.join(e.location for e in found)}")
+            listed = ", ".join(f"{e.id} ({e.state}, {e.location})" for e in found)
+            raise QueueError(f"{run}: several runs have this name; give the id of one: {listed}")
         names = ", ".join(e.name for e in entries)
         raise QueueError(f"{run}: no such run in the queue; " + (f"it has: {names}" if names else "it is empty"))
 

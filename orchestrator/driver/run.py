@@ -106,11 +106,11 @@ class Run:
         self._lease = lease
         self._queue = QueuePlace(
             spec.queue_entry,
-            spec.run_dir,
             events,
             stop,
             timeout_s=spec.config.cluster.queue_timeout_s,
             unfit_timeout_s=spec.config.cluster.unfit_timeout_s,
+            known_namesakes=spec.known_namesakes,
         )
         self._monitor = WaitMonitor(events, self._lease, stop, self._queue.check_turn)
         self._gang = Gang(
@@ -201,6 +201,7 @@ class Run:
             waited_s = self._times.waited_s - waited_s
             self._times.startup_s.setdefault("workers_s", time.perf_counter() - began - waited_s)
             self._choose_precision()
+            self.spec.run_dir.update_record(state="running")
             return
 
     def _choose_precision(self) -> None:
@@ -402,6 +403,8 @@ class Run:
         if (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
         self._gang.release()
+        with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
+            self.spec.run_dir.update_record(state="waiting")
         self._events.emit(Yielded(step=step, to=to))
         self._monitor.grace_s, self._yielded = 0.0, generation
         self._acquire()

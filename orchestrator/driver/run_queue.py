@@ -15,7 +15,7 @@ import ray
 
 from orchestrator.compat.ray import free_resources, on_head
 from orchestrator.driver import cluster
-from orchestrator.policy.queue import free_room, line, marked_unfit, may_reserve, stale, victims
+from orchestrator.policy.queue import free_room, line, marked_unfit, may_reserve, namesakes, stale, victims
 from orchestrator.protocol.queue import NodeResources, QueueAnswer, QueueEntry
 
 NAME, NAMESPACE = "queue", "orchestrator"
@@ -102,6 +102,7 @@ class RunQueue:
             priority=entry.priority,
             cancelled_by=run.cancelled_by,
             unfit=entry.state == "unfit",
+            namesakes=namesakes(entry, entries),
         )
 
     def leave(self, uid: str) -> None:

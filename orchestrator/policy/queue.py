@@ -105,9 +105,20 @@ def victims(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> list[Q
 
 
 def find_entries(entries: Iterable[QueueEntry], text: str) -> list[QueueEntry]:
-    """Return the runs that ``text`` names, by their name, their directory or the last parts of it."""
+    """Return the runs that ``text`` names, by their name, their id, their directory or the last parts of it."""
     wanted = text.rstrip("/")
-    return [e for e in entries if wanted == e.name or f"/{e.location}".endswith(f"/{wanted.lstrip('/')}")]
+    return [
+        e for e in entries if wanted in (e.name, e.id, e.label) or f"/{e.location}".endswith(f"/{wanted.lstrip('/')}")
+    ]
+
+
+def namesakes(entry: QueueEntry, entries: Iterable[QueueEntry]) -> tuple[str, ...]:
+    """Return the uids of the other runs with the name of this one. The runs of a sweep may share theirs."""
+    return tuple(
+        e.uid
+        for e in entries
+        if e.name == entry.name and e.uid != entry.uid and (e.sweep is None or e.sweep != entry.sweep)
+    )
 
 
 def _add(room: Mapping[str, Room], entries: Iterable[QueueEntry]) -> dict[str, Room]:

@@ -32,6 +32,7 @@ class QueueEntry:
         one_node: all workers must be on one node.
         autoscaling: its request may make the cluster add nodes.
         since: when it entered its state, in seconds since the epoch.
+        sweep: the id of its sweep, whose runs may share a name; None if it belongs to none.
         workers_by_node: the workers that it has, by the id of their node.
     """
 
@@ -50,6 +51,12 @@ class QueueEntry:
     since: float
     state: QueueState = "waiting"
     workers_by_node: Mapping[str, int] = field(default_factory=dict)
+    sweep: str | None = None
+
+    @property
+    def id(self) -> str:
+        """What tells the run apart from others of its name, short enough to type."""
+        return self.uid[:ID_LENGTH]
 
     @property
     def label(self) -> str:
@@ -75,6 +82,7 @@ class QueueAnswer:
         priority: the run's priority, which ``orchestrator queue priority`` may have changed.
         cancelled_by: who has cancelled the run; None if nobody has.
         unfit: the cluster is too small for the run, which has no place in the line.
+        namesakes: the uids of other runs of its name, except those of its sweep.
     """
 
     may_reserve: bool
@@ -85,6 +93,7 @@ class QueueAnswer:
     priority: int
     cancelled_by: str | None
     unfit: bool = False
+    namesakes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

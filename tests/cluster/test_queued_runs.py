@@ -140,12 +140,12 @@ def kill_queue(cluster: Cluster) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Callable[..., QueuePlace]:
+def place() -> Callable[..., QueuePlace]:
     """``place(entry("run"), timeout_s=1)`` is the place of a run of this process."""
 
     def make(run: QueueEntry, *, timeout_s: float | None = None, sink: Recorder | None = None) -> QueuePlace:
-        events, run_dir = EventStream([sink or Recorder()], Redactor()), RunDir(tmp_path)
-        return QueuePlace(run, run_dir, events, StopSignals(), timeout_s=timeout_s, unfit_timeout_s=None)
+        events = EventStream([sink or Recorder()], Redactor())
+        return QueuePlace(run, events, StopSignals(), timeout_s=timeout_s, unfit_timeout_s=None)
 
     return make
 
@@ -234,7 +234,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     everybody = {"first": "reserving", "lost": "waiting", "urgent": "waiting", "third": "waiting"}
     third.wait_for(lambda: states(queue) == everybody, "the line")
     assert list(entries(queue)) == list(everybody), "in the order of submission"
-    wait_for(lambda: lost.state == "waiting", "the record")
+    assert [run.state for run in (first, lost, urgent, third)] == ["waiting"] * 4
     third.wait_for(lambda: third.events("waiting_in_queue"), "the reason")
     why = third.events("waiting_in_queue")[-1]["why"]
     assert re.search(r"need 2 x \{CPU: 1\}; free 0; node .*: 2 of 2 CPUs held by Ray job 01000000 .* since \d", why)
@@ -248,7 +248,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     queue.set_priority("urgent", 1)
     urgent.wait_for_step(1)
     assert states(queue) == {"urgent": "running", "first": "waiting", "third": "waiting"}
-    assert (first.state, lost.state) == ("waiting", "died")
+    assert (urgent.state, first.state, lost.state) == ("running", "waiting", "died")
     urgent.output(code=0)
     output = first.output(code=0)
     assert "in the queue, place 2; before it: urgent" in output

@@ -257,6 +257,18 @@ def test_a_run_is_found_by_its_name_or_the_end_of_its_location() -> None:
         assert find_entries(runs, text) == [runs[0]]
     assert find_entries(runs, "mine") == [runs[1]]
     assert find_entries(runs, "digits") == []
+    one, two = (entry("gpt", uid=uid, state="running") for uid in ("ab12cd34ef", "77e01b34ef"))
+    assert find_entries([one, two], "gpt") == [one, two]
+    assert find_entries([one, two], "77e01b") == find_entries([one, two], "gpt-77e01b") == [two]
+
+
+def test_a_run_learns_of_others_of_its_name_but_not_of_those_of_its_sweep(parts: Parts) -> None:
+    parts.queue.poll(entry("gpt", uid="other"))
+    parts.queue.poll(entry("digits", uid="third"))
+    assert parts.queue.poll(entry("gpt", uid="mine")).namesakes == ("other",)
+    parts.queue.poll(entry("gpt", uid="other", sweep="s1"))
+    assert parts.queue.poll(entry("gpt", uid="mine", sweep="s1")).namesakes == ()
+    assert parts.queue.poll(entry("gpt", uid="mine", sweep="s2")).namesakes == ("other",)
 
 
 def test_an_address_without_ray_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +283,7 @@ def test_the_table_has_places_and_needs() -> None:
         entry("large", at=30, workers=2000, state="unfit"),
     ]
     head, _, first, second, third = queue_table(runs, now=90).splitlines()
-    assert head.split() == ["place", "state", "priority", "run", "user", "needs", "since"]
-    assert " ".join(first.split()) == "- running 2 2026-05-01/gpt ada on laptop 4 x 1 CPU and 1 GPU 1m30s"
-    assert " ".join(second.split()) == "1 waiting 0 2026-05-01/digits ada on laptop 2 x 1 CPU 1m00s"
+    assert head.split() == ["place", "state", "priority", "run", "id", "user", "needs", "since"]
+    assert " ".join(first.split()) == "- running 2 2026-05-01/gpt gpt ada on laptop 4 x 1 CPU and 1 GPU 1m30s"
+    assert " ".join(second.split()) == "1 waiting 0 2026-05-01/digits digits ada on laptop 2 x 1 CPU 1m00s"
     assert third.split()[:2] == ["-", "unfit"]
