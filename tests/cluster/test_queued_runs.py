@@ -182,10 +182,14 @@ def lost_turn(run: QueuePlace) -> bool:
 def test_a_wait_ends_at_its_timeout_or_without_a_queue_that_answers(
     cluster: Cluster, place: Callable[..., QueuePlace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with place(entry("first", at=1)) as first, place(entry("second", at=2), timeout_s=1) as second:
+    seen = Recorder()
+    namesake = place(entry("first", uid="second", at=2), timeout_s=1, sink=seen)
+    with place(entry("first", at=1)) as first, namesake as second:
         first.wait_for_turn(lambda: None)
         with pytest.raises(GangError, match=r"not the first in the queue within 1 s \(cluster\.queue_timeout_s\)"):
             second.wait_for_turn(lambda: None)
+    (warned,) = (event for event in seen.seen if isinstance(event, Warned))
+    assert warned.message.startswith("the queue has another run named first (id first): name=... tells them apart, and")
     ray.kill(find_queue())
     other_version = ray.remote(num_cpus=0)(Recorder).options(name="queue", namespace="orchestrator")
     stranger = wait_for(lambda: taken_by(other_version), "the name of the queue")
@@ -211,19 +215,20 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     cluster: Cluster, queue: QueueControl, start: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The queue is killed, and so is a driver that waits, and the cluster shrinks, while all CPUs are taken."""
-    node = cluster.add_node(num_cpus=1)
     taken = ray.remote(num_cpus=2)(Recorder).remote()
-    large = start("large", "train.steps=120", "strategy.num_workers=3", "cluster.unfit_timeout_s=1")
+    ray.get(taken.close.remote())
+    node = cluster.add_node(num_cpus=2)
+    large = start("large", "train.steps=120", "cluster.cpus_per_worker=2", "cluster.unfit_timeout_s=1")
     large.wait_for(lambda: states(queue) == {"large": "reserving"}, "the run that fits at first")
     first = start("first", "train.steps=120")
     first.wait_for(lambda: "first" in states(queue), "the run behind it")
     cluster.remove_node(node)
     first.wait_for(lambda: states(queue) == {"first": "reserving"}, "the first run")
-    first.wait_for(lambda: states(queue).get("first") == "reserving", "the turn of the run that still fits")
+    capsys.readouterr()
     assert main(["--address", cluster.address]) == 0
     assert "first (reserving): need 2 x {CPU: 1}; free 0; node " in capsys.readouterr().out
     output = large.output(code=2)
-    assert "in the queue, without a place; need 3 x {CPU: 1}; free 0; the cluster has room" in output
+    assert "in the queue, without a place; need 2 x {CPU: 2}; free 0; the cluster has room for 1 in all" in output
     assert "the cluster has been too small for" in output
     assert large.state == "failed"
     lost = start("lost", "train.steps=120")
