@@ -2,9 +2,9 @@
 
 ``--restarts=3`` starts the command again, with ``resume=auto``, if a signal kills its process.
 
-Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, or the run to resume is running, and
-nothing was started; 3 all steps are done, but the last checkpoint is lost; 130 and 143 stopped by SIGINT or SIGTERM;
-the reason says whether a checkpoint was saved.
+Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, the run to resume is running, or the
+cluster has become too small for the run, and nothing was trained; 3 all steps are done, but the last checkpoint is
+lost; 130 and 143 stopped by SIGINT or SIGTERM; the reason says whether a checkpoint was saved.
 """
 
 from __future__ import annotations

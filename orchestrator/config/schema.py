@@ -161,6 +161,10 @@ class ClusterConfig:
         "place in the queue: a higher one goes first, and makes running runs of lower priority yield their resources"
     )
     queue_timeout_s: float | None = option("maximum wait in the queue, in seconds; null: no limit", above=0)
+    unfit_timeout_s: float | None = option(
+        "maximum wait, in seconds, while the cluster is too small for the run and adds no nodes; null: no limit",
+        above=0,
+    )
     pip: str | tuple[str, ...] = option(
         "packages to install for the workers, as in cluster.pip=[einops], or a file of requirements"
     )

@@ -20,8 +20,8 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
     Args:
         run_dir: the directory of the run.
         record: the contents of its ``run.json``.
-        state: ``finished``, ``failed``, ``killed``, ``running``, ``waiting`` in the queue of a cluster, or
-            ``died``: not ended, and without a driver.
+        state: ``finished``, ``failed``, ``killed``, ``running``, ``waiting`` for its workers, or ``died``: not ended,
+            and without a driver.
         now: seconds since the epoch.
     """
     summary: Mapping[str, Any] = record.get("summary") or {}

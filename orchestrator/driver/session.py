@@ -22,7 +22,8 @@ from orchestrator.driver.decision import NotMeasuredError
 from orchestrator.driver.ending import RunEnding, commands_for_page
 from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
-from orchestrator.driver.job_metadata import job_metadata
+from orchestrator.driver.job_metadata import JobStateSink, job_metadata
+from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
@@ -309,12 +310,15 @@ def _run(
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
     shown = console or make_console(steps=plan.steps, world_size=plan.world_size)
-    console = EventStream([shown], redactor)
+    job_state = JobStateSink()
+    console = EventStream([shown, job_state], redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
     journal = EventStream([writer], redactor)
-    events = EventStream([writer, shown, PrometheusSink()], redactor)
-    queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at)
+    events = EventStream([writer, shown, job_state, PrometheusSink()], redactor)
+    namesakes = active_namesakes(run_dir)
+    sweep_id = None if sweep is None else sweep["id"]
+    queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
     spec = RunSpec(
         config=with_patience(config, processes_per_core=sizes.largest.processes_per_core),
         sizes=sizes,
@@ -327,6 +331,7 @@ def _run(
         secrets=tuple(redactor.secrets),
         pickled_job=None if candidate.given is None else candidate.given.data,
         queue_entry=redactor.data(queued, by_key=False),
+        known_namesakes=frozenset(namesakes),
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
     ending = RunEnding(
@@ -343,7 +348,8 @@ def _run(
     )
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     try:
-        for warning in candidate.warnings:
+        others = [namesake_warning(config.run_name, location) for location in namesakes.values()]
+        for warning in (*candidate.warnings, *others):
             console.emit(Warned(message=warning))
         try:
             with lease, StopRequests(run_dir, stop):

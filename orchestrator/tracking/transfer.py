@@ -257,7 +257,7 @@ def final_ending(run_dir: RunDir) -> Ending | None:
     """Return how the run ended, from its events or, if a full disk kept them from being written, from ``run.json``."""
     ending, _ = read_ending(run_dir)
     record = run_dir.read_record()
-    state = record.get("state", "running")
+    state = record.get("state", "waiting")
     if ending is None and state not in ACTIVE_STATES:
         last = run_dir.metrics_file if run_dir.metrics_file.exists() else run_dir.record_file
         at = last.stat().st_mtime

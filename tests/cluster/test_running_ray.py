@@ -202,7 +202,9 @@ def pids_by_title(run: str) -> dict[str, int]:
 def check_what_ray_shows(head: Head, submission_id: str, run_dir: Path) -> None:
     """The job names its run; processes and tasks are named after ranks, also that of a worker in place of another."""
     metadata = dashboard(head, f"/api/jobs/{submission_id}")["metadata"]
-    assert metadata.items() >= {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir)}.items()
+    assert (
+        metadata.items() >= {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir), "state": "running"}.items()
+    )
     before = pids_by_title("stopped")
     assert before.keys() == {"ray::rank-0 stopped", "ray::rank-1 stopped"}
     running = "filter_keys=state&filter_predicates=%3D&filter_values=RUNNING"
@@ -227,7 +229,7 @@ def test_a_submitted_run_is_shown_stopped_and_continued(head: Head, tmp_path: Pa
     attached = submit(head, "--attach", submission_id)
     assert attached.returncode == 143, attached.stdout + attached.stderr
     record = json.loads((run_dir / "run.json").read_text())
-    assert record["state"] == "killed"
+    assert record["state"] == dashboard(head, f"/api/jobs/{submission_id}")["metadata"]["state"] == "killed"
     done = submit(head, *words, "job.forward_ms=0.1", "resume=auto")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [p.parent for p in tmp_path.glob("outputs/*/*/run.json")] == [run_dir]

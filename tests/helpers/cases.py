@@ -53,6 +53,7 @@ CLUSTER = schema.ClusterConfig(
     queue=True,
     priority=0,
     queue_timeout_s=None,
+    unfit_timeout_s=None,
     pip=(),
     py_modules=(),
     pending_timeout_s=5,

@@ -107,7 +107,7 @@ def test_a_run_is_on_the_store_before_it_trains(tmp_path: Path) -> None:
     run_dir = start(config)
     run = stored(run_dir, tmp_path)
     record = json.loads((run / "run.json").read_text())
-    assert (record["state"], record["location"]) == ("running", run_dir.url)
+    assert (record["state"], record["location"]) == ("waiting", run_dir.url)
     assert (run / "config.yaml").is_file()
     assert run_dir.path.is_relative_to(tmp_path / "here")
     assert run_dir.location_of(run_dir.log_file(0)) == f"{run_dir.url}/logs/rank-0.log"

@@ -63,7 +63,7 @@ def open_run(
     tracking = recorded["tracking"]
     record = {
         "name": plan.run_name,
-        "state": "running",
+        "state": "waiting",
         "driver": this_process(),
         "command": command,
         "strategy": plan.strategy,
