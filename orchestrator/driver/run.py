@@ -201,15 +201,19 @@ class Run:
             waited_s = self._times.waited_s - waited_s
             self._times.startup_s.setdefault("workers_s", time.perf_counter() - began - waited_s)
             self._choose_precision()
-            self.spec.run_dir.update_record(state="running")
+            self._record(state="running", precision=self._environment.config.train.precision)
             return
 
     def _choose_precision(self) -> None:
-        """Choose what all ranks compute in until the run ends, and record it for a run that resumes this one."""
+        """Choose what all ranks compute in until the run ends."""
         refused = registry.load(self.config.strategy.name).refused_precisions
         train = with_common_precision(self.config.train, self._gang.workers, refused=refused)
         self._environment = replace(self._environment, config=replace(self.config, train=train))
-        self.spec.run_dir.update_record(precision=train.precision)
+
+    def _record(self, **values: str) -> None:
+        """Set keys of the record of the run."""
+        with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
+            self.spec.run_dir.update_record(**values)
 
     def _start_with(self, plan: Plan) -> None:
         """Take over the plan for the workers that the cluster has room for."""
@@ -403,8 +407,7 @@ class Run:
         if (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
         self._gang.release()
-        with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
-            self.spec.run_dir.update_record(state="waiting")
+        self._record(state="waiting")
         self._events.emit(Yielded(step=step, to=to))
         self._monitor.grace_s, self._yielded = 0.0, generation
         self._acquire()
