@@ -40,7 +40,7 @@ _REFUSALS = {
 }
 """By HTTP status: what it means and what to do."""
 
-_ARTIFACT_FILES = ("config.yaml", "report.md", "timeline.png", "timeline.json")
+_ARTIFACT_FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json")
 _ARTIFACT_FOLDERS = ("logs", "plots", "profile")
 
 
