@@ -22,6 +22,7 @@ _OTHER_SECTIONS = (
     "train",
     "val",
     "perf",
+    "memory",
     "pipeline",
     "parameter_server",
     "async",
@@ -63,6 +64,8 @@ class View:
     created_ms: int = _CREATED_MS
 
 
+_PARTS_OF_A_STEP = tuple(Chart(metric=f"summary/{part}_ms") for part in ("compute", "comm", "data_wait", "idle"))
+
 COMPARE = View(
     id="compare",
     name="Compare strategies",
@@ -82,15 +85,71 @@ COMPARE = View(
         Chart(metric="train/loss", x="train/samples_seen", log_scale=True),
         Chart(metric="train/loss", x="time", log_scale=True),
         Chart(metric="summary/step_ms_p50"),
-        Chart(metric="summary/comm_pct"),
-        Chart(metric="summary/data_wait_pct"),
-        Chart(metric="summary/bubble_pct"),
+        *_PARTS_OF_A_STEP,
         Chart(metric="summary/peak_memory_mb"),
         Chart(metric="summary/startup_s"),
+        Chart(metric="summary/final_loss"),
         Chart(metric="val/accuracy", x="train/samples_seen"),
+        Chart(metric="summary/restarts"),
     ),
 )
 """Which strategy is fastest, and does it learn the same?"""
+
+SCALING = View(
+    id="scaling",
+    name="Scaling",
+    order_by="metrics.`summary/samples_per_s`",
+    columns={
+        "tags.`strategy`": 140,
+        "tags.`workers`": 80,
+        "metrics.`summary/samples_per_s`": 180,
+        "metrics.`summary/samples_per_s_per_worker`": 260,
+        "metrics.`summary/step_ms_p50`": 170,
+        "metrics.`summary/comm_ms`": 150,
+        "metrics.`summary/idle_ms`": 150,
+        "metrics.`summary/peak_memory_mb`": 190,
+        "metrics.`summary/startup_s`": 140,
+        "tags.`sweep`": 220,
+    },
+    charts=(
+        Chart(metric="summary/samples_per_s"),
+        Chart(metric="summary/samples_per_s_per_worker"),
+        Chart(metric="summary/comm_ms"),
+        Chart(metric="summary/idle_ms"),
+        Chart(metric="summary/peak_memory_mb"),
+        Chart(metric="summary/startup_s"),
+        Chart(metric="train/loss", x="time", log_scale=True),
+    ),
+)
+"""What does another worker add?"""
+
+STEP_TIME = View(
+    id="step-time",
+    name="Where the time goes",
+    order_by="metrics.`summary/step_ms_p50`",
+    columns={
+        "tags.`strategy`": 140,
+        "tags.`workers`": 80,
+        "metrics.`summary/step_ms_p50`": 170,
+        "metrics.`summary/step_ms_p95`": 170,
+        "metrics.`summary/compute_ms`": 170,
+        "metrics.`summary/comm_ms`": 150,
+        "metrics.`summary/data_wait_ms`": 180,
+        "metrics.`summary/idle_ms`": 150,
+        "metrics.`summary/effective_time_pct`": 200,
+        "metrics.`summary/mfu_pct`": 150,
+    },
+    charts=(
+        *_PARTS_OF_A_STEP,
+        Chart(metric="perf/step_ms", x="step"),
+        Chart(metric="perf/compute_ms", x="step"),
+        Chart(metric="perf/comm_ms", x="step"),
+        Chart(metric="perf/data_wait_ms", x="step"),
+        Chart(metric="perf/idle_ms", x="step"),
+        Chart(metric="summary/effective_time_pct"),
+    ),
+)
+"""What would make a step shorter?"""
 
 HEALTH = View(
     id="health",
@@ -121,7 +180,7 @@ HEALTH = View(
 )
 """Did a run slow down, lose workers or run out of memory?"""
 
-VIEWS = (COMPARE, HEALTH)
+VIEWS = (COMPARE, SCALING, STEP_TIME, HEALTH)
 _SWEEP = "sweep-"
 
 

@@ -9,7 +9,7 @@ import zlib
 from helpers.tracked_runs import client_of, ended_run, run_of
 from orchestrator import sync
 from orchestrator.tracking.transfer import read_cursor
-from orchestrator.tracking.views import COMPARE, HEALTH, experiment_tags, obsolete_tags, page, sweep_view
+from orchestrator.tracking.views import COMPARE, VIEWS, experiment_tags, obsolete_tags, page, sweep_view
 
 
 def own_run(uri, sweep):
@@ -39,7 +39,7 @@ def test_the_runs_are_no_children_and_the_sweep_ends_as_the_worst_of_them(tmp_pa
     view = state_of(tags[f"mlflow.sharedViewState.sweep-{sweep['id'][:8]}"])
     assert view["searchFilter"] == f"tags.sweep_id = '{sweep['id']}'"
     assert read_cursor(runs[0]).page.startswith("http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=sweep-")
-    assert {COMPARE.id, HEALTH.id} < {key.removeprefix("mlflow.sharedViewState.") for key in tags}
+    assert {view.id for view in VIEWS} < {key.removeprefix("mlflow.sharedViewState.") for key in tags}
 
 
 def test_the_report_becomes_the_description_and_is_uploaded_when_it_changes(tmp_path, uri):
@@ -66,7 +66,7 @@ def test_the_report_becomes_the_description_and_is_uploaded_when_it_changes(tmp_
 
 
 def test_a_view_has_what_the_page_needs():
-    for view in (COMPARE, HEALTH, sweep_view("1234", "lr=1,2", created_ms=5)):
+    for view in (*VIEWS, sweep_view("1234", "lr=1,2", created_ms=5)):
         (tag,) = experiment_tags([view]).values()
         assert len(tag) < 5000, "older servers refuse longer tags"
         state = state_of(tag)
