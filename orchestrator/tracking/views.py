@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestrator.tracking.tags import SWEEP_ID, UID_TAG
+
 _TAG = "mlflow.sharedViewState."
 _CREATED_MS = 1_767_225_600_000  # a constant, so that the tag of a view changes only with its contents
 _MAX_SWEEPS = 10
@@ -52,7 +54,7 @@ class Chart:
 class View:
     """A saved view of the runs that ``filter`` selects.
 
-    ``columns`` are tags and metrics, with the width of each in pixels.
+    ``columns`` are tags and metrics, with the width of each in pixels. The charts leave out the run ``not_drawn``.
     """
 
     id: str
@@ -60,7 +62,8 @@ class View:
     order_by: str
     columns: Mapping[str, int]
     charts: tuple[Chart, ...]
-    filter: str = ""
+    filter: str = f"tags.`{UID_TAG}` LIKE '%'"  # without the own runs of sweeps, whose figures are those of another run
+    not_drawn: str | None = None
     created_ms: int = _CREATED_MS
 
 
@@ -180,14 +183,29 @@ HEALTH = View(
 )
 """Did a run slow down, lose workers or run out of memory?"""
 
+NOTE_BEGINS = "Runs of `orchestrator`. Charts: "
+"""The begin of a description of ours; another one is the user's."""
+
 VIEWS = (COMPARE, SCALING, STEP_TIME, HEALTH)
 _SWEEP = "sweep-"
 
 
-def sweep_view(sweep_id: str, name: str, *, created_ms: int) -> View:
-    """Return the view that compares the runs of one sweep. ``created_ms`` is in milliseconds since the epoch."""
+def sweep_view(sweep_id: str, name: str, *, created_ms: int, own_run: str | None = None) -> View:
+    """Return the view that compares the runs of one sweep.
+
+    Args:
+        sweep_id: the id of the sweep.
+        name: its name.
+        created_ms: milliseconds since the epoch.
+        own_run: the id of the run with its report, which is in the table only.
+    """
     return replace(
-        COMPARE, id=f"{_SWEEP}{sweep_id[:8]}", name=name, filter=f"tags.sweep_id = '{sweep_id}'", created_ms=created_ms
+        COMPARE,
+        id=f"{_SWEEP}{sweep_id[:8]}",
+        name=name,
+        filter=f"tags.{SWEEP_ID} = '{sweep_id}'",
+        created_ms=created_ms,
+        not_drawn=own_run,
     )
 
 
@@ -201,6 +219,12 @@ def obsolete_tags(tags: Mapping[str, str]) -> list[str]:
     sweeps = [key for key in tags if key.startswith(_TAG + _SWEEP)]
     sweeps.sort(key=lambda key: json.loads(tags[key])["createdAt"], reverse=True)
     return sweeps[_MAX_SWEEPS - 1 :]
+
+
+def note(experiment_id: str) -> str:
+    """Return the description of an experiment: links to its views. Its links are relative to the page of MLflow."""
+    links = " · ".join(f"[{view.name}]({page('.', experiment_id, view)})" for view in VIEWS)
+    return f"{NOTE_BEGINS}{links}"
 
 
 def page(server: str, experiment_id: str, view: View) -> str:
@@ -224,6 +248,7 @@ def _state(view: View) -> dict[str, Any]:
         "selectedColumns": list(view.columns),
         "columnOrder": list(view.columns),
         "columnWidths": dict(view.columns),
+        "runsVisibilityMap": {} if view.not_drawn is None else {view.not_drawn: False},
         "compareRunCharts": [_chart(chart, f"{view.id}-{i}") for i, chart in enumerate(view.charts)],
         "compareRunSections": [_section(_MAIN_SECTION, view.name, display=True)]
         + [_section(name, name, display=False) for name in _OTHER_SECTIONS],
