@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,36 +32,6 @@ def describe(record: Mapping[str, Any], summary: Mapping[str, Any], *, status: s
     if status != "FINISHED" and reason:
         sentences.append(f"Reason: {first_line(reason)}")
     return " ".join(sentences)
-
-
-def describe_choice(choice: Mapping[str, Any]) -> str:
-    """Return in Markdown which strategy ``strategy=auto`` chose, which was the next best, and the step times of both.
-
-    Args:
-        choice: the contents of ``auto.json``.
-    """
-    able = [contender for contender in choice["contenders"] if not contender["refused"]]
-    (winner,) = (contender for contender in able if contender["overrides"] == choice["overrides"])
-    rivals = sorted((contender for contender in able if contender is not winner), key=_known_step_ms)
-    text = f"`strategy=auto` chose {_contender(winner)}"
-    return f"{text}; the next best is {_contender(rivals[0])}." if rivals else f"{text}, the only one that fits."
-
-
-def _known_step_ms(contender: Mapping[str, Any]) -> tuple[bool, float]:
-    """A sort key: measured times before predicted ones, which a measurement may have refuted."""
-    measured_ms, prediction = contender["measured_ms"], contender["prediction"]
-    if measured_ms is not None:
-        return False, measured_ms
-    return True, math.inf if prediction is None else prediction["step_ms"]
-
-
-def _contender(contender: Mapping[str, Any]) -> str:
-    times = []
-    if (prediction := contender["prediction"]) is not None:
-        times.append(f"predicted {prediction['step_ms']:.3g} ms a step")
-    if (measured_ms := contender["measured_ms"]) is not None:
-        times.append(f"measured {measured_ms:.3g} ms")
-    return f"**{contender['name']}**" + (f" ({', '.join(times)})" if times else "")
 
 
 def _outcome(record: Mapping[str, Any], summary: Mapping[str, Any], status: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.config.schema import Config
-from orchestrator.display.description import describe_choice
 from orchestrator.driver.result import RunResult
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import Sizes
@@ -57,12 +56,6 @@ class Decision:
         write_atomically(run_dir.path / REPORT, f"{self.text}\n".encode())
         tags = run_dir.read_record().get("tags", {})
         run_dir.update_record(tags={**tags, "strategy.chosen_by": "auto"})
-
-
-def choice_in_words(run_dir: RunDir) -> str:
-    """Return the choice of the strategy of a run in Markdown; empty if it was not chosen by ``auto``."""
-    choice = read_json(run_dir.path / RECORD)
-    return f"{describe_choice(choice)}\n\n{(run_dir.path / REPORT).read_text().strip()}" if choice else ""
 
 
 def chosen_before(run_dir: RunDir) -> tuple[str, ...] | None:

@@ -11,9 +11,9 @@ from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.display.choice import choice_in_words
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
-from orchestrator.driver.decision import choice_in_words
 from orchestrator.driver.profile_report import report_profile
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.uploads import RecordUpload

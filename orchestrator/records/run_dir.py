@@ -76,6 +76,16 @@ class RunDir:
         return self.path / "tracking.json"
 
     @property
+    def choice_record(self) -> Path:
+        """The contenders of ``strategy=auto``, and which of them was chosen."""
+        return self.path / "auto.json"
+
+    @property
+    def choice_report(self) -> Path:
+        """The same as a table, and the reason."""
+        return self.path / "auto.md"
+
+    @property
     def timeline_picture(self) -> Path:
         return self.path / "timeline.png"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jobs.digits import Digits
-from orchestrator.display.description import describe, describe_choice
+from orchestrator.display.description import describe
 from orchestrator.driver.preflight.source import source_of
 from orchestrator.tracking.tags import run_tags
 
@@ -61,30 +61,6 @@ def test_a_pipeline_that_recovered_and_a_run_that_failed() -> None:
         "Job **digits** with strategy **ddp** on 2 CPU workers and 1 shard of the parameters failed after 1 step "
         "in 3.3s. Reason: rank 1: loss is NaN"
     )
-
-
-def test_the_choice_of_auto_names_the_next_best_and_what_is_known_of_both() -> None:
-    def contender(name: str, predicted_ms: float | None, measured_ms: float | None, refused: str = "") -> Any:
-        prediction = None if predicted_ms is None else {"step_ms": predicted_ms}
-        return {
-            "name": name,
-            "overrides": [f"strategy={name}"],
-            "prediction": prediction,
-            "measured_ms": measured_ms,
-            "refused": refused,
-        }
-
-    ddp, single = contender("ddp", 17.94, 18.21), contender("single", 32.0, 33.333)
-    unmeasured, refused = contender("pipeline", 17.0, None), contender("dp", None, None, refused="too large")
-    chosen = {"overrides": ["strategy=ddp"]}
-    assert describe_choice({**chosen, "contenders": [unmeasured, single, refused, ddp]}) == (
-        "`strategy=auto` chose **ddp** (predicted 17.9 ms a step, measured 18.2 ms); "
-        "the next best is **single** (predicted 32 ms a step, measured 33.3 ms)."
-    )
-    unpredicted = [contender("ddp", None, 18.0), contender("single", None, 33.0)]
-    assert "**ddp** (measured 18 ms)" in describe_choice({**chosen, "contenders": unpredicted})
-    alone = [contender("ddp", None, None), refused]
-    assert describe_choice({**chosen, "contenders": alone}) == "`strategy=auto` chose **ddp**, the only one that fits."
 
 
 def test_the_tags_of_a_run() -> None:
