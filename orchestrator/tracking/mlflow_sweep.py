@@ -61,9 +61,7 @@ def end_sweep(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]
 def close_sweep(
     client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], *, report: str, files: Sequence[Path]
 ) -> None:
-    """Make ``report`` (Markdown) the description of the sweep's own run, attach ``files`` and give it the figures of
-    its fastest run.
-    """
+    """Give the sweep's own run ``report`` (Markdown) as description, ``files``, and the figures of the fastest run."""
     own = _own_run(client, experiment_id, sweep)
     assert own is not None, "open_sweep creates it"
     run_id = own.info.run_id

@@ -22,6 +22,7 @@ PLOTS = "plots"
 
 MAX_LENGTH = 5000
 """The length of a tag that every server accepts."""
+
 _COLORS = {
     "single": "#6b7280",
     "dp": "#7c3aed",
