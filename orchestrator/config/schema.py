@@ -119,6 +119,7 @@ class TrackingConfig:
     )
     flush_timeout_s: float = option("maximum wait for uploads to finish after the last step, in seconds", minimum=0)
     log_model: bool = option("upload the final model to MLflow, in the background after the end of the run")
+    log_dataset: bool = option("tell MLflow name, digest and size of the training set, in the same way")
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)
 
 

@@ -124,8 +124,10 @@ def _checkpoint(saved: Mapping[str, Any]) -> str:
 def _files(run_dir: RunDir) -> Iterator[str]:
     names = {
         run_dir.config_file: "the configuration",
+        run_dir.choice_report: "why strategy=auto chose this strategy",
         run_dir.log_file(0).parent: "the output of each rank",
         run_dir.timeline_picture: "what each stage did in a step",
+        run_dir.plots: "step times and memory",
         run_dir.profile: "traces of ten steps",
         run_dir.samples: "samples of the model",
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.display.choice import choice_in_words
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
 from orchestrator.driver.profile_report import report_profile
@@ -89,8 +90,11 @@ class RunEnding:
         """Record the end of the run in words, for MLflow."""
         with contextlib.suppress(OSError, ValueError):  # a damaged record has been reported
             record = self.run_dir.read_record()
-            text = describe(record, summary, status=result.status, reason=result.reason)
-            self.run_dir.update_record(description=text)
+            paragraphs = [
+                describe(record, summary, status=result.status, reason=result.reason),
+                choice_in_words(self.run_dir),
+            ]
+            self.run_dir.update_record(description="\n\n".join(filter(None, paragraphs)))
 
     def _upload_records(self, result: RunResult) -> RunResult:
         """Upload what is left of the records; without it, a run that has finished has the exit code of a loss."""

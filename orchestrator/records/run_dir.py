@@ -78,12 +78,27 @@ class RunDir:
         return self.path / "tracking.json"
 
     @property
+    def choice_record(self) -> Path:
+        """The contenders of ``strategy=auto``, and which of them was chosen."""
+        return self.path / "auto.json"
+
+    @property
+    def choice_report(self) -> Path:
+        """The same as a table, and the reason."""
+        return self.path / "auto.md"
+
+    @property
     def timeline_picture(self) -> Path:
         return self.path / "timeline.png"
 
     @property
     def timeline_trace(self) -> Path:
         return self.path / "timeline.json"
+
+    @property
+    def plots(self) -> Path:
+        """Pictures of what the run has logged, which are drawn after its end."""
+        return self.path / "plots"
 
     @property
     def profile(self) -> Path:

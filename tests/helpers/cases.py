@@ -111,6 +111,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
             uri=None,
             experiment="test",
             log_model=False,
+            log_dataset=False,
             request_timeout_s=1,
             upload_every_s=0,
             flush_timeout_s=1,

@@ -30,6 +30,7 @@ def test_auto_trains_with_the_fastest_strategy_and_resumes_with_it(
     assert record["tags"]["strategy.chosen_by"] == "auto"
     assert yaml.safe_load((first.run_dir / "config.yaml").read_text())["strategy"]["name"] == "ddp"
     assert "strategy=ddp strategy.num_workers=2" in record["command"]
+    assert "`strategy=auto` chose **ddp num_workers=2** (predicted " in record["description"]
     assert "auto.json" in {f.name for f in first.run_dir.iterdir()}
     table = (first.run_dir / "auto.md").read_text()
     choice = table.splitlines()[-1]

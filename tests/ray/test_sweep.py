@@ -18,7 +18,7 @@ def test_the_runs_of_a_sweep_are_side_by_side(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32", "tracking.flush_timeout_s=60"]
-    assert launch.main([*words, "tracking.log_model=false"]) == 0
+    assert launch.main([*words, "tracking.log_model=false", "tracking.log_dataset=false"]) == 0
     records = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
     assert [r["strategy"] for r in records] == ["single", "ddp"]
 

@@ -27,7 +27,7 @@ from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
-_RECORDED_TRACKING = ("uri", "experiment", "request_timeout_s", "flush_timeout_s", "log_model")
+_RECORDED_TRACKING = ("uri", "experiment", "request_timeout_s", "flush_timeout_s", "log_model", "log_dataset")
 
 
 def open_run(
