@@ -402,6 +402,12 @@ def test_a_preset_adds_its_keys_to_a_sweep_unless_they_are_given() -> None:
     assert expand_sweep(["strategy=dp"], preset) == [["strategy=dp", "train.steps=5"]]
 
 
+def test_the_comparison_has_every_strategy_and_begins_with_the_baseline() -> None:
+    (first, *_) = strategies = preset_sweep(["experiment=compare"])["strategy"].split(",")
+    assert first == "single"
+    assert set(strategies) == set(choices("strategy")) - {"auto"}
+
+
 @pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "quick"])
 def test_every_preset_of_a_sweep_has_several_valid_runs(name: str) -> None:
     words = [f"experiment={name}"]
