@@ -47,7 +47,6 @@ _WALK_PACKAGE = "ray._private.runtime_env.packaging._dir_travel"
 _GCS_ACCESSOR = "ray._private.state.state._connect_and_get_accessor"
 _PLACEMENT_GROUP = "ray.core.generated.gcs_pb2.PlacementGroupTableData"
 _MAX_PACKAGE_BYTES = "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE"
-_ALL_RESOURCES = "ray._private.state.total_resources_per_node"
 _FREE_RESOURCES = "ray._private.state.available_resources_per_node"
 _HEAD_RESOURCE = "ray._common.constants.HEAD_NODE_RESOURCE_NAME"
 _SET_TITLE = "ray._raylet.setproctitle"
@@ -81,7 +80,6 @@ INTERNALS = (
     _GCS_NODES_REQUEST,
     _WALK_PACKAGE,
     _MAX_PACKAGE_BYTES,
-    _ALL_RESOURCES,
     _HEAD_RESOURCE,
     _FREE_RESOURCES,
     _GCS_ACCESSOR,
@@ -214,13 +212,6 @@ def is_own_ray() -> bool:
     """Return whether this process started the Ray that it is connected to."""
     node = find_internal(_NODE)
     return node is not None and bool(node.head)
-
-
-def resources_by_node() -> dict[str, tuple[Mapping[str, float], Mapping[str, float]]]:
-    """Return all resources and the free ones of each living node, by its id."""
-    every: Mapping[str, Mapping[str, float]] = find_internal(_ALL_RESOURCES)()
-    free: Mapping[str, Mapping[str, float]] = find_internal(_FREE_RESOURCES)()
-    return {node_id: (every[node_id], free[node_id]) for node_id in every.keys() & free.keys()}
 
 
 def on_head() -> dict[str, float]:

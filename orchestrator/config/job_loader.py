@@ -54,7 +54,7 @@ def _load(spec: JobSpec, given: Job | type[Job] | None, errors: list[str], redac
             set_field = format_override(f"job.{name}", value)
             errors.append(f"{set_field}: the job is an instance already; set the field there, or pass the class")
     else:
-        cls = _find(spec.target, errors) if given is None else _checked(given, spec.target, errors)
+        cls = find_class(spec.target, errors) if given is None else _checked(given, spec.target, errors)
         if cls is None:
             return None
         job = build(cls, spec.fields, "job", errors)
@@ -81,7 +81,8 @@ def _defaults(cls: type[Job]) -> dict[str, object]:
     return defaults
 
 
-def _find(target: str, errors: list[str]) -> type[Job] | None:
+def find_class(target: str, errors: list[str]) -> type[Job] | None:
+    """Import the class named by ``job._target_``; returns None if it is no job, and ``errors`` receives why."""
     if not re.fullmatch(r"\w+(\.\w+)+", target):
         errors.append(f"job._target_={target}: expected package.module.Class")
         return None

@@ -37,7 +37,11 @@ def to_cli(value: Any) -> str:
     return str(value)
 
 
-def first_of(names: Sequence[str], *, most: int = 2) -> str:
-    """Return the first ``most`` names and the number of the others, as in ``a, b and 3 more``."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+def first_few(items: Sequence[str], most: int = 8, *, separator: str = ", ", noun: str = "") -> str:
+    """Return the first ``most`` items and the number of the others, as in ``a, b, and 3 more nodes``.
+
+    ``noun``: what the others are; empty if the context says it.
+    """
+    rest = len(items) - most
+    more = [f"and {rest} more {noun}".rstrip()] if rest > 0 else []
+    return separator.join([*items[:most], *more])

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from orchestrator.config.text import first_few
 from orchestrator.display.comparison import Curve, Run, labels
-from orchestrator.display.text import count, first_few, number, rate
+from orchestrator.display.text import count, number, rate
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
 
 RATE = SAMPLES_PER_S.summaries[0].key

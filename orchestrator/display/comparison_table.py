@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.config.text import first_few
 from orchestrator.display.comparison import Run
 from orchestrator.display.comparison_analysis import (
     FINAL_LOSS,
@@ -18,7 +19,7 @@ from orchestrator.display.comparison_analysis import (
     shared_baselines,
     verdict,
 )
-from orchestrator.display.text import bar, duration, first_few, format_value, number, takes_unicode
+from orchestrator.display.text import bar, duration, format_value, number, takes_unicode
 from orchestrator.display.text_table import TableColumn, cut, text_lines, total_width
 from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import Column, MetricRegistry, MetricSpec, Summary

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.display.text import count, first_few
+from orchestrator.config.text import first_few
+from orchestrator.display.text import count
 from orchestrator.protocol.finding import Finding
 
 _LEVEL_WIDTH, _CHECK_WIDTH = 9, 12

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.display.text import clean, count, duration, first_few, first_line, size, workers_text
+from orchestrator.config.text import first_few
+from orchestrator.display.text import clean, count, duration, first_line, size, workers_text
 from orchestrator.protocol.events import (
     CheckpointFailed,
     CheckpointSaved,

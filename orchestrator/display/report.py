@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.table import Table
 
+from orchestrator.config.text import first_few
 from orchestrator.display.text import (
     MOST_ROWS,
     bar,
     clean,
     count,
     duration,
-    first_few,
     first_line,
     indented,
     number,

@@ -126,13 +126,6 @@ def workers_text(world_size: int, num_shards: int) -> str:
     return f"{workers} and {count(num_shards, 'shard')}" if num_shards else workers
 
 
-def first_few(items: Sequence[str], most: int = MOST_ROWS) -> str:
-    """Return the items separated by commas; of more than ``most``, the first ones and the number of the others."""
-    shown = list(items[:most])
-    more = len(items) - len(shown)
-    return ", ".join(shown) + (f", and {more} more" if more else "")
-
-
 def sparkline(values: Sequence[float], *, unicode: bool, from_zero: bool = False) -> str:
     """Return one character per value, scaled to the range of the values or, ``from_zero``, to their maximum."""
     blocks = _BLOCKS if unicode else _ASCII_BLOCKS

@@ -151,6 +151,11 @@ def nodes() -> tuple[Node, ...]:
     )
 
 
+def allowed_nodes(config: ClusterConfig) -> tuple[Node, ...]:
+    """Return the living nodes that ``cluster.exclude_nodes`` does not name."""
+    return without_excluded(nodes(), config.exclude_nodes)
+
+
 def excluded_nodes(exclude_nodes: Sequence[str]) -> set[str]:
     """Return the ids of the present nodes that ``cluster.exclude_nodes`` names, by name or address."""
     present = nodes() if exclude_nodes else ()

@@ -12,6 +12,7 @@ import ray
 import ray.exceptions
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.job_loader import find_class
 from orchestrator.config.schema import Config
 from orchestrator.driver import cluster
 from orchestrator.driver.calls import GangError, describe_error
@@ -19,8 +20,9 @@ from orchestrator.driver.candidates import this_machine
 from orchestrator.driver.network import clock_offset, measure_all_reduce
 from orchestrator.driver.node_reports import driver_report, node_reports
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
+from orchestrator.driver.worker_code import code_for_workers
 from orchestrator.planning.plan import Node
-from orchestrator.policy.node_check import differences, grouped, versions, without_excluded
+from orchestrator.policy.node_check import differences, grouped, versions
 from orchestrator.policy.node_health import (
     check_clock,
     check_gpus,
@@ -42,6 +44,7 @@ def examine(config: Config) -> Iterator[Finding]:
     config = absolute_paths(config)
     yield Finding(check="versions", level="ok", text=versions(driver_report()), where=("this process",))
     yield from _directories(config)
+    yield from check_job(config)
     yield check_tracking(config.tracking.uri, timeout_s=config.tracking.request_timeout_s)
     address = cluster.target_address(config.cluster)
     if address is None:
@@ -73,6 +76,16 @@ def _directories(config: Config) -> Iterator[Finding]:
             yield Finding(check="output_dir", level="fault", text=error)
 
 
+def check_job(config: Config) -> Iterator[Finding]:
+    """Import the job, so that the check of the nodes knows its code. What ``cluster.pip`` installs may be missing."""
+    if config.cluster.pip:
+        return
+    errors: list[str] = []
+    if find_class(config.job.target, errors) is not None:
+        yield Finding(check="job", level="ok", text=f"{config.job.target} can be imported", where=("this process",))
+    yield from (Finding(check="job", level="fault", text=error) for error in errors)
+
+
 def _token() -> Finding:
     if os.environ.get("RAY_AUTH_MODE") == "token":
         return Finding(check="token", level="ok", text="this process presents one")
@@ -90,18 +103,23 @@ def _token_file() -> Iterator[Finding]:
 
 def _nodes(config: Config) -> Iterator[Finding]:
     """Yield the findings about the nodes on which workers may start, and about the network between them."""
-    nodes = without_excluded(cluster.nodes(), config.cluster.exclude_nodes)
-    nodes = tuple(node for node in nodes if node.cpus >= config.cluster.cpus_per_worker)
+    allowed = cluster.allowed_nodes(config.cluster)
+    nodes = [node for node in allowed if node.cpus >= config.cluster.cpus_per_worker]
     timeout_s = config.cluster.rendezvous_timeout_s
-    with _nonce(config) as nonce:
-        reports = node_reports(
-            nodes,
-            timeout_s=timeout_s,
-            job_modules=[config.job.target.rpartition(".")[0]],
-            output_dir=None if is_url(config.output_dir) else config.output_dir,
-            nonce=nonce,
-            with_gpus=True,
-        )
+    try:
+        with code_for_workers(config.cluster, allowed) as code, _nonce(config) as nonce:
+            reports = node_reports(
+                nodes,
+                timeout_s=timeout_s,
+                job_modules=[config.job.target.rpartition(".")[0]],
+                code=code,
+                output_dir=None if is_url(config.output_dir) else config.output_dir,
+                nonce=nonce,
+                with_gpus=True,
+            )
+    except ConfigError as e:
+        yield from (Finding(check="code", level="fault", text=error) for error in e.errors)
+        return
     driver = driver_report()
     able: list[Node] = []
     findings: list[Finding] = []

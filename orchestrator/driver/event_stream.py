@@ -1,4 +1,4 @@
-"""The events of a run on their way to the journal and the console."""
+"""The events of a run on their way to the journal, the console and Prometheus: the one place that masks them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from orchestrator.protocol.events import (
 
 
 class EventStream:
-    """Passes each event to every sink, in order. Sinks must not raise."""
+    """Masks the secrets in each event once, and passes it to every sink, in order. Metrics keep their values."""
 
-    def __init__(self, sinks: Sequence[Sink]):
+    def __init__(self, sinks: Sequence[Sink], redactor: Redactor):
         self._sinks = tuple(sinks)
+        self._redactor = redactor
 
     def emit(self, event: Event) -> None:
-        """Pass ``event`` to every sink."""
+        """Pass ``event``, with all secrets masked, to every sink."""
+        masked = self._masked(event)
         for sink in self._sinks:
-            sink.emit(event)
+            sink.emit(masked)
 
     def note(self, message: str) -> None:
         """Emit a remark."""
@@ -37,25 +39,16 @@ class EventStream:
         """Emit a warning."""
         self.emit(Warned(message=message))
 
-
-class RedactingSink:
-    """Masks secrets in the events for ``sink``. Metrics keep their values."""
-
-    def __init__(self, sink: Sink, redactor: Redactor):
-        self._sink = sink
-        self._redactor = redactor
-
-    def emit(self, event: Event) -> None:
-        """Pass on ``event`` with all secrets masked."""
-        if isinstance(event, (MetricsLogged, SystemMetricsLogged)):
-            metrics = {self._redactor.text(name): value for name, value in event.metrics.items()}
-            self._sink.emit(replace(event, metrics=metrics))
-        else:
-            self._sink.emit(self._redactor.data(event, by_key=False))
-
     def close(self) -> None:
-        """Close ``sink``."""
-        self._sink.close()
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _masked(self, event: Event) -> Event:
+        if isinstance(event, (MetricsLogged, SystemMetricsLogged)):
+            return replace(event, metrics={self._redactor.text(name): value for name, value in event.metrics.items()})
+        masked: Event = self._redactor.data(event, by_key=False)
+        return masked
 
 
 class FailureSink:

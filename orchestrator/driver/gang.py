@@ -127,11 +127,10 @@ class Gang:
             GangError: not in time, a GPU cannot be used, or two workers landed on one GPU.
             Interrupted: a stop was requested.
         """
-        slots = self._reserve(sizes)
-        plan = self._plan
-        hosts = self._slots.host_names(slots)
+        hosts = self._reserve(sizes)
+        slots, plan = list(hosts), self._plan
         infos = wait_for_actors(
-            {self._slots.start(slot): host for slot, host in zip(slots, hosts, strict=True)},
+            {self._slots.start(slot): host for slot, host in hosts.items()},
             timeout_s=self._config.start_timeout_s,
             pip=self._code.pip,
             monitor=self._monitor,
@@ -144,22 +143,26 @@ class Gang:
         self._spares.begin({slots[index]: infos[index] for index in order[plan.world_size :]})
         return plan
 
-    def _reserve(self, sizes: Sizes) -> list[int]:
-        """Reserve the slots of the largest size with room, or of the smallest one as soon as there is room for it."""
+    def _reserve(self, sizes: Sizes) -> dict[int, str]:
+        """Reserve the slots of the largest size with room, or of the smallest one as soon as there is room for it.
+
+        Returns:
+            The name of the node of each slot, node by node.
+        """
         least = sizes.smallest.world_size
         wanted = f"at least {_workers(least)}" if sizes.is_elastic else _workers(least)
         wait, waited_before_s = self._wait_for(wanted, least + self._plan.spares), self.waited_s
         while True:
             plan = self._plan
-            slots = self._slots.reserve_all(
+            hosts = self._slots.reserve_all(
                 plan.world_size + plan.spares,
                 one_node=plan.one_node,
                 wait=wait,
                 patience_s=math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S,
             )
             self.waited_s = waited_before_s + wait.waited_s
-            if slots is not None:
-                return slots
+            if hosts is not None:
+                return hosts
             self._plan = sizes.fitting(room(self._request(1), wait.state()))
 
     def lose(self, ranks: Collection[int]) -> None:

@@ -32,33 +32,34 @@ def node_reports(
     *,
     timeout_s: float,
     job_modules: Sequence[str],
-    code: WorkerCode | None = None,
+    code: WorkerCode,
     output_dir: str | None = None,
     nonce: str | None = None,
     with_gpus: bool = False,
 ) -> list[NodeReport | NoReport]:
     """Return a report for each node, in order. Ray must be connected.
 
-    The nodes take over the working directory and the import paths of this process, or have the ``code`` of the run.
+    The nodes have what the workers of a run will have: its ``code``, and the import paths of this process. What
+    ``cluster.pip`` will install may be missing still, so the jobs are not imported then.
 
     Args:
         nodes: the nodes to ask.
         timeout_s: how long to wait for all of them.
         job_modules: the modules of the jobs, to import them beside that of the workers.
-        code: what the workers of the run will have on each node; None to look only at what is there.
+        code: the code and the packages that travel to the workers.
         output_dir, nonce, with_gpus: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
     """
     questions = {
-        "working_dir": str(Path.cwd()) if code is None or code.working_dir is None else None,
+        "working_dir": str(Path.cwd()) if code.working_dir is None else None,
         "import_paths": [str(Path(path).resolve()) for path in sys.path],
-        "modules": [WORKER, *job_modules],
+        "modules": [WORKER, *([] if code.pip else job_modules)],
         "output_dir": output_dir,
         "nonce": nonce,
         "with_gpus": with_gpus,
     }
     errors: dict[Node, ray.exceptions.RayError] = {}
     arguments = {n: {"address": n.address, **questions} for n in nodes}
-    pending = on_nodes(node_facts.node_facts, arguments, None if code is None else code.runtime_env())
+    pending = on_nodes(node_facts.node_facts, arguments, code.runtime_env())
     facts = answers_in_time(pending, timeout_s, errors=errors)
 
     def report(node: Node) -> NodeReport | NoReport:

@@ -13,7 +13,8 @@ from typing import Any
 
 import ray
 
-from orchestrator.compat.ray import on_head, resources_by_node
+from orchestrator.compat.ray import free_resources, on_head
+from orchestrator.driver import cluster
 from orchestrator.policy.queue import free_room, line, may_reserve, stale, victims
 from orchestrator.protocol.queue import NodeResources, QueueAnswer, QueueEntry
 
@@ -42,14 +43,13 @@ class _Run:
 
 def cluster_resources() -> dict[str, NodeResources]:
     """Return the resources of the cluster's living nodes, by their ids."""
+    free_by_node = free_resources()
     return {
-        node_id: NodeResources(
-            cpus=every.get("CPU", 0.0),
-            gpus=every.get("GPU", 0.0),
-            free_cpus=free.get("CPU", 0.0),
-            free_gpus=free.get("GPU", 0.0),
+        node.node_id: NodeResources(
+            cpus=node.cpus, gpus=node.gpus, free_cpus=free.get("CPU", 0.0), free_gpus=free.get("GPU", 0.0)
         )
-        for node_id, (every, free) in resources_by_node().items()
+        for node in cluster.nodes()
+        if (free := free_by_node.get(node.node_id)) is not None
     }
 
 

@@ -20,7 +20,7 @@ from orchestrator.driver import cluster
 from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
 from orchestrator.driver.decision import NotMeasuredError
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
+from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import job_metadata
 from orchestrator.driver.preflight.nodes import fit_nodes
@@ -36,11 +36,10 @@ from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.sweep import Sweep
 from orchestrator.driver.uploads import RecordUpload
-from orchestrator.driver.worker_code import code_for_workers
+from orchestrator.driver.worker_code import CodeCache
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.node_check import without_excluded
 from orchestrator.policy.patience import with_patience
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
@@ -79,9 +78,13 @@ def run_all(
     part = membership()
     if part is not None:
         end_with_parent(signal.SIGTERM)
-    with StopSignals(owns_process=owns_process) as stop, _ray(candidates, sweep) as (nodes, planned):
+    with (
+        StopSignals(owns_process=owns_process) as stop,
+        CodeCache() as codes,
+        _ray(candidates, sweep, codes) as (nodes, planned),
+    ):
         if candidates[0].config.plan:
-            return _print_plans(planned, nodes, stop)
+            return _print_plans(planned, nodes, codes, stop)
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
@@ -95,7 +98,7 @@ def run_all(
         if sweep is not None and sweep.at_once > 1:
             return run_side_by_side([candidate for candidate, _ in planned], sweep, stop)
         for candidate, sizes in planned:
-            run = functools.partial(_choose_and_run, candidate, sizes, nodes, stop, started_at=started_at)
+            run = functools.partial(_choose_and_run, candidate, sizes, nodes, codes, stop, started_at=started_at)
             result = run(sweep=part) if sweep is None else sweep.run(candidate.overrides, run)
             started_at = time.time()
             results += [] if result is None else [result]
@@ -124,7 +127,7 @@ def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
 
 
 def _print_plans(
-    planned: Sequence[tuple[Candidate, Sizes]], nodes: tuple[Node, ...], stop: StopSignals
+    planned: Sequence[tuple[Candidate, Sizes]], nodes: tuple[Node, ...], codes: CodeCache, stop: StopSignals
 ) -> list[RunResult]:
     """Print the plan of each run; with ``strategy=auto``, that of the best prediction.
 
@@ -134,7 +137,7 @@ def _print_plans(
     for candidate, sizes in planned:
         if candidate.is_auto:
             try:
-                decision = _chooser(candidate, sizes.initial, nodes, stop).choose(measure=False)
+                decision = _chooser(candidate, sizes.initial, nodes, codes, stop).choose(measure=False)
             except NotMeasuredError as e:
                 return [e.result]
             print(decision.text)
@@ -143,7 +146,7 @@ def _print_plans(
     return []
 
 
-def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> Chooser:
+def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: CodeCache, stop: StopSignals) -> Chooser:
     """Return what chooses the strategy of ``candidate``; ``plan`` is that of the run which measures the job."""
     from orchestrator.driver.auto import Chooser  # imports every strategy, which takes seconds
 
@@ -156,7 +159,7 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: St
         print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
         brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
-        return _run(brief, Sizes.of(plan), stop, sweep=None, started_at=time.time(), console=console)
+        return _run(brief, Sizes.of(plan), codes, stop, sweep=None, started_at=time.time(), console=console)
 
     embedded = cluster.target_address(candidate.config.cluster) is None
     return Chooser(
@@ -170,9 +173,11 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: St
     )
 
 
-def _chosen(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], stop: StopSignals) -> tuple[Candidate, Sizes]:
+def _chosen(
+    candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: CodeCache, stop: StopSignals
+) -> tuple[Candidate, Sizes]:
     """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
-    decision = _chooser(candidate, plan, nodes, stop).choose()
+    decision = _chooser(candidate, plan, nodes, codes, stop).choose()
     print(decision.text, flush=True)
     overrides = with_choice(candidate.overrides, candidate.config, decision.overrides)
     return replace(candidate, overrides=overrides, config=decision.config, decision=decision), decision.sizes
@@ -182,6 +187,7 @@ def _choose_and_run(
     candidate: Candidate,
     sizes: Sizes,
     nodes: tuple[Node, ...],
+    codes: CodeCache,
     stop: StopSignals,
     *,
     sweep: Mapping[str, str] | None,
@@ -190,15 +196,15 @@ def _choose_and_run(
     """Execute one run, whose strategy is chosen first if it is ``auto``. Raises like :func:`_run`."""
     try:
         if candidate.is_auto:
-            candidate, sizes = _chosen(candidate, sizes.initial, nodes, stop)
-        return _run(candidate, sizes, stop, sweep=sweep, started_at=started_at)
+            candidate, sizes = _chosen(candidate, sizes.initial, nodes, codes, stop)
+        return _run(candidate, sizes, codes, stop, sweep=sweep, started_at=started_at)
     except NotMeasuredError as e:
         return e.result
 
 
 @contextlib.contextmanager
 def _ray(
-    candidates: Sequence[Candidate], sweep: Sweep | None
+    candidates: Sequence[Candidate], sweep: Sweep | None, codes: CodeCache
 ) -> Iterator[tuple[tuple[Node, ...], list[tuple[Candidate, Sizes]]]]:
     """Connect to one Ray for all runs; yields its nodes, and the runs with their sizes on them.
 
@@ -209,9 +215,9 @@ def _ray(
     metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
     if address is not None:
         with cluster.connected(address, metadata=metadata):
-            nodes = without_excluded(cluster.nodes(), config.cluster.exclude_nodes)
+            nodes = cluster.allowed_nodes(config.cluster)
             if not config.plan:
-                nodes = fit_nodes(nodes, candidates)
+                nodes = fit_nodes(nodes, candidates, codes.get(config.cluster))
             yield nodes, planned_on(nodes, candidates, sweep)
         return
     machine = this_machine()
@@ -228,6 +234,7 @@ def _ray(
 def _run(
     candidate: Candidate,
     sizes: Sizes,
+    codes: CodeCache,
     stop: StopSignals,
     *,
     sweep: Mapping[str, str] | None,
@@ -242,7 +249,7 @@ def _run(
         KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
     """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
-    code = code_for_workers(config.cluster, without_excluded(cluster.nodes(), config.cluster.exclude_nodes))
+    code = codes.get(config.cluster)
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
@@ -252,11 +259,11 @@ def _run(
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
     shown = console or make_console(steps=plan.steps, world_size=plan.world_size)
-    console = RedactingSink(shown, redactor)
+    console = EventStream([shown], redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
-    journal = RedactingSink(writer, redactor)
-    events = EventStream([journal, console, RedactingSink(PrometheusSink(), redactor)])
+    journal = EventStream([writer], redactor)
+    events = EventStream([writer, shown, PrometheusSink()], redactor)
     queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at)
     spec = RunSpec(
         config=with_patience(config, processes_per_core=sizes.largest.processes_per_core),
@@ -288,7 +295,7 @@ def _run(
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
         try:
-            with lease, StopRequests(run_dir, stop), code:
+            with lease, StopRequests(run_dir, stop):
                 result = Run(spec, code, events, stop, uploader, records, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.

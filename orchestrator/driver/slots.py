@@ -62,10 +62,12 @@ class Slots:
 
     def reserve_all(
         self, count: int, *, one_node: bool, wait: ResourceWait, patience_s: float = math.inf
-    ) -> list[int] | None:
-        """Reserve ``count`` slots and wait until they are available; returns them node by node.
+    ) -> dict[int, str] | None:
+        """Reserve ``count`` slots and wait until they are available.
 
-        None if they are not available after ``patience_s``; nothing is reserved then.
+        Returns:
+            The name of the node of each slot, node by node. None if the slots are not available after ``patience_s``;
+            nothing is reserved then.
 
         Raises:
             GangError, Interrupted: see :meth:`ResourceWait.check`.
@@ -80,7 +82,9 @@ class Slots:
                 return None
         # Ray may place the bundles of a group in any order.
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        return sorted(slots, key=lambda slot: (nodes[self._bundles[slot][1]], slot))
+        node_ids = {slot: nodes[self._bundles[slot][1]] for slot in slots}
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        return {slot: names[node_ids[slot]] for slot in sorted(slots, key=lambda slot: (node_ids[slot], slot))}
 
     def reserve(self, *, avoid: Collection[str] = ()) -> int:
         """Reserve one more slot and return it at once; it is available when the cluster has room.
@@ -127,14 +131,6 @@ class Slots:
         )
         self._actors[slot] = actor
         return actor.worker_info.remote()
-
-    def host_names(self, slots: Sequence[int]) -> list[str]:
-        """Return the name of the node of each slot, which must be available."""
-        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-        bundles = [self._bundles[slot] for slot in slots]
-        groups = {group.id: group for group, _ in bundles}
-        nodes = {key: placement_group_table(group)["bundles_to_node_id"] for key, group in groups.items()}
-        return [names[nodes[group.id][index]] for group, index in bundles]
 
     def actor(self, slot: int) -> Any:
         """Return the handle of the actor that was last started in ``slot``."""

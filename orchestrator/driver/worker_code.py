@@ -23,6 +23,7 @@ from orchestrator.compat.ray import PIN_S, make_package, upload_package
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.calls import answers_in_time
+from orchestrator.driver.cluster import allowed_nodes
 from orchestrator.driver.packages import module_paths, requirements, size_errors
 from orchestrator.planning.plan import Node
 
@@ -34,7 +35,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 class WorkerCode:
     """What the workers of a run need on each node. Use as a context manager.
 
-    The packages are kept here until the end of the run, because Ray drops them when no job refers to them.
+    The packages are kept here until the exit, because Ray drops them when no job refers to them.
 
     Attributes:
         working_dir: the directory that travels; None if the nodes have the code.
@@ -90,6 +91,28 @@ def code_for_workers(cluster: ClusterConfig, nodes: Sequence[Node]) -> WorkerCod
         if errors := size_errors(working_dir, what=what):
             raise ConfigError(errors)
     return WorkerCode(working_dir=working_dir if lacking else None, py_modules=py_modules, pip=pip)
+
+
+class CodeCache:
+    """The code of the workers of several runs: made once for all runs that need the same. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._codes: dict[tuple[Any, ...], WorkerCode] = {}
+        self._made = contextlib.ExitStack()
+
+    def __enter__(self) -> CodeCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.close()
+
+    def get(self, config: ClusterConfig) -> WorkerCode:
+        """Return what the workers of a run need on the present nodes. Raises like :func:`code_for_workers`."""
+        nodes = allowed_nodes(config)
+        key = (config.py_modules, config.pip, config.autoscaling, frozenset(node.node_id for node in nodes))
+        if key not in self._codes:
+            self._codes[key] = self._made.enter_context(code_for_workers(config, nodes))
+        return self._codes[key]
 
 
 def code_files(directory: Path, modules: Iterable[ModuleType]) -> dict[str, str]:

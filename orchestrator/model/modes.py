@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from orchestrator.config.text import first_of
+from orchestrator.config.text import first_few
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -58,6 +58,6 @@ def note_on_dropout(model: nn.Module) -> str | None:
     if not off:
         return None
     return (
-        f"dropout is off in training ({first_of(off)}), because these modules are in eval mode, as from_pretrained "
+        f"dropout is off in training ({first_few(off, 2)}), because these modules are in eval mode, as from_pretrained "
         "returns them; call .train() on the model in job.model() to turn it on"
     )

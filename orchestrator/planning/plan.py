@@ -7,12 +7,12 @@ from typing import Literal
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
+from orchestrator.config.text import first_few
 from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
+from orchestrator.planning.room import Resources, total_room
 from orchestrator.planning.schedules import PipelineLayout
-
-MAX_NODES_LISTED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,11 @@ class Node:
     cpus: float
     gpus: int
     address: str = ""
+
+    @property
+    def resources(self) -> Resources:
+        """Its resources by the names that Ray uses."""
+        return {"CPU": self.cpus, "GPU": self.gpus}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,8 +304,8 @@ def _device_errors(
 def _one_node_errors(config: Config, nodes: tuple[Node, ...], num_workers: int, oversubscribe_cpus: bool) -> list[str]:
     name, cpus = config.strategy.name, config.cluster.cpus_per_worker
     needed = num_workers + config.recovery.spares
-    room = needed if oversubscribe_cpus else max((_num_shares(cpus, n.cpus) for n in nodes), default=0)
-    if room >= needed:
+    room = total_room({"CPU": cpus}, [node.resources for node in nodes], one_node=True)
+    if oversubscribe_cpus or room >= needed:
         return []
     return [
         f"{_requested(config, num_workers)}: strategy={name} needs {needed} x {cpus:g} CPUs on one node, "
@@ -313,10 +318,9 @@ def _capacity_errors(
 ) -> list[str]:
     mesh, devices = layout.mesh, layout.devices_per_worker
     needed, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
-    by_cpu = [needed if oversubscribe_cpus else _num_shares(cpus, n.cpus) for n in nodes]
-    by_gpu = [n.gpus // gpus_per_worker if gpus_per_worker else needed for n in nodes]
+    resources = [node.resources for node in nodes]
     keys = _requested(config, mesh.num_workers * devices, num_shards=mesh.num_shards)
-    if sum(by_gpu) < needed:
+    if gpus_per_worker and total_room({"GPU": gpus_per_worker}, resources) < needed:
         gpus = f"{needed * gpus_per_worker} GPUs"
         if devices > 1:
             gpus = f"{gpus} on one node" if needed == 1 else f"{needed} groups of {devices} GPUs, each on one node"
@@ -324,8 +328,8 @@ def _capacity_errors(
             f"{keys}: needs {gpus}, the cluster has {sum(n.gpus for n in nodes)} "
             f"({_inventory(nodes)}); lower it, add nodes, or set cluster.device=cpu"
         ]
-    room = sum(min(pair) for pair in zip(by_cpu, by_gpu, strict=True))
-    if room < needed:
+    room = total_room({"CPU": cpus, "GPU": gpus_per_worker}, resources)
+    if room < needed and not oversubscribe_cpus:
         where = " on the nodes of the GPUs" if gpus_per_worker else ""
         return [
             f"{keys}: needs {needed} x {cpus:g} CPUs{where}, there is room for {room} ({_inventory(nodes)}); "
@@ -344,14 +348,6 @@ def _requested(config: Config, num_workers: int, *, num_shards: int = 0) -> str:
     return " and ".join(f"{key}={count}" for key, count in counts.items() if count)
 
 
-def _num_shares(share: float, total: float) -> int:
-    """Return how often ``share`` fits into ``total``.
-
-    Ray counts in units of 1/10000, and so does this: in floating point, 1.0 // 0.1 is 9.
-    """
-    return round(total * 10_000) // max(1, round(share * 10_000))
-
-
 def _batch_errors(config: Config, num_workers: int) -> list[str]:
     train = config.train
     minimum = num_workers * train.grad_accumulation
@@ -368,6 +364,5 @@ def _batch_errors(config: Config, num_workers: int) -> list[str]:
 
 
 def _inventory(nodes: tuple[Node, ...]) -> str:
-    listed = [f"{n.name}: {n.cpus:g} CPUs and {n.gpus} GPUs" for n in nodes[:MAX_NODES_LISTED]]
-    more = [f"and {len(nodes) - len(listed)} more nodes"] if len(nodes) > len(listed) else []
-    return ", ".join(listed + more) or "no nodes"
+    listed = [f"{n.name}: {n.cpus:g} CPUs and {n.gpus} GPUs" for n in nodes]
+    return first_few(listed, noun="nodes") or "no nodes"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from orchestrator.config.schema import TrainConfig
+from orchestrator.config.text import first_few
 from orchestrator.protocol.messages import WorkerInfo
 
 MAX_LISTED = 4
@@ -25,11 +26,10 @@ def unusable_gpus(workers: Sequence[WorkerInfo], requested: Literal["auto", "cpu
     unusable = [w for w in workers if w.gpu_error is not None]
     if not unusable or (requested == "auto" and len(unusable) == len(workers)):
         return None
-    named = [f"{w.place}, {w.gpu_error}" for w in unusable[:MAX_LISTED]]
-    more = [f"and {len(unusable) - len(named)} more"] if len(unusable) > len(named) else []
+    named = first_few([f"{w.place}, {w.gpu_error}" for w in unusable], MAX_LISTED, separator="; ")
     return (
         f"cluster.device={requested}: {len(unusable)} of {len(workers)} workers cannot use their GPU: "
-        f"{'; '.join(named + more)}. Repair the GPU, hide it with CUDA_VISIBLE_DEVICES where Ray is started on that "
+        f"{named}. Repair the GPU, hide it with CUDA_VISIBLE_DEVICES where Ray is started on that "
         "node, start Ray there with --num-gpus=0, or set cluster.device=cpu"
     )
 

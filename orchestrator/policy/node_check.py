@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.config.text import first_of
+from orchestrator.config.text import first_few
 from orchestrator.planning.plan import Node
 from orchestrator.protocol.finding import Finding
 from orchestrator.protocol.node_report import NodeReport, NoReport
@@ -100,7 +100,7 @@ def _fault(text: str, remedy: str) -> Finding:
 
 
 def _error(finding: Finding) -> str:
-    listed = first_of(finding.where, most=_MAX_LISTED)
+    listed = first_few(finding.where, _MAX_LISTED)
     verb = "has " if len(finding.where) == 1 else "have "
     return f"{listed} {'' if finding.check == 'answer' else verb}{finding.text}; {finding.remedy}, or {LEAVE_OUT}"
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from orchestrator.planning.room import total_room
 from orchestrator.protocol.queue import NodeResources, QueueEntry
-
-_TOLERANCE = 1e-6
-"""Ray counts resources in units of 1e-4."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +106,6 @@ def _add(room: Mapping[str, Room], entries: Iterable[QueueEntry]) -> dict[str, R
 
 
 def _fits(entry: QueueEntry, room: Mapping[str, Room]) -> bool:
-    on_each = [_workers_in(node, entry) for node in room.values()]
-    return (max(on_each, default=0) if entry.one_node else sum(on_each)) >= entry.workers
-
-
-def _workers_in(room: Room, entry: QueueEntry) -> int:
-    needs = ((room.cpus, entry.cpus_per_worker), (room.gpus, entry.gpus_per_worker))
-    return max(0, min(int(have / need + _TOLERANCE) for have, need in needs if need > 0))
+    each = {"CPU": entry.cpus_per_worker, "GPU": entry.gpus_per_worker}
+    nodes = [{"CPU": node.cpus, "GPU": node.gpus} for node in room.values()]
+    return total_room(each, nodes, one_node=entry.one_node) >= entry.workers

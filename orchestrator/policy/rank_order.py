@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
+from orchestrator.config.text import first_few
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.messages import WorkerInfo
 
@@ -57,11 +58,9 @@ def placement_note(mesh: Mesh, workers: Sequence[WorkerInfo]) -> str | None:
     if not crossing:
         return None
     flow, groups = ("gradients", "stages") if mesh.replicas_close else ("activations", "pipelines")
-    listed = crossing[:MAX_GROUPS_LISTED]
-    more = [f"and {len(crossing) - len(listed)} more"] if len(crossing) > len(listed) else []
     return (
         f"{flow} go through the network in {len(crossing)} of {len(mesh.close_groups)} {groups}: "
-        f"{', '.join([*listed, *more])}"
+        f"{first_few(crossing, MAX_GROUPS_LISTED)}"
     )
 
 

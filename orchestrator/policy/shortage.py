@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from orchestrator.config.text import first_few
+from orchestrator.planning.room import UNITS, Resources, node_room, total_room
 
 MAX_NODES_LISTED = 4
 MAX_HOLDERS_LISTED = 3
 _DAY_S = 24 * 60 * 60
-_TOLERANCE = 1e-4
-"""Ray counts resources in units of 1/10000."""
-
-Resources = Mapping[str, float]
-"""Amounts by the names that Ray uses: ``CPU``, ``GPU``, ..."""
+_TOLERANCE = 1 / UNITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ class ClusterState:
 
 def room(request: Request, state: ClusterState) -> int:
     """Return how many of the requested workers could be placed at once."""
-    return _sum(request, [0 if node.trouble else _fits(request.each, node.free) for node in state.nodes])
+    usable = [node.free for node in state.nodes if not node.trouble]
+    return total_room(request.each, usable, one_node=request.one_node)
 
 
 def can_ever_fit(request: Request, state: ClusterState) -> bool:
@@ -91,53 +92,43 @@ def explain(request: Request, state: ClusterState, *, autoscaling: bool, now: fl
         (node for node in state.nodes if _occupied(request.each, node)),
         key=lambda node: -_occupied(request.each, node),
     )
-    parts += [_describe(node, request.each, state.holdings, now) for node in occupied[:MAX_NODES_LISTED]]
-    if more := len(occupied) - MAX_NODES_LISTED:
-        parts += [f"and {more} more nodes"] if more > 0 else []
-    return "; ".join(parts)
-
-
-def _fits(each: Resources, available: Resources) -> int:
-    """Return how many workers the available resources of a node suffice for."""
-    return min(int((available.get(name, 0.0) + _TOLERANCE) // amount) for name, amount in each.items())
-
-
-def _sum(request: Request, by_node: Sequence[int]) -> int:
-    return max(by_node, default=0) if request.one_node else sum(by_node)
+    holdings = defaultdict(list)
+    for holding in state.holdings:
+        holdings[holding.node_id].append(holding)
+    held = [_describe(node, request.each, holdings[node.node_id], now) for node in occupied]
+    return first_few([*parts, *held], len(parts) + MAX_NODES_LISTED, separator="; ", noun="nodes")
 
 
 def _capacity(request: Request, state: ClusterState) -> int:
-    return _sum(request, [_fits(request.each, node.total) for node in state.nodes])
+    return total_room(request.each, [node.total for node in state.nodes], one_node=request.one_node)
 
 
 def _occupied(each: Resources, node: NodeState) -> int:
     """Return how many workers the node has no room for although it is large enough."""
-    return _fits(each, node.total) - (0 if node.trouble else _fits(each, node.free))
+    return node_room(each, node.total) - (0 if node.trouble else node_room(each, node.free))
 
 
 def _describe(node: NodeState, each: Resources, holdings: Sequence[Holding], now: float) -> str:
-    """Return who holds what is scarce on a node."""
+    """Return who holds what is scarce on a node, which has these ``holdings``."""
     where = f"node {node.name} ({node.address})"
     if node.trouble:
         return f"{where} {node.trouble}"
-    scarce = min(each, key=lambda name: (_fits({name: each[name]}, node.free), name != "GPU"))
+    scarce = min(each, key=lambda name: (node_room({name: each[name]}, node.free), name != "GPU"))
     unit = f" {scarce}s" if node.total[scarce] != 1 else f" {scarce}"
     held = node.total[scarce] - node.free.get(scarce, 0.0)
     text = f"{where}: {held:g} of {node.total[scarce]:g}{unit} held"
-    holders = _holders(node, scarce, holdings, held, now)
+    holders = _holders(scarce, holdings, held, now)
     if len(holders) == 1:
         return f"{text} by {holders[0][1]}"
     return f"{text}, {', '.join(f'{amount:g} by {who}' for amount, who in holders)}"
 
 
-def _holders(
-    node: NodeState, name: str, holdings: Sequence[Holding], held: float, now: float
-) -> list[tuple[float, str]]:
+def _holders(name: str, holdings: Sequence[Holding], held: float, now: float) -> list[tuple[float, str]]:
     """Return how much of a resource each holder has on a node: those with the most, and all others together."""
     amounts: dict[str, float] = {}
     since: dict[str, float] = {}
     for holding in holdings:
-        if holding.node_id == node.node_id and (amount := holding.resources.get(name, 0.0)):
+        if amount := holding.resources.get(name, 0.0):
             amounts[holding.holder] = amounts.get(holding.holder, 0.0) + amount
             since[holding.holder] = min(since.get(holding.holder, now), holding.since)
     named = sorted(amounts, key=lambda holder: -amounts[holder])[:MAX_HOLDERS_LISTED]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,26 @@ def test_code_on_the_disk_of_one_host_travels_to_the_other(two: tuple[Host, Host
     assert "/working_dir_files/" in code
     assert "/py_modules_files/" in module
     assert "/pip-" in wheel
+
+
+def test_the_doctor_does_not_miss_on_a_host_the_code_that_would_travel_there(
+    two: tuple[Host, Host], tmp_path: Path
+) -> None:
+    first, second = two
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "doctored_job.py").write_text("from jobs.digits import Digits\n\nclass Mine(Digits): ...\n")
+    second.mount_empty(home)
+    words = (
+        "cluster=auto",
+        "cluster.rendezvous_timeout_s=100",
+        "tracking=none",
+        f"output_dir={tmp_path / 'outputs'}",
+        "job._target_=doctored_job.Mine",
+    )
+    code, output = first.run(sys.executable, "-m", "orchestrator.doctor", *words, cwd=home, timeout_s=150)
+    assert "import error" not in output
+    assert code == 0, output
 
 
 def test_a_host_on_which_pip_fails_is_named_with_its_reason(two: tuple[Host, Host], tmp_path: Path) -> None:

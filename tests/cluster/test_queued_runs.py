@@ -21,6 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from helpers.queue_entries import entry
 from helpers.recorder import Recorder
 from helpers.runs import events, last_step, losses, wait_for
+from orchestrator.config.redact import Redactor
 from orchestrator.driver import queue_place
 from orchestrator.driver.calls import GangError
 from orchestrator.driver.event_stream import EventStream
@@ -143,7 +144,7 @@ def place(tmp_path: Path) -> Callable[..., QueuePlace]:
     """``place(entry("run"), timeout_s=1)`` is the place of a run of this process."""
 
     def make(run: QueueEntry, *, timeout_s: float | None = None, sink: Recorder | None = None) -> QueuePlace:
-        events, run_dir = EventStream([sink or Recorder()]), RunDir(tmp_path)
+        events, run_dir = EventStream([sink or Recorder()], Redactor()), RunDir(tmp_path)
         return QueuePlace(run, run_dir, events, StopSignals(), timeout_s=timeout_s)
 
     return make

@@ -59,11 +59,14 @@ def test_the_doctor_names_the_node_and_measures_the_network(cluster: Cluster, tm
         "--json",
         f"cluster.address={cluster.address}",
         "tracking=none",
+        "job._target_=installed_by_pip.Mine",
+        "cluster.pip=[installed-by-pip]",
     ]
     environment = commands.environment(RAY_AUTH_MODE="disabled")
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
     found = json.loads(done.stdout)
     faults = {f["check"]: f for f in found if f["level"] == "fault"}
+    assert "installed_by_pip" not in done.stdout, "the package is not there before a launch"
     assert done.returncode == 2, done.stderr
     assert faults.keys() == {"versions", "interface"}
     assert faults["versions"]["text"].startswith("torch 1.0.0")

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
+from helpers.recorder import Recorder
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.event_stream import RedactingSink
+from orchestrator.driver.event_stream import EventStream
 from orchestrator.protocol.events import (
     MetricsLogged,
     RankProgress,
@@ -229,7 +230,7 @@ def test_threads_may_emit_at_the_same_time(run_dir):
 
 
 def test_secrets_are_masked_on_the_way_to_the_journal(run_dir):
-    journal = RedactingSink(Journal(run_dir), Redactor(["hunter2"]))
+    journal = EventStream([Journal(run_dir)], Redactor(["hunter2"]))
     journal.emit(Warned(message="login with hunter2 at https://me:open-sesame@host"))
     journal.emit(ended("FINISHED", val_token=0.5, steps=5))
     journal.emit(point(1, **{"val/token": 0.5, "val/hunter2": 1.0}))
@@ -237,6 +238,14 @@ def test_secrets_are_masked_on_the_way_to_the_journal(run_dir):
     assert warned["message"] == "login with *** at https://***@host"
     assert run_ended["summary"] == {"val_token": 0.5, "steps": 5}, "metrics are never secrets"
     assert next(read_metrics(run_dir))[2] == {"val/token": 0.5, "val/___": 1.0}
+
+
+def test_secrets_are_masked_once_for_all_sinks():
+    sinks = [Recorder(), Recorder()]
+    EventStream(sinks, Redactor(["hunter2"])).warn("login with hunter2")
+    first, second = (sink.seen for sink in sinks)
+    assert first[0].message == "login with ***"
+    assert first[0] is second[0]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from orchestrator.config.schema import (
     TrackingConfig,
     TrainConfig,
 )
+from orchestrator.config.text import first_few
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.ddp import DDPConfig
 from orchestrator.strategies.replicated.single import SingleConfig
@@ -548,3 +549,10 @@ def test_several_errors_of_one_value_are_all_told() -> None:
         "job.inner.a=x: expected a whole number",
         "job.inner.b=null: expected a number",
     ]
+
+
+def test_a_long_list_is_abridged() -> None:
+    assert first_few([]) == ""
+    assert first_few(["a", "b"], 2) == "a, b"
+    assert first_few(["a", "b", "c"], 2) == "a, b, and 1 more"
+    assert first_few(["a"] * 4, 1, separator="; ", noun="nodes") == "a; and 3 more nodes"

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from helpers.plans import config_of
 from orchestrator import cli
 from orchestrator.display.findings import as_json, finding_text, verdict_text
+from orchestrator.driver.doctor import check_job
 from orchestrator.policy.node_check import grouped
 from orchestrator.policy.node_health import (
     GIB,
@@ -123,6 +125,15 @@ def test_a_finding_is_a_line_and_its_remedy_another() -> None:
 def test_nodes_with_the_same_finding_share_it() -> None:
     findings = [Finding(check="GPUs", level="ok", text="none", where=(name,)) for name in "ab"]
     assert [f.where for f in grouped(findings)] == [("a", "b")]
+
+
+def test_a_job_that_cannot_be_imported_is_a_fault_unless_pip_may_bring_it() -> None:
+    def found(*words: str) -> list[tuple[str, str]]:
+        return [(f.check, f.level) for f in check_job(config_of(*words))]
+
+    assert found() == [("job", "ok")]
+    assert found("job._target_=nowhere.Mine") == [("job", "fault")]
+    assert found("job._target_=nowhere.Mine", "cluster.pip=[nowhere]") == []
 
 
 def test_wrong_overrides_are_refused_before_anything_is_checked(capsys: pytest.CaptureFixture[str]) -> None:

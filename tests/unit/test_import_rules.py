@@ -35,7 +35,7 @@ RULES = {
     "policy":       ("config planning timeline protocol",                                      ""),
     "export":       ("job compat config records state model strategies",                       "torch mlflow"),
     "tracking":     ("config protocol records",                                                "(mlflow)"),
-    "display":      ("planning protocol records",                                              ""),
+    "display":      ("config planning protocol records",                                       ""),
     "worker":       ("job storage config planning timeline protocol records compat state "
                      "strategies",                                                             "torch ray"),
     "driver":       ("job storage config planning timeline protocol records compat state model tuning strategies "

@@ -54,7 +54,9 @@ def test_each_difference_is_named_with_its_node_and_the_remedy() -> None:
 def test_nodes_with_the_same_fault_share_a_line() -> None:
     nodes = [replace(NODE, name=f"node{i}", address=f"10.0.0.{i}", torch=None) for i in range(2, 8)]
     (error,) = node_errors(nodes, DRIVER)
-    assert error.startswith("node2 (10.0.0.2), node3 (10.0.0.3), node4 (10.0.0.4), node5 (10.0.0.5) and 2 more have no")
+    assert error.startswith(
+        "node2 (10.0.0.2), node3 (10.0.0.3), node4 (10.0.0.4), node5 (10.0.0.5), and 2 more have no"
+    )
 
 
 def test_nodes_are_excluded_by_name_or_address() -> None:

@@ -136,7 +136,7 @@ def new_notes(job: Job, *words: str) -> tuple[str, ...]:
 )
 def test_statistics_of_micro_batches_are_noted(words: str, rows: int, together: int) -> None:
     (note,) = new_notes(Normed(), *words.split())
-    assert note.startswith("BatchNorm (0.1, 1.1 and 2 more) uses the statistics of micro-batches of")
+    assert note.startswith("BatchNorm (0.1, 1.1, and 2 more) uses the statistics of micro-batches of")
     assert f"micro-batches of {rows} samples, with strategy=single those of {together}:" in note
 
 
@@ -177,7 +177,7 @@ def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Jo
         (
             Normed(norm=nn.SyncBatchNorm),
             "strategy=ddp_pipeline",
-            "strategy=ddp_pipeline: SyncBatchNorm (0.1, 1.1 and 2 more) would wait for workers",
+            "strategy=ddp_pipeline: SyncBatchNorm (0.1, 1.1, and 2 more) would wait for workers",
         ),
         (
             Rows(),
@@ -211,7 +211,7 @@ def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "tracking=none", "strategy=pipeline", "job._target_=test_staging.Normed"]
     (candidate,) = check_all([words])
     assert candidate.sizes is not None
-    assert any(note.startswith("BatchNorm (0.1, 1.1 and 2 more)") for note in candidate.sizes.initial.notes)
+    assert any(note.startswith("BatchNorm (0.1, 1.1, and 2 more)") for note in candidate.sizes.initial.notes)
 
 
 def test_a_model_that_needs_the_values_of_its_batch_is_refused(tmp_path: Path) -> None:

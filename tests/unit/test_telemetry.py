@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.recorder import Recorder
+from orchestrator.config.redact import Redactor
 from orchestrator.driver import telemetry
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Member
@@ -57,7 +58,7 @@ def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
     plan: Any = SimpleNamespace(mesh=Mesh(data_parallel_size=2))
     recorder, uploader = Recorder(), FakeUploader()
     aggregator = Aggregator(mesh=plan.mesh, global_batch_size=8, tokens_per_sample=None)
-    made = Telemetry(config, plan, aggregator, EventStream([recorder]), uploader, FakeUploader())  # type: ignore[arg-type]
+    made = Telemetry(config, plan, aggregator, EventStream([recorder], Redactor()), uploader, FakeUploader())  # type: ignore[arg-type]
     return made, FakeGang(), recorder, uploader
 
 

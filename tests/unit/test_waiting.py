@@ -9,6 +9,7 @@ import pytest
 
 from helpers.plans import config_of
 from helpers.recorder import Recorder
+from orchestrator.config.redact import Redactor
 from orchestrator.driver import waiting
 from orchestrator.driver.calls import NoWorkersError
 from orchestrator.driver.event_stream import EventStream
@@ -43,7 +44,7 @@ class Parts:
         monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
         monkeypatch.setattr(waiting, "cluster_state", lambda **_: STATE)
         self.recorder, self.lease, self.stop = Recorder(), FakeLease(), StopSignals()
-        monitor = WaitMonitor(EventStream([self.recorder]), self.lease, self.stop)  # type: ignore[arg-type]
+        monitor = WaitMonitor(EventStream([self.recorder], Redactor()), self.lease, self.stop)  # type: ignore[arg-type]
         config = config_of("cluster.pending_timeout_s=60").cluster
         self.wait = ResourceWait("3 workers", REQUEST, config, monitor, label="run", trouble=dict)
 

@@ -10,15 +10,15 @@ from orchestrator.config.build import ConfigError
 from orchestrator.driver import cluster
 from orchestrator.driver.candidates import Candidate
 from orchestrator.driver.node_reports import driver_report, node_reports
-from orchestrator.driver.worker_code import code_for_workers
+from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import node_errors
 
 
-def fit_nodes(nodes: tuple[Node, ...], candidates: Sequence[Candidate]) -> tuple[Node, ...]:
-    """Ask each node on which a worker may start whether it can run the jobs, unless that is this machine alone.
+def fit_nodes(nodes: tuple[Node, ...], candidates: Sequence[Candidate], code: WorkerCode) -> tuple[Node, ...]:
+    """Ask each node on which a worker may start whether it can run the jobs with ``code``.
 
-    What ``cluster.pip`` will install may be missing still, so the jobs are not imported then.
+    This machine is not asked if workers may start on it alone.
 
     Returns:
         The nodes without those that Ray has found dead meanwhile.
@@ -30,9 +30,8 @@ def fit_nodes(nodes: tuple[Node, ...], candidates: Sequence[Candidate]) -> tuple
     asked = [node for node in nodes if node.cpus >= config.cpus_per_worker]
     if {node.node_id for node in asked} <= {ray.get_runtime_context().get_node_id()}:
         return nodes
-    modules = {c.config.job.target.rpartition(".")[0] for c in candidates if c.given is None and not config.pip}
-    with code_for_workers(config, nodes) as code:
-        reports = node_reports(asked, timeout_s=config.rendezvous_timeout_s, job_modules=sorted(modules), code=code)
+    modules = {c.config.job.target.rpartition(".")[0] for c in candidates if c.given is None}
+    reports = node_reports(asked, timeout_s=config.rendezvous_timeout_s, job_modules=sorted(modules), code=code)
     alive = {node.node_id for node in cluster.nodes()}
     of_living = [report for node, report in zip(asked, reports, strict=True) if node.node_id in alive]
     if errors := node_errors(of_living, driver_report()):

@@ -7,7 +7,7 @@ from torch import nn
 
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.schema import Config
-from orchestrator.config.text import first_of
+from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import flow
@@ -83,7 +83,7 @@ def notes_of(whole: FakeModel, plan: Plan, rows: int) -> list[str]:
     norms = [name for name in _names_of(whole.model, BatchNorm) if whole.model.get_submodule(name).training]
     if norms and rows < slice_size:
         notes.append(
-            f"BatchNorm ({first_of(norms)}) uses the statistics of micro-batches of {rows} samples, with "
+            f"BatchNorm ({first_few(norms, 2)}) uses the statistics of micro-batches of {rows} samples, with "
             f"strategy=single those of {slice_size}: expect another loss curve; GroupNorm and LayerNorm are unaffected"
         )
     return notes
@@ -98,8 +98,8 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
         errors.append(f"strategy={name}: the model has no trainable parameters; set requires_grad=True on some")
     if synchronised := _names_of(sequence.whole.model, nn.SyncBatchNorm):
         errors.append(
-            f"strategy={name}: SyncBatchNorm ({first_of(synchronised)}) would wait for workers that have other stages; "
-            "use BatchNorm"
+            f"strategy={name}: SyncBatchNorm ({first_few(synchronised, 2)}) would wait for workers that have other "
+            "stages; use BatchNorm"
         )
     if plan.split is None:
         try:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from orchestrator.compat.torch import BatchNorm
-from orchestrator.config.text import first_of
+from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.modes import in_train_mode
@@ -163,7 +163,7 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
     names = [name for name, norm in norms.items() if not isinstance(norm, nn.SyncBatchNorm)]
     if not names:
         return ()
-    what = f"BatchNorm ({first_of(names)})"
+    what = f"BatchNorm ({first_few(names, 2)})"
     if not synchronized:
         return (
             f"{what} uses the statistics of each worker's own samples, with strategy=single those of the whole batch: "
