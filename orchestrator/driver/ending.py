@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from orchestrator.config.options import DEFAULT_OUTPUT_DIR
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
+from orchestrator.driver.origin import Origin
 from orchestrator.driver.profile_report import report_profile
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.uploads import RecordUpload
@@ -21,6 +24,7 @@ from orchestrator.policy.verdict import RESULT_LOST
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.protocol.metrics import to_record
 from orchestrator.records.json_file import write_json
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
@@ -29,7 +33,10 @@ from orchestrator.tracking.uploader import Uploader
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnding:
-    """Writes down how a run ended. ``resume_command`` continues the run."""
+    """Writes down how a run ended.
+
+    ``resume_command`` continues the run, and ``origin`` says how other commands begin.
+    """
 
     plan: Plan
     run_dir: RunDir
@@ -40,6 +47,7 @@ class RunEnding:
     console: Sink
     redactor: Redactor
     resume_command: str
+    origin: Origin
 
     def finish(self, result: RunResult) -> RunResult:
         """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
@@ -154,10 +162,17 @@ class RunEnding:
     def _next_commands(self, result: RunResult, *, is_uploaded: bool) -> tuple[str, ...]:
         commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
         if not is_uploaded:
-            commands.append(f"python -m orchestrator.sync {shlex.quote(self.run_dir.location)}")
-        remote = self.run_dir.remote
-        where = "" if remote is None else f" --output-dir {shlex.quote(remote.split(2)[0].url)}"
-        commands.append(f"python -m orchestrator.compare --last 5{where}")
+            commands.append(self.origin.verb("sync", self.run_dir.location))
+        commands.append(compare_command(self.origin, OutputDir.containing(self.run_dir)))
         if self.tracking.uri is not None and self.tracking.uri.startswith("sqlite"):
-            commands.append(f"mlflow ui --backend-store-uri {self.tracking.uri}")
+            where = f"on {socket.gethostname()}: " if self.origin.remote else ""
+            commands.append(f"{where}mlflow ui --backend-store-uri {self.tracking.uri}")
         return tuple(commands)
+
+
+def compare_command(origin: Origin, output_dir: OutputDir) -> str:
+    """Return the command that compares the newest runs in ``output_dir``."""
+    is_default = output_dir.remote is None and output_dir.path == Path(DEFAULT_OUTPUT_DIR).resolve()
+    where = [] if is_default else ["--output-dir", str(output_dir)]
+    no_picture = ["--no-picture"] if origin.remote else []  # it would stay on the machine of the driver
+    return origin.verb("compare", "--last", "5", *where, *no_picture)

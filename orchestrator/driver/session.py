@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.compat.ray import add_job_metadata
+from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
@@ -23,6 +25,7 @@ from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import job_metadata
+from orchestrator.driver.origin import this_origin
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
@@ -34,6 +37,7 @@ from orchestrator.driver.run_spec import RunSpec
 from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
+from orchestrator.driver.stop_wait import stop_wait_warning
 from orchestrator.driver.sweep import Sweep
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.worker_code import CodeCache
@@ -250,6 +254,7 @@ def _run(
     """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
     code = codes.get(config.cluster)
+    origin, is_submitted = this_origin(), submission_id() is not None
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
@@ -288,12 +293,17 @@ def _run(
         journal=journal,
         console=console,
         redactor=redactor,
-        resume_command=command_line((*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job),
+        resume_command=command_line(
+            (*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job, origin=origin
+        ),
+        origin=origin,
     )
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     try:
         for warning in candidate.warnings:
             console.emit(Warned(message=warning))
+        if is_submitted and (short := stop_wait_warning(config.cluster.stop_grace_s, os.environ)) is not None:
+            console.emit(Warned(message=short))
         try:
             with lease, StopRequests(run_dir, stop):
                 result = Run(spec, code, events, stop, uploader, records, lease).execute()

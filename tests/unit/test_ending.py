@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.origin import HERE
 from orchestrator.driver.result import RunResult
 from orchestrator.records import run_dir as rundir
 
@@ -31,6 +32,7 @@ def test_a_run_is_offered_to_resume_only_if_it_has_a_checkpoint(saved: bool, tmp
         console=nothing,
         redactor=nothing,
         resume_command="continue it",
+        origin=HERE,
     )
     failed = RunResult(status="FAILED", exit_code=1, reason="", run_dir=run_dir.path, url=None)
     assert ("continue it" in ending._next_commands(failed, is_uploaded=True)) == saved
