@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from orchestrator.compat.ray import add_job_metadata
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 
@@ -23,3 +24,8 @@ def job_metadata(configs: Sequence[Config], redactor: Redactor) -> dict[str, str
         "tracking": str(configs[0].tracking.uri),
     }
     return {key: redactor.text(value) for key, value in metadata.items()}
+
+
+def add_tracking_page(page: str) -> None:
+    """Add the address of the page with the charts of a run on the tracking server."""
+    add_job_metadata({"mlflow": page})

@@ -93,7 +93,7 @@ def make_submission(
         env={
             STOP_WAIT_VARIABLE: str(needed_stop_wait_s(grace_s)),
             "PYTHONUNBUFFERED": "1",
-            **origin.variables(),
+            **{name: redactor.text(value) for name, value in origin.variables().items()},
             **carried(source),
         },
         metadata={

@@ -30,7 +30,7 @@ def launch_with_restarts(words: Sequence[str], restarts: int) -> int:
         The exit code of the last child; 128 plus the number of the signal that killed it.
     """
     number = 0
-    with _Child(forward=submission_id() is None) as child:
+    with Child(forward=submission_id() is None) as child:
         while (code := child.run([sys.executable, "-m", "orchestrator.launch", *words])) < 0:
             if number == restarts or child.stop_signal is not None:
                 return 128 - code
@@ -54,7 +54,7 @@ def resuming(words: Sequence[str]) -> list[str]:
     return kept if any(w.startswith("resume=") for w in kept) else [*kept, "resume=auto"]
 
 
-class _Child:
+class Child:
     """The driver's process, one after another. While in the context, a signal to stop does not end this process.
 
     ``forward``: pass SIGINT and SIGTERM on to the child.
@@ -67,6 +67,7 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, command: Sequence[str]) -> int:
+        """Run the next child; returns its exit code, or minus the number of the signal that killed it."""
         self._process = subprocess.Popen(command)
         return self._process.wait()
 
@@ -75,7 +76,7 @@ class _Child:
         if self._forward and self._process is not None:
             self._process.send_signal(number)
 
-    def __enter__(self) -> _Child:
+    def __enter__(self) -> Child:
         self._previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 

@@ -31,7 +31,7 @@ def stop_wait_warning(stop_grace_s: float, environment: Mapping[str, str]) -> st
     if wait_s >= needed_s:
         return None
     return (
-        f"`ray job stop` kills this job after {wait_s} s, and its last checkpoint may take longer "
+        f"`ray job stop` kills this job after {wait_s} s, and the last checkpoint of a run may take longer "
         f"(cluster.stop_grace_s={stop_grace_s:g}): use `orchestrator submit`, or set {STOP_WAIT_VARIABLE}={needed_s} "
         "in the runtime environment of the job"
     )
