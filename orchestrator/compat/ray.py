@@ -306,14 +306,20 @@ def use_token_of_user() -> None:
         find_internal(_USE_TOKEN)(warn_if_disabled=False)
 
 
-def probe_gcs(address: str, *, timeout_s: float) -> str | None:
-    """Call the GCS server at ``address`` (``host:port``).
+def probe_gcs(address: str, *, timeout_s: float, with_token: bool = True) -> str | None:
+    """Call a GCS server.
+
+    Args:
+        address: ``host:port`` of the server.
+        timeout_s: how long to wait for the answer.
+        with_token: present the token of this process, if it has one; otherwise the call does not use TLS either.
 
     Returns:
         None if it answers, or else the gRPC status in lower case: ``unavailable``, ``unauthenticated``, ...
     """
     request = find_internal(_GCS_REQUEST)()
-    stub = find_internal(_GCS_STUB)(find_internal(_OPEN_CHANNEL)(address))
+    channel = find_internal(_OPEN_CHANNEL)(address) if with_token else grpc.insecure_channel(address)
+    stub = find_internal(_GCS_STUB)(channel)
     try:
         stub.GetClusterId(request, timeout=timeout_s)
     except grpc.RpcError as e:

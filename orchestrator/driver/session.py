@@ -6,10 +6,13 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import ray
 
 from orchestrator.compat.ray import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
@@ -45,6 +48,7 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.patience import with_patience
+from orchestrator.policy.token_check import exposure_warning
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -219,6 +223,7 @@ def _ray(
     metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
     if address is not None:
         with cluster.connected(address, metadata=metadata):
+            _warn_of_strangers(config)
             nodes = cluster.allowed_nodes(config.cluster)
             if not config.plan:
                 nodes = fit_nodes(nodes, candidates, codes.get(config.cluster))
@@ -233,6 +238,15 @@ def _ray(
     num_cpus = max(s.max_processes * s.largest.cpus_per_worker for _, s in planned)
     with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=machine.gpus, metadata=metadata):
         yield (machine,), planned
+
+
+def _warn_of_strangers(config: Config) -> None:
+    """Print a warning if others may use the cluster; not again in each of the runs that share it side by side."""
+    if config.plan or membership() is not None:
+        return
+    address = ray.get_runtime_context().gcs_address
+    if (warning := exposure_warning(address, required=cluster.asks_for_token())) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _run(
