@@ -238,7 +238,7 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
     tracking = f"sqlite:///{tmp_path}/mlflow.db"
     sent = submit(
         head, "--no-wait", "--restarts", "1", "strategy=ddp", "job=sleep", "name=stopped", "train.steps=600",
-        "checkpoint.every=10", f"tracking.uri={tracking}", "tracking.log_model=false",
+        "train.log_every=1", "checkpoint.every=10", f"tracking.uri={tracking}", "tracking.log_model=false",
         f"output_dir={tmp_path}/outputs", "job.forward_ms=4",
     )  # fmt: skip
     assert sent.returncode == 0, sent.stderr
@@ -274,7 +274,8 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
     assert json.loads((run_dir / "run.json").read_text())["state"] == "finished"
     assert last_step(tmp_path) == 600
     compared = command(head, *compare, cwd=ROOT)
-    assert "stopped" in compared.stdout, compared.stdout + compared.stderr
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert run_dir.name.removesuffix("-stopped") in compared.stdout
 
 
 @pytest.mark.timeout(240)
