@@ -1,4 +1,4 @@
-"""The cost of the driver at 8 to 2,048 ranks: start, watching, healing after 1 % of the ranks died, and end.
+"""The cost of the driver at 8 to 2,048 ranks: start, watching, healing after one of 128 ranks died, and end.
 
 python benchmarks/driver_scale.py
 
@@ -13,15 +13,16 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from rounds import RESULTS, argument_parser, table
+from rounds import Claim, argument_parser, report, table
 from simulated_gang import HOSTS, SimulatedSlots, prepared_run, simulated_gangs
 
 SIZES = (8, 64, 256, 1024, 2048)
-LOST_SHARE = 0.01
+LOST_SHARE = 1 / 128
 WATCH_S = 20.0
 TIMEOUT_S = 300.0
 
@@ -122,10 +123,27 @@ def main() -> None:
         "workers started anew",
         "end, s",
     ]
-    text = table(head, [cost.row() for cost in costs])
-    print(text)
-    if not arguments.quick:
-        (RESULTS / "driver-scale.md").write_text(f"# Driver scale\n\n{__doc__}\n{text}\n")
+    report(
+        "driver-scale",
+        [] if arguments.quick else claims({cost.world_size: cost for cost in costs}),
+        ceiling=None,
+        rounds={},
+        notes=table(head, [cost.row() for cost in costs]),
+        keep=not arguments.quick,
+    )
+
+
+def claims(costs: Mapping[int, Cost]) -> list[Claim]:
+    """Return the goals for 1,024 ranks."""
+    large, small = costs[1024], costs[8]
+    return [
+        Claim(name="watching 1,024 ranks, share of a core", ratios=[large.watching], at_most=0.10),
+        Claim(
+            name=f"time to heal {large.lost} of 1,024 ranks / {small.lost} of 8",
+            ratios=[large.heal_s / small.heal_s],
+            at_most=2.0,
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -285,8 +285,8 @@ class SimulatedSlots:
         type(self).num_started = 0
         self.resources = {"CPU": plan.cpus_per_worker}
 
-    def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait, patience_s: float) -> list[int]:
-        return list(range(count))
+    def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait, patience_s: float) -> dict[int, str]:
+        return dict.fromkeys(range(count), "simulated")
 
     def reserve(self, *, avoid: Collection[str]) -> int:
         return max(self.workers) + 1
@@ -299,9 +299,6 @@ class SimulatedSlots:
         self.workers[slot] = SimulatedWorker(self.hosts[self.num_started % HOSTS], self.num_started)
         type(self).num_started += 1
         return self.workers[slot].worker_info.remote()
-
-    def host_names(self, slots: Sequence[int]) -> list[str]:
-        return ["simulated"] * len(slots)
 
     def actor(self, slot: int) -> SimulatedWorker:
         return self.workers[slot]
@@ -372,7 +369,7 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
         tokens_per_sample=None,
     )
     watcher = Watcher()
-    events = EventStream([Journal(run_dir, warnings=watcher), watcher])
+    events = EventStream([Journal(run_dir, warnings=watcher), watcher], Redactor())
     uploader = Uploader.start(run_dir, replace(config.tracking, uri=None))
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, Redactor())

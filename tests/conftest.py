@@ -11,7 +11,8 @@ Three tiers:
 ``pytest -m gpu`` runs those that need a GPU, which are skipped where torch sees none.
 
 A tier runs on two processes (pytest-xdist), file by file; at the end, one of them runs ``tests/cluster`` and the other
-``tests/ray``, each as a whole. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
+``tests/ray``, each as a whole. Without ``tests/command``, as in ``.ci/run``, these two begin at once, and a third one
+runs the other files beside them. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
 out only the campaign; tests named by ``::`` always run.
 
 Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
@@ -37,6 +38,8 @@ FOLDERS = ("unit", "tracking", "command", "distributed", "gpu", "cluster", "ray"
 """
 WHOLE = ("gpu", "cluster", "ray")
 """Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
+WITHOUT_COMMAND = "not command"
+"""In an expression of markers, it lets the folders in :data:`WHOLE` begin first."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
@@ -52,7 +55,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     in_one_process = chosen or shown or option.collectonly or option.markexpr == "campaign"
     is_worker = hasattr(config, "workerinput")
     if not in_one_process and not is_worker and getattr(option, "numprocesses", 0) is None:
-        option.numprocesses = 2
+        option.numprocesses = 3 if WITHOUT_COMMAND in option.markexpr else 2
         option.dist = "loadfile"
 
 
@@ -84,14 +87,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by the markers that are added here
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         folder = folder_of(item)
         if folder in FOLDERS:
             item.add_marker(folder)
         if folder == "unit" and not any(item.iter_markers("slow")):
             item.add_marker("fast")
-    items.sort(key=lambda item: FOLDERS.index(f) if (f := folder_of(item)) in FOLDERS else -1)
+    whole_first = WITHOUT_COMMAND in config.option.markexpr
+    order = [*WHOLE, *FOLDERS] if whole_first else FOLDERS
+    items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
 
 
 def folder_of(item: pytest.Item) -> str:

@@ -17,6 +17,8 @@ from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
 
 CURVE_METRICS = (LOSS.name, SAMPLES_SEEN.name)
+_MACHINE = ("host", "processor", "cores", "device")
+_COMMIT = "source.git.commit"
 """The metrics that :func:`curve_of` needs."""
 
 
@@ -47,7 +49,7 @@ class Run:
         work: equal for runs of the same job with the same fields.
         workers: the number of devices that train; None if it is unknown.
         params: the configuration by dotted key.
-        machine: where it ran: host, device, versions.
+        machine: what ran it: host, processor, cores, device, versions, commit.
         started: seconds since the epoch; None if it is unknown.
         metrics: those that the run declares.
         curve: reads its loss curve.
@@ -145,11 +147,11 @@ def _workers(plan: object) -> int | None:
 
 
 def _machine(record: Mapping[str, Any]) -> dict[str, str]:
-    tags, driver = record.get("tags"), record.get("driver")
+    tags, source = record.get("tags"), record.get("source")
     tags = tags if isinstance(tags, Mapping) else {}
-    kept = {k: str(v) for k, v in tags.items() if k in ("device", "git_commit") or k.startswith("version.")}
-    host = driver.get("host") if isinstance(driver, Mapping) else None
-    return kept if host is None else {"host": str(host), **kept}
+    commit = source.get(_COMMIT) if isinstance(source, Mapping) else tags.get(f"mlflow.{_COMMIT}")
+    kept = {k: str(v) for k, v in tags.items() if k in _MACHINE or k.startswith("version.")}
+    return kept if commit is None else {**kept, "commit": str(commit)[:9]}
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

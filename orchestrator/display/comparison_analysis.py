@@ -230,7 +230,7 @@ def _different_machines(runs: Sequence[Run]) -> list[str]:
     known = [run for run in runs if run.machine]
     found = []
     for key in dict.fromkeys(key for run in known for key in run.machine):
-        values = dict.fromkeys(run.machine.get(key, "unknown")[:12] for run in known)
+        values = dict.fromkeys(run.machine.get(key, "unknown") for run in known)
         if len(values) > 1:
             found.append(f"{key} ({first_few(list(values), 4)})")
     return found

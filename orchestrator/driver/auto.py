@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import hashlib
-import json
 import math
-import platform
 import shutil
 import time
 from collections.abc import Callable
@@ -15,16 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from orchestrator.compat.pipelining import computations
 from orchestrator.config.build import ConfigError, build
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.decision import Decision, NotMeasuredError
-from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import output_dir
+from orchestrator.driver.profile_key import profile_key
 from orchestrator.driver.result import RunResult
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node, Plan, make_plan
@@ -172,7 +166,8 @@ class Chooser:
     def _profile(self) -> Profile:
         """Return the profile of an earlier run, or measure the job."""
         folder = output_dir(self._config).path / FOLDER
-        file = folder / f"profile-{self._key()}.json"
+        key = profile_key(self._config, self._job, self._plan, self._nodes)
+        file = folder / f"profile-{key}.json"
         if self._options.profile == "reuse" and (saved := _read(file)) is not None:
             return saved
         result = self._run_briefly(self._config, self._plan, steps=PROFILE_STEPS, log_every=PROFILE_STEPS, keep=True)
@@ -217,24 +212,6 @@ class Chooser:
             shutil.rmtree(result.run_dir, ignore_errors=True)
         return result
 
-    def _key(self) -> str:
-        """Return what a profile depends on: the job, the sizes and the hardware."""
-        config, plan = self._config, self._plan
-        train = dataclasses.asdict(replace(config.train, steps=1, log_every=1, eval_every=0))
-        hardware = sorted((node.cpus, node.gpus) for node in self._nodes)
-        facts = (
-            config.job.target,
-            plain_fields(self._job),
-            train,
-            plan.world_size,
-            plan.device,
-            hardware,
-            platform.machine(),
-            _processor(),
-            torch.__version__,
-        )
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
 
 def without_validation(job: Job) -> Job:
     """Return a copy of ``job`` that has no validation set and draws no samples, so that a run of it only trains."""
@@ -260,12 +237,3 @@ def _read(file: Path) -> Profile | None:
     except ValueError:
         return None
     return build(Profile, data, "", []) if data else None
-
-
-def _processor() -> str:
-    """Return the model of the processor."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()

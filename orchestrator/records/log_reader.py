@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.records.listing import files_below
 from orchestrator.records.run_dir import RunDir
 
 _RANK = re.compile(r"rank-(\d+)\.log")
@@ -40,7 +41,7 @@ class LogReader:
         return [line for rank, file in self._files() for line in self._new_lines(rank, file, complete)]
 
     def _files(self) -> list[tuple[int, Path]]:
-        found = [(int(match[1]), p) for p in self._folder.rglob("rank-*.log") if (match := _RANK.fullmatch(p.name))]
+        found = [(int(match[1]), p) for p in files_below(self._folder) if (match := _RANK.fullmatch(p.name))]
         return sorted((rank, path) for rank, path in found if not self._ranks or rank in self._ranks)
 
     def _new_lines(self, rank: int, file: Path, complete: bool) -> list[LogLine]:

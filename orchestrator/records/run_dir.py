@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.listing import folders_in
 from orchestrator.records.lock import changed_at, locked, now_on
 from orchestrator.records.process import is_alive, is_visible
 from orchestrator.storage.remote import Remote
@@ -263,6 +264,8 @@ def create(output_dir: Path, name: str) -> RunDir:
 
 def all_runs(output_dir: Path) -> Iterator[RunDir]:
     """Yield every run below ``output_dir``, the newest first."""
-    records = output_dir.glob("*/*/run.json")
-    for record in sorted(records, key=lambda p: p.parent.parts[-2:], reverse=True):
-        yield RunDir(record.parent.resolve())
+    folders = [folder for day in folders_in(output_dir) for folder in folders_in(day)]
+    for folder in sorted(folders, key=lambda path: path.parts[-2:], reverse=True):
+        run_dir = RunDir(folder.resolve())
+        if run_dir.record_file.is_file():
+            yield run_dir

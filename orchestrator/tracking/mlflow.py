@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.journal import Ending, Sample, clean_name
+from orchestrator.records.listing import files_below
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
@@ -138,7 +139,7 @@ class MlflowBackend:
                 client.log_artifact(run_id, str(path))
         for name in _ARTIFACT_FOLDERS:
             folder = run_dir.path / name
-            if folder.is_dir() and any(p.is_file() for p in folder.rglob("*")):
+            if any(files_below(folder)):
                 client.log_artifacts(run_id, str(folder), artifact_path=name)
 
     def log_model(self, run_id: str, folder: Path) -> None:

@@ -17,6 +17,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import RunEnded
 from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines, read_samples
 from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.listing import files_below
 from orchestrator.records.lock import locked
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.backend import Point, TrackingBackend
@@ -172,7 +173,7 @@ class Transfer:
     def _masked_files(self) -> Iterator[RunDir]:
         """Yield a temporary run directory: text files with secrets masked, and links to the other files."""
         with tempfile.TemporaryDirectory(prefix="upload-") as folder:
-            for path in self._run_dir.path.rglob("*"):
+            for path in files_below(self._run_dir.path):
                 place = path.relative_to(self._run_dir.path)
                 if place.parts[0] in _NOT_UPLOADED or place.name.startswith(".") or not path.is_file():
                     continue

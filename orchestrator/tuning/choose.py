@@ -43,18 +43,20 @@ class Contender:
         return self.predicted_ms / self.measured_ms - 1
 
 
-def next_to_measure(contenders: Sequence[Contender], most: int) -> int | None:
-    """Return the index of the contender to measure next; None if ``most`` are measured, or none is left.
+def next_to_measure(contenders: Sequence[Contender], least: int) -> int | None:
+    """Return the index of the contender to measure next; None if enough are measured, or none is left.
 
-    The order is that of their predictions. If they have none, and ``most`` is not 0, all of them are measured.
+    The order is that of their predictions. At least ``least`` are measured, and then each that is predicted to be
+    faster than the best of those. If there are no predictions, and ``least`` is not 0, all are measured.
     """
     valid = [(i, c) for i, c in enumerate(contenders) if not c.refused]
     left = [(i, c) for i, c in valid if c.measured_ms is None]
-    if most and all(c.prediction is None for _, c in valid):
-        most = len(valid)
-    if len(valid) - len(left) >= most or not left:
+    if not left or not least:
         return None
-    return min(left, key=lambda pair: pair[1].predicted_ms)[0]
+    measured = [c.measured_ms for _, c in valid if c.measured_ms is not None]
+    index, candidate = min(left, key=lambda pair: pair[1].predicted_ms)
+    may_be_best = candidate.prediction is None or candidate.predicted_ms < min(measured, default=math.inf)
+    return index if len(measured) < least or may_be_best else None
 
 
 def best(contenders: Sequence[Contender]) -> Contender | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.display.comparison import Curve, Run
+from orchestrator.display.comparison import Curve, Run, run_of
 from orchestrator.display.comparison_analysis import Comparison, differences, noise, verdict
 
 _numbers = itertools.count()
@@ -125,6 +125,24 @@ def test_settings_that_differ_beside_the_strategy_are_listed() -> None:
     assert differences(runs) == [
         "digits runs differ in more than the strategy: seed (0, 1), train.global_batch_size (64, 128), host (a, b)"
     ]
+
+
+def test_another_machine_or_commit_is_a_difference_wherever_the_runs_are_read_from() -> None:
+    tags = {"host": "a", "processor": "Xeon", "cores": "8", "version.torch": "2.13.0", "generation": "1"}
+    local: dict[str, Any] = {"tags": tags, "source": {"source.git.commit": "0123456789abcdef"}}
+    tracked: dict[str, Any] = {"tags": {**tags, "cores": "2", "mlflow.source.git.commit": "123456789abcdef0"}}
+    read = [run_of(record, name=name, location=name, curve=no_curve) for name, record in
+            (("one", local), ("other", tracked))]  # fmt: skip
+    assert read[0].machine == {
+        "host": "a", "processor": "Xeon", "cores": "8", "version.torch": "2.13.0", "commit": "012345678"
+    }  # fmt: skip
+    assert differences(read) == [
+        "- runs differ in more than the strategy: cores (8, 2), commit (012345678, 123456789)",
+    ]
+
+
+def no_curve() -> Curve:
+    return Curve()
 
 
 def test_seeds_are_no_difference_if_every_configuration_has_the_same() -> None:

@@ -247,6 +247,18 @@ def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> 
     assert lines[-1] == "- dp: refused: too large"
 
 
+def test_more_are_measured_while_one_may_be_faster_than_the_best_measurement() -> None:
+    times = {"single": (38, 53), "dp": (39, 63), "model_parallel": (44, 46), "pipeline": (48, 40)}
+    contenders = [Contender(overrides=(f"strategy={n}",), prediction=prediction(p)) for n, (p, _) in times.items()]
+    measured = []
+    while (index := next_to_measure(contenders, 2)) is not None:
+        name = contenders[index].name
+        measured.append(name)
+        contenders[index] = dataclasses.replace(contenders[index], measured_ms=float(times[name][1]))
+    assert measured == ["single", "dp", "model_parallel"], "the pipeline is predicted to be slower than 46 ms"
+    assert best(contenders) is contenders[2]
+
+
 def test_nothing_is_measured_if_the_prediction_is_trusted() -> None:
     assert next_to_measure([Contender(overrides=("strategy=single",), prediction=prediction(1))], 0) is None
     assert next_to_measure([Contender(overrides=("strategy=single",))], 0) is None

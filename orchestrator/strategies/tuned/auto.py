@@ -45,7 +45,11 @@ class AutoConfig(StrategyConfig):
         Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
         ...,
     ] = option("the pipeline schedules to choose from")
-    measured: int = option("candidates to measure, those with the best predictions; 0: trust the prediction", minimum=0)
+    measured: int = option(
+        "candidates to measure at least, those with the best predictions; then each one that is predicted to be faster "
+        "than the best of them; 0: trust the prediction",
+        minimum=0,
+    )
     measured_steps: int = option("steps for which each of them is measured", minimum=1)
     profile: Literal["reuse", "fresh"] = option(
         "reuse: take the measurements of an earlier run of this job with these sizes on this hardware, if there are any"

@@ -1,0 +1,72 @@
+"""The key of a measured profile: everything on which the measurements of a job depend."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from orchestrator.config.schema import Config
+from orchestrator.driver.preflight.params import plain_fields
+from orchestrator.job import Job
+from orchestrator.model.meta import on_meta_device
+from orchestrator.planning.plan import Node, Plan
+from orchestrator.records.machine import processor
+from orchestrator.strategies.tuned.auto import AutoConfig
+from orchestrator.tuning.proposals import stage_counts
+
+
+def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> str:
+    """Return the key of the profile of ``job``, which another run may use if it has the same one.
+
+    Args:
+        config: the configuration, with ``strategy=auto``.
+        job: the job.
+        plan: that of the run which measures.
+        nodes: the nodes of the cluster.
+    """
+    assert isinstance(config.strategy, AutoConfig)
+    # The driver does not know the model of a GPU, so that nodes with GPUs are told apart by name.
+    hardware = sorted((node.cpus, node.gpus, node.name if node.gpus else "") for node in nodes)
+    facts: tuple[Any, ...] = (
+        config.job.target,
+        plain_fields(job),
+        _code_of(type(job)),
+        _outline_of(job),
+        dataclasses.asdict(dataclasses.replace(config.train, steps=1, log_every=1, eval_every=0)),
+        plan.world_size,
+        plan.threads_per_worker,
+        plan.device,
+        stage_counts(plan.world_size, config.strategy.schedules),
+        hardware,
+        platform.machine(),
+        processor(),
+        torch.__version__,
+    )
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _code_of(cls: type) -> list[str]:
+    """Return the source of a job's class and of its bases below :class:`Job`; without those of a bare terminal."""
+    sources = []
+    for base in cls.__mro__[: cls.__mro__.index(Job)]:
+        try:
+            sources.append(inspect.getsource(base))
+        except (OSError, TypeError):
+            continue
+    return sources
+
+
+def _outline_of(job: Job) -> list[str]:
+    """Return the modules of the model with the shapes of their tensors; nothing if it cannot be outlined."""
+    outline = on_meta_device(job.model)
+    if not isinstance(outline, nn.Module):
+        return []
+    return [repr(outline), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in outline.state_dict().items())]
