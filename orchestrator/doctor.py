@@ -1,6 +1,6 @@
 """Check this machine and its cluster: ``orchestrator doctor cluster=auto``.
 
-Exit codes: 0 no fault, with or without warnings; 2 a fault, with which a run would fail, or wrong arguments.
+Exit codes: 0 everything is in order; 1 warnings; 2 a fault, with which a run would fail, or wrong arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
-from orchestrator.display.findings import as_json, finding_text, verdict_text
+from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.display.text import writable
 
 _DESCRIPTION = """\
@@ -59,7 +59,7 @@ def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) ->
         print(verdict_text(findings))
     else:
         print(redactor.text(json.dumps(as_json(findings), indent=2)))
-    return 2 if any(finding.level == "fault" for finding in findings) else 0
+    return exit_code(findings)
 
 
 if __name__ == "__main__":

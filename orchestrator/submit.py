@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.launch import BAD_INPUT, RESTARTS_OPTION
+
+if TYPE_CHECKING:
+    from orchestrator.driver.job_submission import JobServer
+    from orchestrator.driver.origin import Origin
 
 CONNECTION_LOST = 4
 """Exit code if the job can no longer be followed."""
@@ -28,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     redactor = Redactor.of_process()
     with masked_output(redactor):
         try:
-            return _follow(options.attach, options.address) if options.attach else _submit(options, redactor)
+            if options.attach:
+                from orchestrator.driver.job_submission import JobServer
+
+                return _follow(JobServer(options.address), options.attach)
+            return _submit(options, redactor)
         except ConfigError as e:
             from orchestrator.display.report import errors_text
 
@@ -57,11 +68,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
-    from orchestrator.driver import job_submission
+    from orchestrator.driver.job_submission import JobServer, make_submission
+    from orchestrator.driver.origin import origin_of_submission
     from orchestrator.driver.preflight.submitted import checked, visible_secrets
     from orchestrator.records.git import git_facts
 
-    address = _address(options.address)
+    if options.multirun and options.restarts is not None:
+        raise ConfigError([f"{RESTARTS_OPTION}={options.restarts}: only for a single run, without -m"])
     working_dir = options.working_dir.resolve()
     configs = checked(options.overrides, working_dir, redactor, sweep=options.multirun)
     if secrets := visible_secrets(options.overrides):
@@ -70,20 +83,30 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
             "variable on the cluster instead, and pass '<key>=${oc.env:NAME}'",
             file=sys.stderr,
         )
-    source = git_facts(working_dir)
-    submission = job_submission.make_submission(
+    server = JobServer(options.address)
+    origin = origin_of_submission(
+        options.overrides,
+        address=options.address,
+        working_dir=str(options.working_dir),
+        restarts=options.restarts,
+        ray=server.ray_command,
+    )
+    submission = make_submission(
         configs,
         [*_launch_options(options), *options.overrides],
         working_dir=working_dir,
-        source=source,
+        source=git_facts(working_dir),
         suffix=f"{datetime.now():%m%d-%H%M%S}-{os.urandom(2).hex()}",
+        origin=origin,
         redactor=redactor,
     )
-    job_submission.JobServer(address).submit(submission)
-    print(f"submitted {submission.id} to {address}")
-    print(f"  follow   orchestrator submit --attach {submission.id}{_option(options.address)}")
-    print(f"  stop     ray job stop {submission.id}{_option(options.address)}", flush=True)
-    return 0 if options.no_wait else _follow(submission.id, options.address)
+    server.submit(submission)
+    print(f"submitted {submission.id} to {server.address}")
+    shown = [masked(word, redactor) for word in options.overrides]
+    words = ["-m", *shown] if options.multirun else shown
+    for purpose, command in _next_commands(server, submission.id, origin, words):
+        print(f"  {purpose:<8} {command}", flush=True)
+    return 0 if options.no_wait else _follow(server, submission.id)
 
 
 def _launch_options(options: argparse.Namespace) -> list[str]:
@@ -92,28 +115,29 @@ def _launch_options(options: argparse.Namespace) -> list[str]:
     return [] if options.restarts is None else [f"{RESTARTS_OPTION}={options.restarts}"]
 
 
-def _follow(submission_id: str, given_address: str | None) -> int:
-    from orchestrator.driver.job_submission import JobServer
+def _next_commands(
+    server: JobServer, submission_id: str, origin: Origin, words: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what the user may type next, and what for."""
+    from orchestrator.driver.restarts import resuming
 
+    yield "follow", server.command_to_follow(submission_id)
+    yield "stop", server.command_to_stop(submission_id)
+    yield "resume", shlex.join(origin.relaunch(resuming(words)))
+    yield "logs", f"{origin.verb('logs', 'RUN', '--follow')}  (RUN: the run directory that the job prints)"
+    yield "queue", origin.verb("queue", "list")
+
+
+def _follow(server: JobServer, submission_id: str) -> int:
     try:
-        return JobServer(_address(given_address)).follow(submission_id, sys.stdout)
+        return server.follow(submission_id, sys.stdout)
     except KeyboardInterrupt:
-        print(f"\nthe job goes on; stop it with: ray job stop {submission_id}{_option(given_address)}", file=sys.stderr)
+        print(f"\nthe job goes on; stop it with: {server.command_to_stop(submission_id)}", file=sys.stderr)
         return 130
     except ConnectionError as e:
-        again = f"orchestrator submit --attach {submission_id}{_option(given_address)}"
+        again = server.command_to_follow(submission_id)
         print(f"the connection was lost ({e}); the job may be running: {again}", file=sys.stderr)
         return CONNECTION_LOST
-
-
-def _address(given: str | None) -> str:
-    from orchestrator.driver.job_submission import DEFAULT_ADDRESS
-
-    return given or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
-
-
-def _option(given_address: str | None) -> str:
-    return f" --address {given_address}" if given_address else ""
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ import grpc
 import ray
 import ray.exceptions
 
+from orchestrator.compat.ray_job import submission_id
+
 CHECKED_VERSION = "2.60.0"
 
 _SET_SIGTERM_HANDLER = "ray._private.utils.set_sigterm_handler"
@@ -52,7 +54,6 @@ _MAX_PACKAGE_BYTES = "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE"
 _FREE_RESOURCES = "ray._private.state.available_resources_per_node"
 _HEAD_RESOURCE = "ray._common.constants.HEAD_NODE_RESOURCE_NAME"
 _SET_TITLE = "ray._raylet.setproctitle"
-_JOB_CONFIG_VARIABLE = "ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR"
 _JOB_INFO_KEY = "ray.dashboard.modules.job.common.JobInfoStorageClient.JOB_DATA_KEY"
 _JOB_INFO_NAMESPACE = "ray._private.ray_constants.KV_NAMESPACE_JOB"
 _READ_VALUE = "ray.experimental.internal_kv._internal_kv_get"
@@ -89,7 +90,6 @@ INTERNALS = (
     _ACTOR,
     _JOB,
     _SET_TITLE,
-    _JOB_CONFIG_VARIABLE,
     _JOB_INFO_KEY,
     _JOB_INFO_NAMESPACE,
     _READ_VALUE,
@@ -356,14 +356,20 @@ def use_token_of_user() -> None:
         find_internal(_USE_TOKEN)(warn_if_disabled=False)
 
 
-def probe_gcs(address: str, *, timeout_s: float) -> str | None:
-    """Call the GCS server at ``address`` (``host:port``).
+def probe_gcs(address: str, *, timeout_s: float, with_token: bool = True) -> str | None:
+    """Call a GCS server.
+
+    Args:
+        address: ``host:port`` of the server.
+        timeout_s: how long to wait for the answer.
+        with_token: present the token of this process, if it has one; otherwise the call does not use TLS either.
 
     Returns:
         None if it answers, or else the gRPC status in lower case: ``unavailable``, ``unauthenticated``, ...
     """
     request = find_internal(_GCS_REQUEST)()
-    stub = find_internal(_GCS_STUB)(find_internal(_OPEN_CHANNEL)(address))
+    channel = find_internal(_OPEN_CHANNEL)(address) if with_token else grpc.insecure_channel(address)
+    stub = find_internal(_GCS_STUB)(channel)
     try:
         stub.GetClusterId(request, timeout=timeout_s)
     except grpc.RpcError as e:
@@ -466,11 +472,9 @@ def add_job_metadata(values: Mapping[str, str]) -> None:
     Ray offers this only for the time of the submission. Nothing is added if the process has embedded a Ray of its own,
     which does not know the job.
     """
-    injected = json.loads(os.environ.get(find_internal(_JOB_CONFIG_VARIABLE), "{}"))
-    submission_id = injected.get("metadata", {}).get("job_submission_id")
-    if submission_id is None or is_own_ray():
+    if (job_id := submission_id()) is None or is_own_ray():
         return
-    key = find_internal(_JOB_INFO_KEY).format(job_id=submission_id).encode()
+    key = find_internal(_JOB_INFO_KEY).format(job_id=job_id).encode()
     namespace = find_internal(_JOB_INFO_NAMESPACE)
     stored = find_internal(_READ_VALUE)(key, namespace=namespace)
     if stored is None:

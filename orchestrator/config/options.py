@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
+DEFAULT_OUTPUT_DIR = "outputs"
+
 
 def add_run(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
     """Add the argument that names a run, and the option that says where the runs are.
@@ -23,7 +25,9 @@ def add_run(parser: argparse.ArgumentParser, *, default: str | None = None) -> N
 
 def add_output_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option that says where the runs are."""
-    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
+    parser.add_argument(
+        "--output-dir", default=DEFAULT_OUTPUT_DIR, help="directory or URL with the runs (default: %(default)s)"
+    )
 
 
 def positive(text: str) -> int:

@@ -1,15 +1,16 @@
-"""What the doctor has found, as text and as JSON."""
+"""What the doctor has found, as text, as JSON and as an exit code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from orchestrator.config.text import first_few
 from orchestrator.display.text import count
-from orchestrator.protocol.finding import Finding
+from orchestrator.protocol.finding import Finding, Level
 
+_EXIT_CODES: Mapping[Level, int] = {"ok": 0, "warning": 1, "fault": 2}
 _LEVEL_WIDTH, _CHECK_WIDTH = 9, 12
 
 
@@ -32,3 +33,8 @@ def verdict_text(findings: Sequence[Finding]) -> str:
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return the findings as values that JSON has."""
     return [asdict(finding) for finding in findings]
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return the exit code of the worst finding."""
+    return max((_EXIT_CODES[finding.level] for finding in findings), default=0)

@@ -171,6 +171,12 @@ def allowed_nodes(config: ClusterConfig) -> tuple[Node, ...]:
     return without_excluded(nodes(), config.exclude_nodes)
 
 
+def asks_for_token() -> bool:
+    """Return whether the connected Ray asks for a token. True if that is unknown, as with TLS."""
+    address = ray.get_runtime_context().gcs_address
+    return probe_gcs(address, timeout_s=CONNECT_TIMEOUT_S, with_token=False) is not None
+
+
 def excluded_nodes(exclude_nodes: Sequence[str]) -> set[str]:
     """Return the ids of the present nodes that ``cluster.exclude_nodes`` names, by name or address."""
     present = nodes() if exclude_nodes else ()
@@ -224,10 +230,11 @@ def _gcs_address(address: str) -> str | None:
 
 def _gcs_error(gcs: str) -> str | None:
     """Return why the server at ``gcs`` cannot be used. ``ray.init`` takes 20 s to find out, and logs all the while."""
-    if _is_this_machine(gcs):
-        # `ray start` on this machine has used the user's token if there is one, so the server may see it.
-        use_token_of_user()
     status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
+    if status == "unauthenticated" and _is_this_machine(gcs):
+        # `ray start` on this machine has used the user's token, so the server may see it.
+        use_token_of_user()
+        status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
     if status == "unauthenticated":
         return (
             "this Ray requires a token, and yours is missing or another one; set RAY_AUTH_MODE=token and "

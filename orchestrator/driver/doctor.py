@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from orchestrator.policy.node_health import (
     check_network,
     check_output_dir,
 )
+from orchestrator.policy.token_check import check_token
 from orchestrator.protocol.finding import Finding
 from orchestrator.protocol.node_report import NodeReport, NoReport
 from orchestrator.storage.remote import is_url
@@ -51,7 +51,7 @@ def examine(config: Config) -> Iterator[Finding]:
         num_cpus = max(2, config.cluster.cpus_per_worker)
         with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=this_machine().gpus, num_processes=2):
             yield Finding(check="Ray", level="ok", text="embedded in this process")
-            yield from _token_file()
+            yield from _token_of_next_start()
             yield from _nodes(config)
     elif error := cluster.address_error(address):
         yield Finding(check="Ray", level="fault", text=error, remedy="see cluster/README.md")
@@ -63,7 +63,7 @@ def _cluster(config: Config, address: str) -> Iterator[Finding]:
     try:
         with cluster.connected(address):
             yield Finding(check="Ray", level="ok", text=f"connected to {ray.get_runtime_context().gcs_address}")
-            yield _token()
+            yield check_token(required=cluster.asks_for_token(), file=_token_file())
             yield from _nodes(config)
     except ConfigError as e:
         yield Finding(check="Ray", level="fault", text=str(e), remedy="see cluster/README.md")
@@ -85,16 +85,13 @@ def check_job(config: Config) -> Iterator[Finding]:
     yield from (Finding(check="job", level="fault", text=error) for error in errors)
 
 
-def _token() -> Finding:
-    if os.environ.get("RAY_AUTH_MODE") == "token":
-        return Finding(check="token", level="ok", text="this process presents one")
-    text = "none: everybody who reaches the ports of this Ray can run code on its nodes"
-    return Finding(check="token", level="warning", text=text, remedy="start Ray with cluster/start.sh")
+def _token_file() -> str | None:
+    return str(TOKEN_FILE) if TOKEN_FILE.expanduser().exists() else None
 
 
-def _token_file() -> Iterator[Finding]:
-    if TOKEN_FILE.expanduser().exists():
-        text = f"{TOKEN_FILE} exists: `ray start --head` here asks every node and every user for it"
+def _token_of_next_start() -> Iterator[Finding]:
+    if (file := _token_file()) is not None:
+        text = f"{file} exists: `ray start --head` here asks every node and every user for it"
         yield Finding(
             check="token", level="ok", text=text, remedy="copy it to the other nodes, or start with cluster/start.sh"
         )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from orchestrator.config.options import DEFAULT_OUTPUT_DIR
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.choice import choice_in_words
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
+from orchestrator.driver.origin import Origin
 from orchestrator.driver.profile_report import report_profile
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.uploads import RecordUpload
@@ -22,6 +25,7 @@ from orchestrator.policy.verdict import RESULT_LOST
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.protocol.metrics import to_record
 from orchestrator.records.json_file import write_json
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
@@ -32,7 +36,8 @@ from orchestrator.tracking.uploader import Uploader
 class RunEnding:
     """Writes down how a run ended.
 
-    ``resume_command`` continues the run. ``in_sweep``: a comparison of the whole sweep follows.
+    ``resume_command`` continues the run, and ``origin`` says how other commands begin. ``in_sweep``: a comparison of
+    the whole sweep follows.
     """
 
     plan: Plan
@@ -45,6 +50,7 @@ class RunEnding:
     redactor: Redactor
     resume_command: str
     in_sweep: bool
+    origin: Origin
 
     def finish(self, result: RunResult) -> RunResult:
         """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
@@ -162,16 +168,24 @@ class RunEnding:
     def _next_commands(self, result: RunResult, *, is_uploaded: bool) -> tuple[str, ...]:
         commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
         if not is_uploaded:
-            commands.append(f"python -m orchestrator.sync {shlex.quote(self.run_dir.location)}")
+            commands.append(self.origin.verb("sync", self.run_dir.location))
         if self.in_sweep:
             return tuple(commands)
-        remote = self.run_dir.remote
-        where = "" if remote is None else f" --output-dir {shlex.quote(remote.split(2)[0].url)}"
-        commands.append(f"python -m orchestrator.compare --last 5{where}")
-        return (*commands, *commands_for_page(self.tracking))
+        commands.append(compare_command(self.origin, OutputDir.containing(self.run_dir)))
+        return (*commands, *commands_for_page(self.tracking, self.origin))
 
 
-def commands_for_page(tracking: TrackingConfig) -> list[str]:
+def compare_command(origin: Origin, output_dir: OutputDir) -> str:
+    """Return the command that compares the newest runs in ``output_dir``."""
+    is_default = output_dir.remote is None and output_dir.path == Path(DEFAULT_OUTPUT_DIR).resolve()
+    where = [] if is_default else ["--output-dir", str(output_dir)]
+    no_picture = ["--no-picture"] if origin.remote else []  # it would stay on the machine of the driver
+    return origin.verb("compare", "--last", "5", *where, *no_picture)
+
+
+def commands_for_page(tracking: TrackingConfig, origin: Origin) -> list[str]:
     """Return the command that serves the page of MLflow; none if a server does."""
-    is_local = tracking.uri is not None and tracking.uri.startswith("sqlite")
-    return [f"mlflow ui --backend-store-uri {tracking.uri}"] if is_local else []
+    if tracking.uri is None or not tracking.uri.startswith("sqlite"):
+        return []
+    where = f"on {socket.gethostname()}: " if origin.remote else ""
+    return [f"{where}mlflow ui --backend-store-uri {tracking.uri}"]

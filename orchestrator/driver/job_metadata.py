@@ -70,3 +70,8 @@ class JobStateSink:
 
     def close(self) -> None:
         """Do nothing: every change has been written."""
+
+
+def add_tracking_page(page: str) -> None:
+    """Add the address of the page with the charts of a run on the tracking server."""
+    add_job_metadata({"mlflow": page})

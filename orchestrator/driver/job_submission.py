@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,9 @@ from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.job_metadata import job_metadata, launch_name
+from orchestrator.driver.origin import NO_PY_MODULES, PY_MODULES, Origin
 from orchestrator.driver.packages import module_paths
+from orchestrator.driver.stop_wait import STOP_WAIT_VARIABLE, needed_stop_wait_s
 from orchestrator.records.git import GitFacts, carried
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -30,11 +33,9 @@ _RETRY_EVERY_S = 2.0
 _STATUS_TIMEOUT_S = 20.0
 """The time between the end of a job's output and its final status."""
 _POLL_S = 0.2
+_TOKEN_MODE = "RAY_AUTH_MODE"
 _STOPPED = 143
 """The exit code of a command that SIGTERM has stopped."""
-STOP_MARGIN_S = 10
-"""What the driver needs after ``cluster.stop_grace_s``, to release its workers and write its records."""
-_PY_MODULES = "cluster.py_modules="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ def make_submission(
     working_dir: Path,
     source: GitFacts | None,
     suffix: str,
+    origin: Origin,
     redactor: Redactor,
 ) -> Submission:
     """Return the job that launches ``words``.
@@ -75,12 +77,13 @@ def make_submission(
         working_dir: the directory that travels.
         source: the version of the code there, which becomes metadata.
         suffix: what makes the id unique, such as the time.
+        origin: how commands begin where the user is, for those that the run suggests.
         redactor: masks secrets in the metadata.
     """
     if modules := module_paths(
         configs[0].cluster.py_modules
     ):  # they are in the job's environment, which workers inherit
-        words = [*(w for w in words if not w.startswith(_PY_MODULES)), f"{_PY_MODULES}[]"]
+        words = [*(w for w in words if not w.startswith(PY_MODULES)), NO_PY_MODULES]
     grace_s = max(c.cluster.stop_grace_s for c in configs)
     return Submission(
         id="".join(c if c.isalnum() or c in "-_." else "-" for c in f"{launch_name(configs)}-{suffix}"),
@@ -88,8 +91,9 @@ def make_submission(
         working_dir=working_dir,
         py_modules=modules,
         env={
-            "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(grace_s) + STOP_MARGIN_S),
+            STOP_WAIT_VARIABLE: str(needed_stop_wait_s(grace_s)),
             "PYTHONUNBUFFERED": "1",
+            **{name: redactor.text(value) for name, value in origin.variables().items()},
             **carried(source),
         },
         metadata={
@@ -103,14 +107,23 @@ def make_submission(
 class JobServer:
     """The job server of a cluster, which is Ray's dashboard, at an address such as ``http://host:8265``.
 
+    ``given_address``: the one that the user has typed; None for ``RAY_API_SERVER_ADDRESS`` or the default.
+    ``address``: its address.
+    ``ray_command``: how a user begins a command of Ray for this server, which presents a token only if told to.
+
     Raises:
         ConfigError: nothing answers there, or it wants another token.
     """
 
-    def __init__(self, address: str):
+    def __init__(self, given_address: str | None = None):
+        address = given_address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
+        self.given_address, self.address = given_address, address
         if not address.startswith(("http://", "https://")):
             raise ConfigError([f"--address={address}: expected the dashboard's URL, such as {DEFAULT_ADDRESS}"])
+        mode = os.environ.get(_TOKEN_MODE)
         use_token_of_user()
+        used = os.environ.get(_TOKEN_MODE)
+        self.ray_command = ("ray",) if used == mode else (f"{_TOKEN_MODE}={used}", "ray")
         try:
             self._client = JobSubmissionClient(address)
         except ConnectionError:
@@ -122,6 +135,17 @@ class JobServer:
             ) from None
         except Exception as e:  # requests and Ray raise errors of many types
             raise ConfigError([f"--address={address}: {_one_line(e)}{_token_hint(e)}"]) from e
+
+    def command_to_follow(self, submission_id: str) -> str:
+        """Return the command line that follows a job."""
+        return shlex.join(["orchestrator", "submit", "--attach", submission_id, *self._address_option()])
+
+    def command_to_stop(self, submission_id: str) -> str:
+        """Return the command line that stops a job."""
+        return shlex.join([*self.ray_command, "job", "stop", submission_id, *self._address_option()])
+
+    def _address_option(self) -> list[str]:
+        return [] if self.given_address is None else ["--address", self.given_address]
 
     def submit(self, submission: Submission) -> None:
         """Upload the working directory and start the job.

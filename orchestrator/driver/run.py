@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
 import ray.exceptions
 
 from orchestrator.driver.calls import GangError, NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
+from orchestrator.driver.job_metadata import add_tracking_page
 from orchestrator.driver.last_checkpoints import wait_for_last_checkpoints
 from orchestrator.driver.node_uploads import NodeUploads
 from orchestrator.driver.node_watch import NodeWatch
@@ -100,7 +102,9 @@ class Run:
             global_batch_size=self._plan.global_batch_size,
             tokens_per_sample=spec.tokens_per_sample,
         )
-        self._telemetry = Telemetry(spec.config, self._plan, self._aggregator, events, uploader, records)
+        self._telemetry = Telemetry(
+            spec.config, self._plan, self._aggregator, events, uploader, records, show_page=add_tracking_page
+        )
         self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
         self._node_uploads = NodeUploads(spec.run_dir, spec.run_uid, spec.config.storage, spec.secrets)
         self._lease = lease
@@ -350,13 +354,17 @@ class Run:
             self._events.emit(MetricsLogged(step=recovered.step, metrics=metrics))
 
     def _failure_event(self, kind: type[E], generation: Generation, rank: int, *, step: int) -> E:
-        """Return an event for the failure of ``rank``; ``step``: the last one before it."""
+        """Return an event for the failure of ``rank``; ``step``: the last one before it.
+
+        It names the node, unless the driver and all workers are on one.
+        """
         failure = generation.outcomes.failure(rank)
         members = self._gang.members
-        several_nodes = len({member.info.node_id for member in members}) > 1
+        nodes = {ray.get_runtime_context().get_node_id(), *(member.info.node_id for member in members)}
+        where = f" on {members[rank].info.place}" if len(nodes) > 1 else ""
         return kind(
             rank=rank,
-            display_name=self._plan.display_name(rank) + (f" on {members[rank].info.place}" if several_nodes else ""),
+            display_name=self._plan.display_name(rank) + where,
             step=step,
             reason=failure.message,
             traceback=failure.traceback,

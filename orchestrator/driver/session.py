@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import ray
+
 from orchestrator.compat.ray import add_job_metadata
+from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
@@ -23,6 +28,7 @@ from orchestrator.driver.ending import RunEnding, commands_for_page
 from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import JobStateSink, job_metadata
+from orchestrator.driver.origin import this_origin
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
@@ -36,6 +42,7 @@ from orchestrator.driver.search import Search
 from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
+from orchestrator.driver.stop_wait import stop_wait_warning
 from orchestrator.driver.sweep import Sweep
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.driver.worker_code import CodeCache
@@ -43,6 +50,7 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.patience import with_patience
+from orchestrator.policy.token_check import exposure_warning
 from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -161,7 +169,7 @@ def run_search(search: Search) -> int:
 def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
     """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
     report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
-    for command in commands_for_page(candidate.config.tracking):
+    for command in commands_for_page(candidate.config.tracking, this_origin()):
         sweep.say(f"next: {command}")
     if page := last.summary.get("mlflow_page"):
         sweep.say(f"charts: {page}")
@@ -261,6 +269,7 @@ def _ray(
     metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
     if address is not None:
         with cluster.connected(address, metadata=metadata):
+            _warn_of_strangers(config)
             nodes = cluster.allowed_nodes(config.cluster)
             if not config.plan:
                 nodes = fit_nodes(nodes, candidates, codes.get(config.cluster))
@@ -282,6 +291,15 @@ def _ray(
         yield (machine,), planned
 
 
+def _warn_of_strangers(config: Config) -> None:
+    """Print a warning if others may use the cluster; not again in each of the runs that share it side by side."""
+    if config.plan or membership() is not None:
+        return
+    address = ray.get_runtime_context().gcs_address
+    if (warning := exposure_warning(address, required=cluster.asks_for_token())) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def _run(
     candidate: Candidate,
     sizes: Sizes,
@@ -301,6 +319,7 @@ def _run(
     """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
     code = codes.get(config.cluster)
+    origin, is_submitted = this_origin(), submission_id() is not None
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
@@ -343,14 +362,19 @@ def _run(
         journal=journal,
         console=console,
         redactor=redactor,
-        resume_command=command_line((*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job),
+        resume_command=command_line(
+            (*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job, origin=origin
+        ),
         in_sweep=sweep is not None,
+        origin=origin,
     )
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     try:
         others = [namesake_warning(config.run_name, location) for location in namesakes.values()]
         for warning in (*candidate.warnings, *others):
             console.emit(Warned(message=warning))
+        if is_submitted and (short := stop_wait_warning(config.cluster.stop_grace_s, os.environ)) is not None:
+            console.emit(Warned(message=short))
         try:
             with lease, StopRequests(run_dir, stop):
                 result = Run(spec, code, events, stop, uploader, records, lease).execute()

@@ -17,8 +17,8 @@ import psutil
 from orchestrator.protocol.events import Sink
 
 SAME_SIGNAL_S = 0.2
-"""On the command line, the same signal within this time is the first one again: ``ray job stop`` sends it to every
-process of a job, and ``--restarts`` passes it on."""
+"""On the command line, the same signal within this time is the first one again: Ctrl-C reaches every process of a
+terminal, and ``--restarts`` passes it on."""
 
 
 class StopSignals:

@@ -47,6 +47,7 @@ class Telemetry:
 
     ``last_step``: the last completed step of each rank.
     ``straggler``: the straggler found in this generation; None if there is none.
+    ``show_page`` is called once, with the page of the run on the tracking server as soon as there is one.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Telemetry:
         events: EventStream,
         uploader: Uploader,
         records: RecordUpload,
+        *,
+        show_page: Callable[[str], None],
     ):
         self.last_step: dict[int, int] = {}
         self.straggler: Straggler | None = None
@@ -71,6 +74,7 @@ class Telemetry:
             ("MLflow", "point", uploader.problem),
             ("output_dir", "file", records.problem),
         )
+        self._find_page, self._show_page, self._page_shown = uploader.page, show_page, False
         self._failing: set[str] = set()
         self._next_upload_check = time.monotonic() + UPLOAD_CHECK_EVERY_S
         self._system_readings = 0
@@ -199,10 +203,13 @@ class Telemetry:
         self._events.emit(MetricsLogged(step=straggler.step, metrics=metrics))
 
     def _check_uploads(self, now: float) -> None:
-        """Warn once when uploads begin to fail, and once when they work again."""
+        """Warn once when uploads begin to fail, and once when they work again; show the page of the run."""
         if now < self._next_upload_check:
             return
         self._next_upload_check = now + UPLOAD_CHECK_EVERY_S
+        if not self._page_shown and (page := self._find_page()) is not None:
+            self._show_page(page)
+            self._page_shown = True
         for target, what, find_problem in self._uploads:
             problem = find_problem()
             if problem and target not in self._failing:

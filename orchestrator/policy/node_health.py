@@ -60,10 +60,14 @@ def check_limits(node: NodeReport) -> Iterator[Finding]:
 
 
 def check_output_dir(node: NodeReport, output_dir: str) -> Iterator[Finding]:
-    """Yield whether the directory of runs is the driver's, and has room."""
+    """Yield whether the directory of runs is the driver's, can be written and has room."""
     if node.sees_output_dir is False:
         remedy = "use a directory that all nodes share, such as one on NFS, or a URL such as s3://bucket/runs"
         yield _of(node, "output_dir", "fault", f"{output_dir} is not the directory of the driver", remedy)
+        return
+    if node.write_error is not None:
+        remedy = "let the user of Ray there write to it, or choose another output_dir"
+        yield _of(node, "output_dir", "fault", f"{output_dir} cannot be written ({node.write_error})", remedy)
         return
     if node.free_disk_bytes is None:
         return

@@ -32,6 +32,7 @@ class NodeReport(_OfNode):
         shm_bytes: the size of ``/dev/shm``; None if there is none.
         free_disk_bytes: the free space where runs are stored; None if that directory does not exist there.
         sees_output_dir: whether the file that the driver wrote into the directory of runs is there; None if not asked.
+        write_error: why no file can be written to the directory of runs; None if one can, or if not asked.
         max_open_files: the hard limit of open files of a process; None without a limit.
         memory_bytes: the memory of the machine.
         gpus: the names of the GPUs that torch sees; None if it was not asked.
@@ -49,6 +50,7 @@ class NodeReport(_OfNode):
     shm_bytes: int | None = None
     free_disk_bytes: int | None = None
     sees_output_dir: bool | None = None
+    write_error: str | None = None
     max_open_files: int | None = None
     memory_bytes: int = 0
     gpus: Sequence[str] | None = None

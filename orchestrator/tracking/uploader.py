@@ -92,6 +92,10 @@ class Uploader:
             return self._restart()
         return read_cursor(self._run_dir).error
 
+    def page(self) -> str | None:
+        """Return the address of the page that compares the run with others; None as long as there is none."""
+        return None if self._process is None else read_cursor(self._run_dir).page
+
     def finish(self, timeout_s: float) -> Upload:
         """Wait up to ``timeout_s`` until everything is uploaded, then end the follower.
 

@@ -63,6 +63,19 @@ def test_ranks_on_uneven_hosts_find_each_other_and_learn_what_one_process_learns
         assert losses(run) == pytest.approx(expected, rel=1e-3), layout
 
 
+def test_a_failure_names_the_host(two: tuple[Host, Host], tmp_path: Path) -> None:
+    first, second = two
+    job = ("job._target_=helpers.faulty_jobs.Faulty", "job.rank=3", "recovery.max_failures=0")
+    code, output = first.launch(*WORDS, "strategy=ddp", "strategy.num_workers=4", *job, cwd=tmp_path)
+    assert code == 1, output
+    assert output.count(f"warning: the Ray on {first.address} asks for no token") == 1
+    failed = f"rank 3 on second ({second.address}) failed at step 4: RuntimeError: the planted fault"
+    assert failed in output.splitlines()
+    assert f"failed: {failed.replace(' failed', '')}" in output.splitlines()[-6:]
+    (record,) = tmp_path.glob("outputs/*/*/run.json")
+    assert json.loads(record.read_text())["reason"].startswith(failed)
+
+
 def test_code_on_the_disk_of_one_host_travels_to_the_other(two: tuple[Host, Host], tmp_path: Path) -> None:
     first, second = two
     home = tmp_path / "home"
@@ -108,7 +121,7 @@ def test_the_doctor_does_not_miss_on_a_host_the_code_that_would_travel_there(
     )
     code, output = first.run(sys.executable, "-m", "orchestrator.doctor", *words, cwd=home, timeout_s=150)
     assert "import error" not in output
-    assert code == 0, output
+    assert code == 1, output  # a warning: this Ray has no token
 
 
 def test_a_host_on_which_pip_fails_is_named_with_its_reason(two: tuple[Host, Host], tmp_path: Path) -> None:

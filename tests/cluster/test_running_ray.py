@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -21,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
 from helpers.runs import ROOT, events, events_below, last_step, wait_for, wait_for_step
 
@@ -199,12 +201,18 @@ def pids_by_title(run: str) -> dict[str, int]:
     return {title: pid for pid, title in titles.items() if re.fullmatch(rf"ray::rank-\d+ {run}", title)}
 
 
+def resumptions(run_dir: Path) -> list[int]:
+    """The steps from which the run has been resumed."""
+    return [event["resumed_from_step"] for event in events(run_dir, "run_started") if event["resumed_from_step"]]
+
+
 def check_what_ray_shows(head: Head, submission_id: str, run_dir: Path) -> None:
     """The job names its run; processes and tasks are named after ranks, also that of a worker in place of another."""
+    wait_for(lambda: "mlflow" in dashboard(head, f"/api/jobs/{submission_id}")["metadata"])
     metadata = dashboard(head, f"/api/jobs/{submission_id}")["metadata"]
-    assert (
-        metadata.items() >= {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir), "state": "running"}.items()
-    )
+    assert metadata["mlflow"].startswith("http://127.0.0.1:5000/#/experiments/")
+    expected = {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir), "state": "running"}
+    assert metadata.items() >= expected.items()
     before = pids_by_title("stopped")
     assert before.keys() == {"ray::rank-0 stopped", "ray::rank-1 stopped"}
     running = "filter_keys=state&filter_predicates=%3D&filter_values=RUNNING"
@@ -215,26 +223,61 @@ def check_what_ray_shows(head: Head, submission_id: str, run_dir: Path) -> None:
     assert after["ray::rank-0 stopped"] == before["ray::rank-0 stopped"]
 
 
-@pytest.mark.timeout(240)
-def test_a_submitted_run_is_shown_stopped_and_continued(head: Head, tmp_path: Path) -> None:
-    words = ("strategy=ddp", "job=sleep", "name=stopped", "train.steps=400", "tracking=none",
-             f"output_dir={tmp_path}/outputs")  # fmt: skip
-    sent = submit(head, "--no-wait", *words, "job.forward_ms=4")
+def driver_of(run_dir: Path) -> int:
+    return int(json.loads((run_dir / "run.json").read_text())["driver"]["pid"])
+
+
+def next_commands(output: str, head: str) -> list[list[str]]:
+    """The commands after ``head`` at the beginning of a line, as words."""
+    lines = [line.strip() for line in output.splitlines()]
+    return [shlex.split(line.removeprefix(head)) for line in lines if line.startswith(f"{head} ")]
+
+
+@pytest.mark.timeout(300)
+def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head, tmp_path: Path) -> None:
+    """With the commands that the submission and the run print."""
+    tracking = f"sqlite:///{tmp_path}/mlflow.db"
+    sent = submit(
+        head, "--no-wait", "--restarts", "1", "strategy=ddp", "job=sleep", "name=stopped", "train.steps=600",
+        "train.log_every=1", "checkpoint.every=10", f"tracking.uri={tracking}", "tracking.log_model=false",
+        f"output_dir={tmp_path}/outputs", "job.forward_ms=4",
+    )  # fmt: skip
     assert sent.returncode == 0, sent.stderr
     submission_id = sent.stdout.split()[1]
     assert submission_id.startswith("stopped-")
-    run_dir = wait_for_step(tmp_path, 10)
+    run_dir = wait_for_step(tmp_path, 20)
     check_what_ray_shows(head, submission_id, run_dir)
-    command(head, "ray", "job", "stop", "--address", head.dashboard, submission_id, cwd=head.home)
-    attached = submit(head, "--attach", submission_id)
+
+    killed = driver_of(run_dir)
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: driver_of(run_dir) != killed)
+    (resumed,) = wait_for(lambda: resumptions(run_dir))
+    wait_for(lambda: last_step(tmp_path) > resumed + 5)
+    (stop,) = next_commands(sent.stdout, "stop")
+    assert command(head, *stop, cwd=head.home).returncode == 0
+    (follow,) = next_commands(sent.stdout, "follow")
+    attached = command(head, *follow, cwd=head.home)
     assert attached.returncode == 143, attached.stdout + attached.stderr
+    assert "killed by SIGKILL; starting it again with resume=auto (1 of 1)" in attached.stdout
+    assert "RAY_JOB_STOP_WAIT_TIME_S" not in attached.stdout
     record = json.loads((run_dir / "run.json").read_text())
     assert record["state"] == dashboard(head, f"/api/jobs/{submission_id}")["metadata"]["state"] == "killed"
-    done = submit(head, *words, "job.forward_ms=0.1", "resume=auto")
+    assert not pids_by_title("stopped")
+    reached = last_step(tmp_path)
+    assert (run_dir / "checkpoints" / f"step-{reached:08}").is_dir()
+    client = MlflowClient(tracking)
+    experiment = client.get_experiment_by_name("orchestrator")
+    wait_for(lambda: [run.info.status for run in client.search_runs([experiment.experiment_id])] == ["KILLED"])
+
+    resume, compare, _ = next_commands(attached.stdout, "next:")
+    done = command(head, *resume, "job.forward_ms=0.1", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [p.parent for p in tmp_path.glob("outputs/*/*/run.json")] == [run_dir]
+    assert resumptions(run_dir) == [resumed, reached]
     assert json.loads((run_dir / "run.json").read_text())["state"] == "finished"
-    assert last_step(tmp_path) == 400
+    assert last_step(tmp_path) == 600
+    compared = command(head, *compare, cwd=ROOT)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert run_dir.name.removesuffix("-stopped") in compared.stdout
 
 
 @pytest.mark.timeout(240)
@@ -254,6 +297,18 @@ def test_runs_of_a_sweep_side_by_side(head: Head, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("report: ")
     (report,) = tmp_path.glob("outputs/sweeps/*/report.md")
     assert ", 2 runs |" in report.read_text()
+
+
+def test_a_submitted_job_whose_training_fails_has_failed_and_says_why_last(head: Head, tmp_path: Path) -> None:
+    words = ("ray", "job", "submit", "--address", head.dashboard, "--submission-id=failing", "--working-dir", str(ROOT),
+             "--", "python", "-m", "orchestrator.launch", "strategy=single", "train.steps=20", "tracking=none",
+             f"output_dir={tmp_path}", "recovery.max_failures=0", "recovery.chaos=[kill@5:0]")  # fmt: skip
+    done = command(head, *words, cwd=head.home)
+    assert "kills this job after 3 s, and the last checkpoint of a run may take longer" in done.stdout
+    job = dashboard(head, "/api/jobs/failing")
+    assert (job["status"], job["driver_exit_code"]) == ("FAILED", 1)
+    last_lines = job["message"].splitlines()[-6:]
+    assert [line for line in last_lines if line.startswith("failed: rank 0 at step ")], job["message"]
 
 
 @pytest.mark.campaign

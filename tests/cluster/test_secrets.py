@@ -16,6 +16,7 @@ from helpers import commands
 from orchestrator import logs, runs, show, stop, submit
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.job_submission import make_submission
+from orchestrator.driver.origin import origin_of_submission
 from orchestrator.driver.preflight.submitted import checked
 from orchestrator.launch import main
 
@@ -158,5 +159,11 @@ def test_a_submission_shows_no_secrets(
     redactor = Redactor.of_process()
     configs = checked(words, tmp_path, redactor, sweep=False)
     capsys.readouterr()
-    job = make_submission(configs, words, working_dir=tmp_path, source=None, suffix="1", redactor=redactor)
+    origin = origin_of_submission(
+        words, address="http://me:hunter-Qq77@head:8265", working_dir=".", restarts=None, ray=["ray"]
+    )
+    job = make_submission(
+        configs, words, working_dir=tmp_path, source=None, suffix="1", origin=origin, redactor=redactor
+    )
+    assert "hunter-Qq77" not in str(job.env)
     assert list(leaks(tmp_path, f"{shown} {job.metadata} {job.id} {job.env}")) == []

@@ -29,6 +29,7 @@ from helpers.tracked_runs import (
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.origin import HERE
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.uploads import RecordUpload
 from orchestrator.records.journal import Journal
@@ -143,6 +144,7 @@ def ending_of(run_dir, config, uploader, journal, console):
         console=console,
         resume_command="",
         in_sweep=False,
+        origin=HERE,
         redactor=Redactor(),
     )
 

@@ -17,6 +17,7 @@ import ray.exceptions
 
 from orchestrator.compat import ray as compat
 from orchestrator.compat.ray import INTERNALS, MovedError, find_internal
+from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
 from orchestrator.driver.calls import cause_of_death
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,10 @@ def test_ray_has_the_name(name: str) -> None:
         find_internal(name)
     except MovedError as e:
         pytest.fail(str(e))
+
+
+def test_ray_sets_the_variable_of_a_submitted_job() -> None:
+    assert find_internal("ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR") == JOB_CONFIG_VARIABLE
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from helpers.plans import config_of
 from orchestrator import cli
-from orchestrator.display.findings import as_json, finding_text, verdict_text
+from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.driver.doctor import check_job
 from orchestrator.policy.node_check import grouped
 from orchestrator.policy.node_health import (
@@ -30,6 +30,7 @@ from orchestrator.policy.node_health import (
     check_network,
     check_output_dir,
 )
+from orchestrator.policy.token_check import OPEN, check_token, exposure_warning
 from orchestrator.protocol.finding import Finding
 from orchestrator.protocol.node_report import NodeReport
 from orchestrator.tracking.reachable import check_tracking
@@ -78,6 +79,7 @@ def test_a_healthy_node() -> None:
         ({"free_disk_bytes": 2 * GIB}, "output_dir", "warning", "/runs: 2 GiB free"),
         ({"free_disk_bytes": GIB // 2}, "output_dir", "fault", "/runs: 0.5 GiB free"),
         ({"sees_output_dir": False}, "output_dir", "fault", "/runs is not the directory of the driver"),
+        ({"write_error": "Read-only disk"}, "output_dir", "fault", "/runs cannot be written (Read-only disk)"),
         ({"gpu_error": "GPU 1: out of memory"}, "GPUs", "fault", "GPU 1: out of memory"),
         ({"gpus": ("H100",)}, "GPUs", "fault", "Ray manages 2, torch sees 1"),
         ({"gpus": ("H100",) * 3}, "GPUs", "warning", "Ray manages 2, torch sees 3"),
@@ -120,6 +122,11 @@ def test_a_finding_is_a_line_and_its_remedy_another() -> None:
     assert verdict_text([fine]) == "everything is in order"
     assert verdict_text([fine, fault, fault]) == "2 faults, 0 warnings"
     assert json.loads(json.dumps(as_json([fault])))[0]["where"] == ["a (1)", "b (2)"]
+
+
+def test_the_exit_code_is_that_of_the_worst_finding() -> None:
+    fine, warning, fault = (Finding(check="Ray", level=level, text="") for level in ("ok", "warning", "fault"))
+    assert [exit_code(found) for found in ([], [fine], [warning, fine], [fault, warning])] == [0, 0, 1, 2]
 
 
 def test_nodes_with_the_same_finding_share_it() -> None:
@@ -190,3 +197,28 @@ def test_tracking_without_a_server(tmp_path: Path) -> None:
     assert check_tracking(None, timeout_s=1).text == "off (tracking.uri=null)"
     assert check_tracking(f"sqlite:///{tmp_path}/mlflow.db", timeout_s=1).level == "ok"
     assert check_tracking("htp://host", timeout_s=1).level == "fault"
+
+
+def test_a_ray_without_a_token_is_open_and_the_next_one_here_may_not_be() -> None:
+    assert check_token(required=True, file="~/.ray/auth_token").level == "ok"
+    opened = check_token(required=False, file=None)
+    assert (opened.level, opened.text) == ("warning", f"this Ray asks for none: {OPEN}")
+    assert opened.remedy
+    with_file = check_token(required=False, file="~/.ray/auth_token")
+    assert "the next `ray start` here asks for the token in ~/.ray/auth_token" in with_file.text
+
+
+@pytest.mark.parametrize(
+    ("address", "required", "warns"),
+    [
+        ("10.0.0.5:6379", False, True),
+        ("[fd00::5]:6379", False, True),
+        ("head.example:6379", False, True),
+        ("10.0.0.5:6379", True, False),
+        ("127.0.0.1:6379", False, False),
+        ("[::1]:6379", False, False),
+        ("localhost:6379", False, False),
+    ],
+)
+def test_a_launch_warns_of_an_open_ray_that_others_reach(address: str, required: bool, warns: bool) -> None:
+    assert (exposure_warning(address, required=required) is not None) == warns

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.origin import HERE
 from orchestrator.driver.result import RunResult
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
@@ -28,6 +29,7 @@ def commands(run_dir: RunDir, status: Literal["FINISHED", "FAILED"], *, in_sweep
         redactor=nothing,
         resume_command="continue it",
         in_sweep=in_sweep,
+        origin=HERE,
     )
     result = RunResult(status=status, exit_code=1, reason="", run_dir=run_dir.path, url=None)
     return ending._next_commands(result, is_uploaded=True)
@@ -46,6 +48,6 @@ def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: P
     run_dir = rundir.create(tmp_path, "digits-ddp")
     assert commands(run_dir, "FINISHED", in_sweep=True) == ()
     assert commands(run_dir, "FINISHED") == (
-        "python -m orchestrator.compare --last 5",
+        f"python -m orchestrator.compare --last 5 --output-dir {tmp_path}",
         "mlflow ui --backend-store-uri sqlite:///runs.db",
     )

@@ -10,6 +10,7 @@ import pytest
 from orchestrator import submit
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.job_submission import make_submission
+from orchestrator.driver.origin import HERE
 from orchestrator.driver.packages import size_errors
 from orchestrator.driver.preflight.submitted import checked
 from orchestrator.records.git import GitFacts, carried, git_facts
@@ -27,11 +28,17 @@ def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: P
         working_dir=tmp_path,
         source=FACTS,
         suffix="1",
+        origin=HERE,
         redactor=redactor,
     )
     assert job.id == "first-try-1"
     assert shlex.split(job.entrypoint) == ["python", "-m", "orchestrator.launch", *words]
-    assert job.env == {"RAY_JOB_STOP_WAIT_TIME_S": "60", "PYTHONUNBUFFERED": "1", **carried(FACTS)}
+    assert job.env == {
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",
+        "PYTHONUNBUFFERED": "1",
+        **HERE.variables(),
+        **carried(FACTS),
+    }
     assert job.metadata["strategy"] == "ddp"
     assert job.metadata["git_commit"] == "abc"
 
@@ -39,7 +46,9 @@ def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: P
 def test_a_sweep_is_one_job(tmp_path: Path) -> None:
     words = ["strategy=ddp,single", "job=digits"]
     configs = checked(words, tmp_path, Redactor(), sweep=True)
-    job = make_submission(configs, ["-m", *words], working_dir=tmp_path, source=None, suffix="1", redactor=Redactor())
+    job = make_submission(
+        configs, ["-m", *words], working_dir=tmp_path, source=None, suffix="1", origin=HERE, redactor=Redactor()
+    )
     assert job.id == "digits-sweep-of-2-1"
     assert job.metadata["strategy"] == "ddp,single"
 
@@ -48,7 +57,9 @@ def test_modules_go_to_the_whole_job_whose_workers_inherit_them(tmp_path: Path) 
     (tmp_path / "module.py").write_text("")
     words = ["strategy=ddp", f"cluster.py_modules=[{tmp_path / 'module.py'}]"]
     configs = checked(words, tmp_path, Redactor(), sweep=False)
-    job = make_submission(configs, words, working_dir=tmp_path, source=None, suffix="1", redactor=Redactor())
+    job = make_submission(
+        configs, words, working_dir=tmp_path, source=None, suffix="1", origin=HERE, redactor=Redactor()
+    )
     assert job.py_modules == [tmp_path / "module.py"]
     assert shlex.split(job.entrypoint)[3:] == ["strategy=ddp", "cluster.py_modules=[]"]
 
@@ -57,7 +68,7 @@ def test_a_secret_of_the_command_is_masked_in_the_metadata(tmp_path: Path) -> No
     words = ["tracking.uri=https://me:hunter22@host"]
     redactor = Redactor()
     configs = checked(words, tmp_path, redactor, sweep=False)
-    job = make_submission(configs, words, working_dir=tmp_path, source=None, suffix="1", redactor=redactor)
+    job = make_submission(configs, words, working_dir=tmp_path, source=None, suffix="1", origin=HERE, redactor=redactor)
     assert "hunter22" not in str(job.metadata)
 
 
@@ -81,6 +92,11 @@ def test_a_directory_that_is_too_large_is_refused_with_its_largest_files(tmp_pat
     assert "ignored" not in error.partition("Name what")[0]
     (tmp_path / ".rayignore").write_text("*.bin\n")
     assert size_errors(tmp_path, what="the directory") == []
+
+
+def test_restarts_are_for_a_single_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["-m", "--restarts", "2", "strategy=ddp,single"]) == 2
+    assert "--restarts=2: only for a single run" in capsys.readouterr().err
 
 
 def test_no_dashboard_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:

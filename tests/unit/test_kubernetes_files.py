@@ -13,7 +13,7 @@ import yaml
 from helpers.cluster_files import KUBERNETES, check_ray_command, documents, launched, ray_commands
 from helpers.kubernetes import KINDS
 from orchestrator.config.secret_names import is_secret
-from orchestrator.driver.job_submission import STOP_MARGIN_S
+from orchestrator.driver.stop_wait import STOP_MARGIN_S
 
 DOCUMENTS = [document for path in sorted(KUBERNETES.glob("*.yaml")) for document in documents(path)]
 JOBS = [document for document in DOCUMENTS if document["kind"] == "RayJob"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import launch
-from orchestrator.driver.restarts import resuming
+from orchestrator.driver.restarts import Child, resuming
 
 
 def test_a_resumed_run_is_one_that_was_not_named() -> None:
@@ -37,3 +38,11 @@ def test_a_command_that_ends_by_itself_is_not_started_again(tmp_path: Path) -> N
     assert done.returncode == 2
     assert done.stderr.count("did you mean ddp?") == 1
     assert "starting it again" not in done.stderr
+
+
+@pytest.mark.parametrize(("forward", "code"), [(True, -signal.SIGTERM), (False, 0)])
+def test_a_signal_that_the_child_receives_anyway_is_not_passed_on(forward: bool, code: int) -> None:
+    """The child sends the signal to its parent only."""
+    with Child(forward=forward) as child:
+        assert child.run(["sh", "-c", "sleep 0.3; kill -TERM $PPID; sleep 1"]) == code
+    assert child.stop_signal == signal.SIGTERM

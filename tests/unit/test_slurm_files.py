@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from helpers.cluster_files import CLUSTER, check_ray_command, launched, ray_commands
-from orchestrator.driver.job_submission import STOP_MARGIN_S
+from orchestrator.driver.stop_wait import STOP_MARGIN_S
 
 SCRIPT = CLUSTER / "slurm" / "train.sbatch"
 TEXT = SCRIPT.read_text()

@@ -17,6 +17,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.origin import HERE
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.driver.preflight.resume import find_resume
@@ -224,6 +225,7 @@ def test_records_that_cannot_be_uploaded_are_named_at_the_end(tmp_path: Path) ->
         redactor=Redactor(),
         resume_command="",
         in_sweep=False,
+        origin=HERE,
     )
     result = ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, url=run_dir.url))
     assert (result.status, result.exit_code) == ("FINISHED", 3)

@@ -43,9 +43,16 @@ class FakeGang:
 
 class FakeUploader:
     error: str | None = None
+    address: str | None = None
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
 
     def problem(self) -> str | None:
         return self.error
+
+    def page(self) -> str | None:
+        return self.address
 
 
 def first_step(generation: int) -> FirstStepDone:
@@ -58,7 +65,15 @@ def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
     plan: Any = SimpleNamespace(mesh=Mesh(data_parallel_size=2))
     recorder, uploader = Recorder(), FakeUploader()
     aggregator = Aggregator(mesh=plan.mesh, global_batch_size=8, tokens_per_sample=None)
-    made = Telemetry(config, plan, aggregator, EventStream([recorder], Redactor()), uploader, FakeUploader())  # type: ignore[arg-type]
+    made = Telemetry(
+        config,
+        plan,
+        aggregator,
+        EventStream([recorder], Redactor()),
+        uploader,  # type: ignore[arg-type]
+        FakeUploader(),  # type: ignore[arg-type]
+        show_page=uploader.shown.append,
+    )
     return made, FakeGang(), recorder, uploader
 
 
@@ -109,3 +124,12 @@ def test_failing_uploads_are_reported_once_until_they_work_again(parts: Any, mon
         "no upload to MLflow (timeout); training continues, and no point is lost",
         "uploads to MLflow work again",
     ]
+
+
+def test_the_page_of_the_run_is_shown_once_as_soon_as_there_is_one(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, gang, _, uploader = parts
+    monkeypatch.setattr(telemetry, "UPLOAD_CHECK_EVERY_S", 0.0)
+    made._next_upload_check = 0.0
+    for uploader.address in (None, "http://mlflow:5000/#/1", "http://mlflow:5000/#/1"):
+        made.collect(gang)
+    assert uploader.shown == ["http://mlflow:5000/#/1"]

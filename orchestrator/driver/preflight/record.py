@@ -15,6 +15,7 @@ from orchestrator.config.compose import to_yaml
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.driver.origin import HERE, Origin
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir, unwritable
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
@@ -94,16 +95,17 @@ def open_run(
     return run_dir, uid
 
 
-def command_line(overrides: Sequence[str], redactor: Redactor, *, job: str = "") -> str:
+def command_line(overrides: Sequence[str], redactor: Redactor, *, job: str = "", origin: Origin = HERE) -> str:
     """Return the command of a run, with secrets masked and only the last of several ``resume=``.
 
-    This is a command line. A ``job`` that was passed as an object has none, so that a call in Python starts it.
+    This is a command line for where the user types. A ``job`` that was passed as an object has none, so
+    that a call in Python starts it.
     """
     *_, last = [None, *(o for o in overrides if o.startswith("resume="))]
     kept = [masked(o, redactor) for o in overrides if o == last or not o.startswith("resume=")]
     if job:
         return f"orchestrator.run({', '.join([redactor.text(job), *map(repr, kept)])})"
-    return shlex.join(["python", "-m", "orchestrator.launch", *kept])
+    return shlex.join(origin.relaunch(kept))
 
 
 def _tags(plan: Plan) -> dict[str, str]:

@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,7 @@ def node_facts(
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         "free_disk_bytes": None if output_dir is None else _free_disk_bytes(Path(output_dir)),
         "sees_output_dir": None if output_dir is None or nonce is None else (Path(output_dir) / nonce).exists(),
+        "write_error": None if output_dir is None else _write_error(Path(output_dir)),
         "max_open_files": None if max_open_files == resource.RLIM_INFINITY else max_open_files,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpus,
@@ -130,6 +132,17 @@ def _free_disk_bytes(directory: Path) -> int | None:
         return shutil.disk_usage(existing).free
     except OSError:
         return None
+
+
+def _write_error(directory: Path) -> str | None:
+    """Why this process cannot create a file in ``directory``, or where that would be created; None if it can."""
+    try:
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=existing) as file:
+            file.write(b"probe")
+    except OSError as e:
+        return e.strerror or str(e)
+    return None
 
 
 def _gpus() -> tuple[list[str] | None, str | None]:

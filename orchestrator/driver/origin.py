@@ -1,0 +1,83 @@
+"""Where the user of this process types, and how commands begin there.
+
+The user of a submitted job may be at another machine than its driver. A launch is then submitted again, and a command
+that reads the directory of the runs is sent to the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from orchestrator.compat.ray_job import submission_id
+
+PY_MODULES = "cluster.py_modules="
+NO_PY_MODULES = f"{PY_MODULES}[]"
+"""The override of a job whose modules are in its environment."""
+_VARIABLE = "ORCHESTRATOR_ORIGIN"
+LAUNCH = ("python", "-m", "orchestrator.launch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How commands begin where the user types.
+
+    Attributes:
+        launch: the words before the overrides of a launch.
+        remote: the words that send a command to the machine of the driver; empty if the user is there.
+        py_modules: the override of the user in whose place the job has ``NO_PY_MODULES``; empty without one.
+    """
+
+    launch: Sequence[str] = LAUNCH
+    remote: Sequence[str] = ()
+    py_modules: str = ""
+
+    def relaunch(self, overrides: Sequence[str]) -> list[str]:
+        """Return the words of a launch with the ``overrides`` of the job."""
+        return [*self.launch, *filter(None, (self.py_modules if w == NO_PY_MODULES else w for w in overrides))]
+
+    def verb(self, name: str, *arguments: str) -> str:
+        """Return the command line of the verb ``name``, which runs on the machine of the driver."""
+        return shlex.join([*self.remote, "python", "-m", f"orchestrator.{name}", *arguments])
+
+    def variables(self) -> Mapping[str, str]:
+        """Return the environment variable that carries the origin to a submitted job."""
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+
+HERE = Origin()
+"""The machine of the driver."""
+
+
+def origin_of_submission(
+    overrides: Sequence[str], *, address: str | None, working_dir: str, restarts: int | None, ray: Sequence[str]
+) -> Origin:
+    """Return the origin of a job of ``orchestrator submit``.
+
+    Args:
+        overrides: those of the launch.
+        address, working_dir, restarts: the values of the options, as typed; None without them.
+        ray: the words before those of a command of Ray.
+    """
+    to = [] if address is None else ["--address", address]
+    directory = ["--working-dir", working_dir]
+    options = [*to, *([] if working_dir == "." else directory)]
+    options += [] if restarts is None else ["--restarts", str(restarts)]
+    return Origin(
+        launch=["orchestrator", "submit", *options],
+        remote=[*ray, "job", "submit", *to, *directory, "--"],
+        py_modules=next((word for word in reversed(overrides) if word.startswith(PY_MODULES)), ""),
+    )
+
+
+def this_origin() -> Origin:
+    """Return the origin of this process: without a submitted job, its own machine."""
+    if submission_id() is None:
+        return HERE
+    if (carried := os.environ.get(_VARIABLE)) is not None:
+        return Origin(**json.loads(carried))
+    remote = ("ray", "job", "submit", "--working-dir", ".", "--")
+    return Origin(launch=(*remote, *LAUNCH), remote=remote)
