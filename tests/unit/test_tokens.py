@@ -65,7 +65,6 @@ def test_a_token_is_presented_only_where_one_is_asked_for(addresses: list[str], 
     done = subprocess.run(words, env={**env, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60)
     opened, closed = done.stdout.splitlines()
     machine = "this machine is no node of that cluster"
-    assert opened.split()[0] == "None" and opened.split()[-1] == "None", done.stdout + done.stderr
-    assert closed.split()[0] == "unauthenticated"
-    assert closed.split()[-1] == "token"
+    assert (opened.split()[0], opened.split()[-1]) == ("None", "None"), done.stdout + done.stderr
+    assert (closed.split()[0], closed.split()[-1]) == ("unauthenticated", "token")
     assert all(machine in line for line in (opened, closed)), done.stdout
