@@ -262,7 +262,7 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
     assert "RAY_JOB_STOP_WAIT_TIME_S" not in attached.stdout
     record = json.loads((run_dir / "run.json").read_text())
     assert record["state"] == dashboard(head, f"/api/jobs/{submission_id}")["metadata"]["state"] == "killed"
-    assert not pids_by_title("stopped")
+    wait_for(lambda: not pids_by_title("stopped"))
     reached = last_step(tmp_path)
     assert (run_dir / "checkpoints" / f"step-{reached:08}").is_dir()
     client = MlflowClient(tracking)
@@ -307,7 +307,7 @@ def test_a_submitted_job_whose_training_fails_has_failed_and_says_why_last(head:
     assert "kills this job after 3 s, and the last checkpoint of a run may take longer" in done.stdout
     job = dashboard(head, "/api/jobs/failing")
     assert (job["status"], job["driver_exit_code"]) == ("FAILED", 1)
-    last_lines = job["message"].splitlines()[-6:]
+    last_lines = job["message"].splitlines()[-8:]
     assert [line for line in last_lines if line.startswith("failed: rank 0 at step ")], job["message"]
 
 
