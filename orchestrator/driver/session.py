@@ -23,6 +23,7 @@ from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.event_stream import EventStream, FailureSink, RedactingSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import job_metadata
+from orchestrator.driver.known_outputs import enter_output
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
@@ -247,6 +248,7 @@ def _run(
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
     add_job_metadata({"run_dir": run_dir.location})
+    enter_output(run_dir, redactor)
     if candidate.decision is not None:
         candidate.decision.write_to(run_dir)
     lease = Lease(run_dir)
