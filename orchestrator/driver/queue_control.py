@@ -48,6 +48,10 @@ class QueueControl:
         entries: list[QueueEntry] = self._ask("entries") or []
         return entries
 
+    def has(self, run: str) -> bool:
+        """Return whether a run in the queue is named so."""
+        return bool(find_entries(self.entries(), run))
+
     def cancel(self, run: str) -> str:
         """Let the driver of a run stop it; returns the name of the run.
 
