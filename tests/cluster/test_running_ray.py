@@ -259,13 +259,16 @@ def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
     assert [(run["location"], run["state"]) for run in json.loads(listed.stdout)] == [(str(run_dir), "running")]
     program = (sys.executable, "-m", "orchestrator.logs", run_dir.name, "--rank", "0", "--follow")
     env = {**head.env, **elsewhere, "RAY_API_SERVER_ADDRESS": head.dashboard}
-    with subprocess.Popen(program, cwd=laptop, env=env, text=True, stdout=subprocess.PIPE) as followed:
+    followed = subprocess.Popen(program, cwd=laptop, env=env, text=True, stdout=subprocess.PIPE)
+    try:
         refused = verb("stop", "last", address=head.gcs)
         assert (refused.returncode, refused.stdout) == (2, "")
         stopped = verb("stop", run_dir.name)
         assert stopped.returncode == 0, stopped.stderr
         assert stopped.stdout.startswith(f"{run_dir}: stopped by `orchestrator stop` of ")
         log, _ = followed.communicate(timeout=60)
+    finally:
+        followed.kill()
     assert followed.returncode == 0
     assert "LANG=C.utf8" in log.splitlines()
     assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
