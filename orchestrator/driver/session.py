@@ -28,6 +28,7 @@ from orchestrator.driver.ending import RunEnding, commands_for_page
 from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import JobStateSink, job_metadata
+from orchestrator.driver.known_outputs import enter_output
 from orchestrator.driver.origin import this_origin
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
@@ -324,6 +325,7 @@ def _run(
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
     add_job_metadata({"run_dir": run_dir.location})
+    enter_output(run_dir, redactor)
     if candidate.decision is not None:
         candidate.decision.write_to(run_dir)
     lease = Lease(run_dir)
