@@ -284,6 +284,7 @@ def test_the_key_of_another_strategy_names_its_owner() -> None:
         ("strategy=zzz", f"strategy=zzz: unknown; valid: {', '.join(choices('strategy'))}"),
         ("strategy=null", f"strategy=null: unknown; valid: {', '.join(choices('strategy'))}"),
         ("strategy=[ddp,single]", f"strategy=[ddp,single]: unknown; valid: {', '.join(choices('strategy'))}"),
+        ("job=mine.Line", "job=mine.Line: unknown; for a class of your own, write job._target_=mine.Line"),
         ("job=gptt", f"job=gptt: unknown; did you mean gpt? (valid: {', '.join(choices('job'))})"),
         (
             "experiment=qick",
