@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from orchestrator.config.options import add_run
 from orchestrator.display.text import refuse
 from orchestrator.records.output_dir import refresh
-from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_dir import RunDir, state_of
 from orchestrator.records.run_search import NEWEST, NoSuchRunError, RunSearch
 from orchestrator.records.stop_request import request_stop
 from orchestrator.run_verbs import run_verb
@@ -53,8 +53,7 @@ def _stop(options: argparse.Namespace, search: RunSearch) -> int:
 
 def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
     if run_dir.driver_if_running() is None:
-        state = run_dir.read_record().get("state")
-        return refuse("stop", f"{run_dir.location} is not running: its state is {state}")
+        return refuse("stop", f"{run_dir.location} is not running: its state is {state_of(run_dir)}")
     request_stop(run_dir)
 
     def is_running() -> bool:
