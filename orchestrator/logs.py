@@ -53,6 +53,8 @@ def _show(options: argparse.Namespace, search: RunSearch) -> int:
         _print(reader.read(complete=False), several=several)
     _fetch_logs(run_dir)
     _print(reader.read(), several=several)
+    if not reader.has_read:
+        print(f"logs: the ranks of {run_dir.location} have written nothing", file=sys.stderr)
     return 0
 
 

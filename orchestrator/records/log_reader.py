@@ -32,6 +32,11 @@ class LogReader:
         self._ranks = ranks
         self._offsets: dict[Path, int] = {}
 
+    @property
+    def has_read(self) -> bool:
+        """Whether any line has been read."""
+        return any(self._offsets.values())
+
     def ranks(self) -> list[int]:
         """Return the ranks that have a log."""
         return sorted({rank for rank, _ in self._files()})

@@ -64,3 +64,11 @@ def test_the_verb_names_a_wrong_run_and_a_wrong_rank(run: RunDir, capsys: pytest
     assert "no such run in outputs; `orchestrator runs` lists them" in capsys.readouterr().err
     assert logs.main([str(run.path), "--rank", "3"]) == 2
     assert capsys.readouterr().err == f"logs: {run.path}: no log of rank 3; there are logs of ranks 0, 2, 10\n"
+
+
+def test_the_verb_says_if_the_ranks_have_written_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 2, 10):
+        run.log_file(rank).write_text("")
+    assert logs.main([str(run.path)]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"logs: the ranks of {run.path} have written nothing\n")
