@@ -52,6 +52,7 @@ def carried(facts: GitFacts | None) -> Mapping[str, str]:
 
 
 def _git(directory: Path, *words: str) -> str:
-    command = ["git", "-C", str(directory), *words]
+    # Without optional locks, because a `git status` that is ended at the timeout would leave one.
+    command = ["git", "--no-optional-locks", "-C", str(directory), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     return done.stdout.strip()
