@@ -2,16 +2,16 @@
 
 ``--restarts=3`` starts the command again, with ``resume=auto``, if a signal kills its process.
 
-Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, or the run to resume is running, and
-nothing was started; 3 all steps are done, but the last checkpoint is lost; 130 and 143 stopped by SIGINT or SIGTERM;
-the reason says whether a checkpoint was saved.
+Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, the run to resume is running, or the
+cluster has become too small for the run, and nothing was trained; 3 all steps are done, but the last checkpoint is
+lost; 130 and 143 stopped by SIGINT or SIGTERM; the reason says whether a checkpoint was saved.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor, masked_output
@@ -74,11 +74,17 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
     # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.config.compose import preset_sweep
     from orchestrator.config.overrides import expand_sweep, values
+    from orchestrator.config.search_space import example, is_search
 
     preset, given = preset_sweep(overrides), values(overrides)
     if not sweep and preset.keys() - given.keys():
         raise ConfigError([f"experiment={given['experiment']}: a sweep of several runs; add -m"])
-    runs = expand_sweep(overrides, preset) if sweep else [list(overrides)]
+    if sweep and is_search(overrides):
+        if not given.get("plan"):
+            return _search(overrides, preset, redactor)
+        runs = [example(overrides, preset)]
+    else:
+        runs = expand_sweep(overrides, preset) if sweep else [list(overrides)]
     if len(runs) > 1:
         return _sweep(overrides, runs, redactor)
     from orchestrator.driver.candidates import check_all
@@ -95,6 +101,13 @@ def _sweep(overrides: Sequence[str], runs: Sequence[Sequence[str]], redactor: Re
 
     sweep, remaining = open_sweep(overrides, runs, redactor)
     return run_sweep(check_all(remaining, redactor, sweep=sweep), sweep)
+
+
+def _search(overrides: Sequence[str], preset: Mapping[str, str], redactor: Redactor) -> int:
+    from orchestrator.driver.search import open_search
+    from orchestrator.driver.session import run_search
+
+    return run_search(open_search(overrides, preset, redactor))
 
 
 def _number_of_restarts(option: str, options: Sequence[str]) -> int:

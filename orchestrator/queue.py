@@ -19,7 +19,7 @@ _DESCRIPTION = """\
 List the runs that share a Ray cluster, cancel one, or change its priority. A run waits until it is the first in the
 line and its workers fit; one of higher priority goes first, and running runs of lower priority make room for it.
 """
-_RUN_HELP = "the name of a run in the queue, its directory or URL, <date>/<time>-<name>, or <time>-<name>"
+_RUN_HELP = "the name or the id of a run in the queue, its directory or URL, <date>/<time>-<name>, or <time>-<name>"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,10 +59,14 @@ def _list(queue: QueueControl) -> None:
     from orchestrator.display.queue_table import queue_table
     from orchestrator.display.text import writable
 
-    if entries := queue.entries():
-        print(writable(queue_table(entries, now=time.time()), sys.stdout))
-    else:
+    entries = queue.entries()
+    if not entries:
         print("no run is in the queue", file=sys.stderr)
+        return
+    print(writable(queue_table(entries, now=time.time()), sys.stdout))
+    first_in_line = [e for e in entries if e.state in ("waiting", "reserving")][:1]
+    for entry in [*first_in_line, *(e for e in entries if e.state == "unfit")]:
+        print(writable(f"{entry.name} ({entry.state}): {queue.why_waiting(entry)}", sys.stdout))
 
 
 if __name__ == "__main__":

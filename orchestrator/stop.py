@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from orchestrator.config.options import add_run
 from orchestrator.display.text import refuse
 from orchestrator.records.output_dir import look_up_run, refresh
+from orchestrator.records.run_dir import state_of
 from orchestrator.records.stop_request import request_stop
 
 _POLL_S = 0.5
@@ -33,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_dir = look_up_run(options.run, options.output_dir)
         if run_dir.driver_if_running() is None:
-            state = run_dir.read_record().get("state")
-            return refuse("stop", f"{run_dir.location} is not running: its state is {state}")
+            return refuse("stop", f"{run_dir.location} is not running: its state is {state_of(run_dir)}")
         request_stop(run_dir)
         deadline = time.monotonic() + options.wait
         while run_dir.driver_if_running() is not None:

@@ -1,23 +1,27 @@
 """Upload to MLflow what it lacks of a run: ``orchestrator sync <run directory> [--uri URI]``.
 
-Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or the model is missing; 2 wrong arguments.
+Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or an extra is missing; 2 wrong arguments.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.config.redact import redact_text
 from orchestrator.display.text import refuse
+from orchestrator.records.journal import Ending
 from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError
+from orchestrator.tracking.backend import TrackingBackend
 from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.model import lacks_model, upload_model
+from orchestrator.tracking.model import exports_of, lacks_model, upload_model
+from orchestrator.tracking.plots import lacks_plots, upload_plots
 from orchestrator.tracking.transfer import (
     Transfer,
     count_points,
@@ -29,11 +33,11 @@ from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, val
 
 _DEFAULT_REQUEST_TIMEOUT_S = 10.0
 _DESCRIPTION = """\
-Upload to MLflow what it lacks of a run: points, final status, artifacts, the final model. It may be repeated; no point
-is stored twice.
+Upload to MLflow what it lacks of a run: points, final status, artifacts, pictures, the final model. It may be repeated;
+no point is stored twice.
 """
 _EXIT_CODES = """\
-Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or the model is missing; 2 wrong arguments.
+Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or an extra is missing; 2 wrong arguments.
 """
 
 
@@ -78,22 +82,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         except StorageError as e:
             print(f"the progress of this upload is not stored: {e}", file=sys.stderr)
             return 1
-    if exit_code == 0 and tracking.get("log_model"):
-        return _upload_model(run_dir, backend)
+    ending = final_ending(run_dir)
+    if exit_code == 0 and ending is not None:
+        if lacks_plots(run_dir, ending):
+            exit_code |= _upload_extra("pictures", upload_plots, run_dir, backend, ending)
+        exports = exports_of(log_model=tracking.get("log_model", False), log_dataset=tracking.get("log_dataset", False))
+        if exports and lacks_model(run_dir, ending):
+            upload = functools.partial(upload_model, exports=exports)
+            exit_code |= _upload_extra(" and ".join(exports), upload, run_dir, backend, ending)
     return exit_code
 
 
-def _upload_model(run_dir: RunDir, backend: MlflowBackend) -> int:
-    """Upload the model of a run that has finished, if the server lacks it; returns the exit code."""
-    ending = final_ending(run_dir)
-    if ending is None or not lacks_model(run_dir, ending):
-        return 0
+def _upload_extra(
+    what: str,
+    upload: Callable[[RunDir, TrackingBackend, Ending], None],
+    run_dir: RunDir,
+    backend: TrackingBackend,
+    ending: Ending,
+) -> int:
+    """Upload what the server lacks of a run that has ended, beside its points; returns the exit code."""
     try:
-        upload_model(run_dir, backend, ending)
+        upload(run_dir, backend, ending)
     except Exception as e:  # of any type: the job's code, MLflow, database drivers, HTTP
-        print(f"the model is not uploaded: {type(e).__name__}: {redact_text(str(e))}", file=sys.stderr)
+        print(f"{what}: not uploaded: {type(e).__name__}: {redact_text(str(e))}", file=sys.stderr)
         return 1
-    print("uploaded the model")
     return 0
 
 

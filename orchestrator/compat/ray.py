@@ -48,6 +48,8 @@ _GCS_NODES_REQUEST = "ray.core.generated.gcs_service_pb2.GetAllNodeInfoRequest"
 _WALK_PACKAGE = "ray._private.runtime_env.packaging._dir_travel"
 _GCS_ACCESSOR = "ray._private.state.state._connect_and_get_accessor"
 _PLACEMENT_GROUP = "ray.core.generated.gcs_pb2.PlacementGroupTableData"
+_ACTOR = "ray.core.generated.gcs_pb2.ActorTableData"
+_JOB = "ray.core.generated.gcs_pb2.JobTableData"
 _MAX_PACKAGE_BYTES = "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE"
 _FREE_RESOURCES = "ray._private.state.available_resources_per_node"
 _HEAD_RESOURCE = "ray._common.constants.HEAD_NODE_RESOURCE_NAME"
@@ -85,6 +87,8 @@ INTERNALS = (
     _FREE_RESOURCES,
     _GCS_ACCESSOR,
     _PLACEMENT_GROUP,
+    _ACTOR,
+    _JOB,
     _SET_TITLE,
     _JOB_INFO_KEY,
     _JOB_INFO_NAMESPACE,
@@ -258,6 +262,52 @@ def placed_bundles() -> Sequence[PlacedBundle]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlacedActor:
+    """Resources that an actor outside of placement groups holds on a node.
+
+    Args:
+        job: the submission id of its Ray job, or the job's id and the process of its driver.
+        node_id: the node.
+        resources: what it holds there.
+        started_at: seconds since the epoch.
+    """
+
+    job: str
+    node_id: str
+    resources: Mapping[str, float]
+    started_at: float
+
+
+def placed_actors() -> Sequence[PlacedActor]:
+    """Return the living actors that hold resources of their own, from the GCS server.
+
+    Ray's public state API asks the dashboard, which a cluster may lack.
+    """
+    accessor = find_internal(_GCS_ACCESSOR)()
+    actors = map(find_internal(_ACTOR).FromString, accessor.get_actor_table(None, "ALIVE"))
+    holders = [actor for actor in actors if actor.required_resources and not actor.placement_group_id]
+    if not holders:
+        return []
+    table = accessor.get_job_table(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
+    jobs = {job.job_id: _describe_job(job) for job in map(find_internal(_JOB).FromString, table)}
+    return [
+        PlacedActor(
+            job=jobs.get(actor.job_id, actor.job_id.hex()),
+            node_id=actor.node_id.hex(),
+            resources=dict(actor.required_resources),
+            started_at=actor.start_time / 1e3,
+        )
+        for actor in holders
+    ]
+
+
+def _describe_job(job: Any) -> str:
+    """Return what identifies a job to a user. Its entrypoint is left out, which may contain secrets."""
+    submission_id: str = job.config.metadata.get("job_submission_id", "")
+    return submission_id or f"{job.job_id.hex()} (pid {job.driver_pid} on {job.driver_address.ip_address})"
+
+
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Return the free resources of each living node by its id, as the GCS server has heard of them last."""
     resources: Mapping[str, Mapping[str, float]] = find_internal(_FREE_RESOURCES)()
@@ -422,7 +472,7 @@ def add_job_metadata(values: Mapping[str, str]) -> None:
     Ray offers this only for the time of the submission. Nothing is added if the process has embedded a Ray of its own,
     which does not know the job.
     """
-    if (job_id := submission_id()) is None:
+    if (job_id := submission_id()) is None or is_own_ray():
         return
     key = find_internal(_JOB_INFO_KEY).format(job_id=job_id).encode()
     namespace = find_internal(_JOB_INFO_NAMESPACE)

@@ -63,6 +63,7 @@ __all__ = [
     "loads_through",
     "multiply",
     "mutates",
+    "next_node_number",
     "own_buffers",
     "own_children",
     "own_parameters",
@@ -70,6 +71,7 @@ __all__ = [
     "pytree",
     "release_ddp",
     "restart_group_numbers",
+    "running_node_number",
     "set_ddp_timing",
     "setting_fake_data",
     "storage_key",
@@ -106,6 +108,18 @@ def parameter_of(node: Node) -> Tensor | None:
     """Return the leaf tensor that ``node`` accumulates gradients into; None if it is an inner node."""
     variable: Tensor | None = getattr(node, "variable", None)
     return variable
+
+
+def next_node_number() -> int:
+    """Return the number of the next autograd node that a forward pass in this thread makes; it only grows."""
+    number: int = torch.autograd._get_sequence_nr()
+    return number
+
+
+def running_node_number() -> int | None:
+    """Return the number of the autograd node that this thread runs in a backward pass; None in a forward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def mutates(operator: Any) -> bool:

@@ -100,23 +100,31 @@ def expand_sweep(words: Sequence[str], preset: Mapping[str, str] = MappingProxyT
         ConfigError: an override cannot be parsed, or its values cannot be listed.
     """
     errors: list[str] = []
-    alternatives: list[list[str]] = []
-    given = parse(words, errors)
-    keys = {override.key_or_group for override in given}
-    added = parse([f"{key}={value}" for key, value in preset.items() if key not in keys], errors)
-    for override in (*given, *added):
-        key = override.get_key_element()
-        if not override.is_sweep_override():
-            alternatives.append([str(override.input_line)])
-        elif isinstance(pattern := override.value(), Glob) and key in GROUPS:
-            alternatives.append([f"{key}={name}" for name in pattern.filter(choices(key))])
-        elif override.is_discrete_sweep() and not isinstance(pattern, Glob):
-            alternatives.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        else:
-            errors.append(f"{_typed(override)}: cannot be swept; list the values as in {key}=a,b,c")
+    lines = [alternatives(override, errors) for override in parse_sweep(words, preset, errors)]
     if errors:
         raise ConfigError(errors)
-    return [list(run) for run in itertools.product(*alternatives)]
+    return [list(run) for run in itertools.product(*lines)]
+
+
+def parse_sweep(words: Sequence[str], preset: Mapping[str, str], errors: list[str]) -> list[Override]:
+    """Return the overrides ``words``, and those of ``preset`` for keys that ``words`` do not have."""
+    given = parse(words, errors)
+    keys = {override.key_or_group for override in given}
+    return [*given, *parse([f"{key}={value}" for key, value in preset.items() if key not in keys], errors)]
+
+
+def alternatives(override: Override, errors: list[str]) -> list[str]:
+    """Return an override for each value that ``override`` lists. If it lists none, ``errors`` receives the reason."""
+    key = override.get_key_element()
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    if isinstance(pattern := override.value(), Glob) and key in GROUPS:
+        return [f"{key}={name}" for name in pattern.filter(choices(key))]
+    if override.is_discrete_sweep() and not isinstance(pattern, Glob):
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    hint = "; sweep.trials=20 searches an interval with Optuna" if override.is_interval_sweep() else ""
+    errors.append(f"{_typed(override)}: cannot be swept; list the values as in {key}=a,b,c{hint}")
+    return []
 
 
 def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override]:

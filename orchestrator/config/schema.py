@@ -58,8 +58,10 @@ class TrainConfig:
         "blocks: compute the model's repeated blocks again in the backward pass, to keep fewer activations in memory; "
         "selective: but keep the results of their matrix products and convolutions"
     )
-    compile: bool | Literal["max-autotune-no-cudagraphs"] = option(
-        "compile the model with torch.compile; max-autotune-no-cudagraphs: and choose the fastest kernels by trial"
+    compile: bool | Literal["blocks", "max-autotune-no-cudagraphs"] = option(
+        "compile the model with torch.compile, or its blocks if they are computed again; blocks: only the model's "
+        "repeated blocks, once for all that are alike; max-autotune-no-cudagraphs: as true, and choose the fastest "
+        "kernels by trial; modes with CUDA graphs overwrite results that are still needed"
     )
     on_nonfinite: Literal["stop", "skip"] = option("on a NaN or infinite gradient, stop the run or skip the update")
     ema_decay: float | None = option(
@@ -73,11 +75,16 @@ class TrainConfig:
                 f"train.ema_decay={self.ema_decay:g}: an average in bfloat16 loses its small updates; set it to null, "
                 "or train.precision=bf16"
             )
-        if self.compile is not False and self.activation_checkpointing != "none":
+        if self.compile is not False and self.activation_checkpointing == "selective":
             raise ValueError(
-                f"train.activation_checkpointing={self.activation_checkpointing}: torch.compile cannot see through the "
-                "blocks that are computed again; set it to none, or train.compile=false"
+                "train.activation_checkpointing=selective: torch.compile merges the operations of a block, so that "
+                "single results cannot be kept; set it to blocks, or train.compile=false"
             )
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether the blocks of the model are compiled, and not the model: what is computed again must be a block."""
+        return self.compile == "blocks" or (self.compile is not False and self.activation_checkpointing != "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +119,7 @@ class TrackingConfig:
     )
     flush_timeout_s: float = option("maximum wait for uploads to finish after the last step, in seconds", minimum=0)
     log_model: bool = option("upload the final model to MLflow, in the background after the end of the run")
+    log_dataset: bool = option("tell MLflow name, digest and size of the training set, in the same way")
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)
 
 
@@ -154,6 +162,10 @@ class ClusterConfig:
         "place in the queue: a higher one goes first, and makes running runs of lower priority yield their resources"
     )
     queue_timeout_s: float | None = option("maximum wait in the queue, in seconds; null: no limit", above=0)
+    unfit_timeout_s: float | None = option(
+        "maximum wait, in seconds, while the cluster is too small for the run and adds no nodes; null: no limit",
+        above=0,
+    )
     pip: str | tuple[str, ...] = option(
         "packages to install for the workers, as in cluster.pip=[einops], or a file of requirements"
     )
@@ -246,6 +258,11 @@ class SweepConfig:
     parallel: int | Literal["auto"] = option(
         "runs in progress at once, on a cluster; auto: as many as it has room for, one without a cluster", minimum=1
     )
+    trials: int | None = option(
+        "runs in which Optuna searches the given values; null: a run for each combination", minimum=1
+    )
+    metric: str = option("the result of a run by which Optuna searches")
+    direction: Literal["minimize", "maximize"] = option("whether small or large values of sweep.metric are sought")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,9 @@ _NO_EFFECT = (
 )
 """Keys that change neither speed nor loss; and all timeouts."""
 
+_MOST_SETTINGS = 3
+"""The settings that a row names."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -199,19 +202,38 @@ def differences(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
+def settings(runs: Sequence[Run]) -> list[str]:
+    """Return in which settings each run differs from others of its job, strategy and size; empty if in none."""
+    alike: dict[tuple[str, str, int | None], list[Run]] = {}
+    for run in runs:
+        alike.setdefault((run.job, run.strategy, run.workers), []).append(run)
+    keys = {kind: list(_varying(group)) for kind, group in alike.items()}
+
+    def of(run: Run) -> list[str]:
+        own = keys[run.job, run.strategy, run.workers]
+        return [f"{key.rpartition('.')[2]}={_shown(run.params.get(key))}" for key in own]
+
+    return [first_few(of(run), _MOST_SETTINGS) for run in runs]
+
+
 def _different_params(runs: Sequence[Run]) -> list[str]:
     known = [run for run in runs if run.params]
-    keys = dict.fromkeys(key for run in known for key in run.params if _has_effect(key))
-    found = []
-    for key in keys:
-        values = dict.fromkeys(_shown(run.params.get(key)) for run in known)
-        if len(values) > 1 and not (key == "seed" and _same_seeds(known)):
-            found.append(f"{key} ({first_few(list(values), 4)})")
-    return found
+    return [
+        f"{key} ({first_few(values, 4)})"
+        for key, values in _varying(known).items()
+        if not key.startswith("strategy.") and not (key == "seed" and _same_seeds(known))
+    ]
+
+
+def _varying(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The values of the settings with an effect in which ``runs`` differ, by key."""
+    keys = dict.fromkeys(key for run in runs for key in run.params if _has_effect(key))
+    values = {key: list(dict.fromkeys(_shown(run.params.get(key)) for run in runs)) for key in keys}
+    return {key: found for key, found in values.items() if len(found) > 1}
 
 
 def _has_effect(key: str) -> bool:
-    return not key.startswith(("strategy.", *_NO_EFFECT)) and not key.endswith("timeout_s")
+    return not key.startswith(_NO_EFFECT) and not key.endswith("timeout_s")
 
 
 def _shown(value: Any) -> str:

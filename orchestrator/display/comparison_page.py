@@ -1,18 +1,20 @@
-"""A comparison as one HTML file that needs no network: a table, charts to point at, and timelines of pipelines."""
+"""A comparison as one HTML file that needs no network: a table, charts to point at, and pictures of its runs."""
 
 from __future__ import annotations
 
 import base64
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.display.comparison import Curve
 from orchestrator.display.comparison_analysis import RATE, Comparison, verdict
-from orchestrator.display.comparison_plot import COLOURS, drawn, smoothed
+from orchestrator.display.comparison_plot import drawn
 from orchestrator.display.comparison_table import columns, remarks
+from orchestrator.display.plot_style import COLOURS, smoothed
+from orchestrator.display.run_pictures import STEP_TIME
 from orchestrator.display.text import rate
 from orchestrator.records.json_file import write_atomically
 from orchestrator.records.run_dir import RunDir
@@ -20,7 +22,12 @@ from orchestrator.records.run_dir import RunDir
 _TEMPLATE = Path(__file__).with_name("comparison_page.html")
 _POINTS_IN_ALL = 20_000
 _MOST_POINTS = 400
-_MOST_TIMELINES = 6
+_MOST_PICTURES = 6
+_PICTURES: Mapping[str, Callable[[RunDir], Path]] = {
+    "Step times": lambda run_dir: run_dir.plots / STEP_TIME,
+    "Timelines": lambda run_dir: run_dir.timeline_picture,
+}
+"""By heading, where a run has its picture."""
 
 
 def write_page(comparison: Comparison, path: Path, *, title: str) -> None:
@@ -45,7 +52,11 @@ def page(comparison: Comparison, *, title: str) -> str:
             if column.name != "bar"
         ],
         "runs": _runs(comparison),
-        "timelines": _timelines(comparison),
+        "pictures": [
+            {"heading": heading, "pictures": found}
+            for heading, picture_of in _PICTURES.items()
+            if (found := _pictures(comparison, picture_of))
+        ],
     }
     # In a script element, "</" would end it.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
@@ -79,12 +90,12 @@ def _thinned(curve: Curve, most: int) -> dict[str, list[float | None]]:
     return {"losses": at(smoothed(curve.losses)), "samples": at(curve.samples), "seconds": at(curve.seconds)}
 
 
-def _timelines(comparison: Comparison) -> list[dict[str, str]]:
-    """The pictures of pipelines, as data URLs."""
+def _pictures(comparison: Comparison, picture_of: Callable[[RunDir], Path]) -> list[dict[str, str]]:
+    """The pictures of the first runs that have one, as data URLs."""
     found: list[dict[str, str]] = []
     for run in comparison.runs:
-        picture = RunDir(Path(run.location)).timeline_picture
-        if len(found) < _MOST_TIMELINES and picture.is_file():
+        picture = picture_of(RunDir(Path(run.location)))
+        if len(found) < _MOST_PICTURES and picture.is_file():
             encoded = base64.b64encode(picture.read_bytes()).decode()
             found.append({"name": comparison.name(run), "source": f"data:image/png;base64,{encoded}"})
     return found

@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.display.comparison import Curve, Run
 from orchestrator.display.comparison_analysis import RATE, Comparison
+from orchestrator.display.plot_style import COLOURS, STYLE, line_style, smoothed, thousands
 from orchestrator.display.text import rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind people can distinguish; yellow is too pale for lines.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MOST_CURVES = 12
 """More curves in one plot cannot be told apart; colours and dashes together distinguish so many."""
 
 _LEGEND_CHARACTERS = 105
-_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1.5)), (0, (8, 3)))
-_SMOOTH_FROM_POINTS = 80
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -45,7 +42,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     legend_columns = max(1, min(len(names), _LEGEND_CHARACTERS // (max(map(len, names)) + 10)))
     losses_height = 4.1 + 0.26 * math.ceil(len(names) / legend_columns)
     rates_height = 0.9 + 0.36 * len(runs)
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure_ = plt.figure(
             figsize=(10, losses_height + rates_height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         )
@@ -68,34 +65,12 @@ def drawn(comparison: Comparison) -> Sequence[Run]:
     return [run for run in runs if run.location in kept]
 
 
-_STYLE: Any = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-    "legend.edgecolor": "none",
-    "legend.handlelength": 3.2,
-}
-
-
 def _draw_losses(by_samples: Axes, by_seconds: Axes, curves: Sequence[Curve], names: Sequence[str]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     for i, (curve, name) in enumerate(zip(curves, names, strict=True)):
         # Curves are often equal: earlier ones are wider, so that they show beneath later ones.
-        style: dict[str, Any] = {
-            "color": COLOURS[i % len(COLOURS)],
-            "linestyle": _DASHES[(i + i // len(COLOURS)) % len(_DASHES)],  # equal colours have other dashes
-            "label": name,
-        }
+        style = {**line_style(i), "label": name}
         line = smoothed(curve.losses)
         by_samples.plot(curve.samples, line, linewidth=1.8 + 0.5 * (len(names) - 1 - i), **style)
         by_seconds.plot(curve.seconds, line, linewidth=2, **style)
@@ -107,25 +82,9 @@ def _draw_losses(by_samples: Axes, by_seconds: Axes, curves: Sequence[Curve], na
         by_samples.yaxis.set_minor_locator(NullLocator())
     by_samples.set(title="Loss by samples", xlabel="samples seen", ylabel="training loss")
     by_seconds.set(title="Loss by time", xlabel="seconds since the first point")
-    by_samples.xaxis.set_major_formatter(_thousands)
+    by_samples.xaxis.set_major_formatter(thousands)
     if not finite:
         by_samples.text(0.5, 0.5, "no loss logged", ha="center", transform=by_samples.transAxes)
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Return a running mean over a fortieth of the points; few points stay as they are."""
-    if len(values) <= _SMOOTH_FROM_POINTS:
-        return list(values)
-    half = len(values) // 80
-    windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
-
-
-def _thousands(value: float, _: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
 
 
 def _draw_rates(axes: Axes, comparison: Comparison, runs: Sequence[Run]) -> None:
@@ -147,7 +106,7 @@ def _draw_rates(axes: Axes, comparison: Comparison, runs: Sequence[Run]) -> None
     axes.set_xlim(0, 1.2 * max([r for r in rates if r], default=1.0))
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_formatter(_thousands)
+    axes.xaxis.set_major_formatter(thousands)
     title = "Throughput"
     if len(runs) < len(comparison.runs):
         title += f" of the {len(runs)} fastest of {len(comparison.runs)} runs"

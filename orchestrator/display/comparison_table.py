@@ -16,6 +16,7 @@ from orchestrator.display.comparison_analysis import (
     Comparison,
     differences,
     noise,
+    settings,
     shared_baselines,
     verdict,
 )
@@ -111,6 +112,8 @@ def columns(comparison: Comparison, *, unicode: bool) -> list[TableColumn]:
         TableColumn(heading="strategy", justify="left", cells=[run.strategy for run in runs]),
         TableColumn(heading="workers", cells=[str(run.workers or "-") for run in runs]),
     ]
+    if any(differing := settings(runs)):
+        found.append(TableColumn(heading="settings", justify="left", priority=10, cells=differing))
     for spec, summary, column in _declared_columns(runs):
         cells = [_cell(run, summary.key, spec.format, beside=column.beside) for run in runs]
         found.append(TableColumn(heading=column.heading, priority=column.priority, cells=cells))

@@ -45,7 +45,9 @@ def _outcome(record: Mapping[str, Any], summary: Mapping[str, Any], status: str)
     length = "" if steps is None else f" {'' if status == 'FINISHED' else 'after '}{count(int(steps), 'step')}"
     started, ended = record.get("started"), record.get("ended")
     took = f" in {duration(ended - started - waited_s(summary))}" if started and ended else ""
-    return f"{what} {_HOW.get(status, status)}{length}{took}."
+    dirty = (record.get("source") or {}).get("source.git.dirty") == "true"
+    code = " The code has uncommitted changes." if dirty else ""
+    return f"{what} {_HOW.get(status, status)}{length}{took}.{code}"
 
 
 def _speed(summary: Mapping[str, Any]) -> list[str]:

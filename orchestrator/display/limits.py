@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.planning.microbatch_size import growth, remedy
 from orchestrator.protocol.metrics import summary_value
 
 _WORTH_NAMING_PCT = 10.0
@@ -16,11 +17,6 @@ _BATCH = "train.global_batch_size"
 
 _HANDOVER_MS = 1.0
 """A loader process needs about so long to hand over a batch: it does not shorten a shorter wait."""
-
-_LARGE_OVERHEAD = 0.25
-_SMALL_OVERHEAD = 0.1
-"""Time for messages between stages, relative to computation: larger micro-batches are worth it above the first, and
-the size is chosen for the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +125,12 @@ def _bubble(summary: Mapping[str, Any], pct: float, settings: _Settings) -> _Los
     )
     if factor == 1:
         return _Loss(share_pct=pct, reason=reason, advice=settings.more_microbatches())
-    advice = f"{settings.times('train.global_batch_size', factor)}, or a larger model"
+    advice = remedy(factor, settings.times(_BATCH, factor))
     return _Loss(share_pct=pct, reason=f"{reason}, because its micro-batches are small", advice=advice)
 
 
 def larger_microbatches(*, busiest_pct: float, theory_pct: float) -> int:
     """Return how many times larger micro-batches should be for messages between stages to be cheap; 1 if they are.
-
-    Messages take as long for a larger micro-batch, but computation grows with it.
 
     Args:
         busiest_pct: the share of a step that the busiest worker computes.
@@ -147,8 +141,7 @@ def larger_microbatches(*, busiest_pct: float, theory_pct: float) -> int:
     """
     if busiest_pct <= 0 or theory_pct >= 100:
         return 1
-    overhead = 100 / busiest_pct - 100 / (100 - theory_pct)
-    return 1 if overhead < _LARGE_OVERHEAD else 2 ** math.ceil(math.log2(overhead / _SMALL_OVERHEAD))
+    return growth(100 / busiest_pct - 100 / (100 - theory_pct))
 
 
 def _less_communication(settings: _Settings) -> str:

@@ -143,9 +143,11 @@ def stop_text(event: StopRequested) -> str:
 def waiting_text(event: WaitingForResources | WaitingInQueue) -> str:
     """Return what the run waits for, and why."""
     if isinstance(event, WaitingInQueue):
-        place = f"waiting {duration(event.waited_s)} in the queue, place {len(event.ahead) + 1}"
-        ahead = f"; before it: {first_few(event.ahead)}" if event.ahead else ""
-        return place + ahead + (f"; running: {first_few(event.running)}" if event.running else "")
+        place = "without a place" if event.unfit else f"place {len(event.ahead) + 1}"
+        parts = [f"waiting {duration(event.waited_s)} in the queue, {place}"]
+        parts += [f"before it: {first_few(event.ahead)}"] if event.ahead else []
+        parts += [f"running: {first_few(event.running)}"] if event.running else []
+        return "; ".join([*parts, event.why])
     why = f": {event.why}" if event.why else ""
     return f"waiting {duration(event.waited_s)} for {event.wanted}{why}"
 

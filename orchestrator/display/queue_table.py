@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -14,16 +15,17 @@ def queue_table(entries: Sequence[QueueEntry], *, now: float) -> str:
     """Return a table with one row per run.
 
     Args:
-        entries: the runs with workers, and then those without in the order of the line.
+        entries: the runs with workers, then those in the line, in its order, and then the unfit ones.
         now: seconds since the epoch, for the time that a run has been in its state.
     """
-    with_workers = sum(e.state in ("running", "yielding") for e in entries)
-    places = ["-"] * with_workers + [str(n + 1) for n in range(len(entries) - with_workers)]
+    numbers = itertools.count(1)
+    places = ["-" if e.has_workers or e.state == "unfit" else str(next(numbers)) for e in entries]
     columns = [
         TableColumn(heading="place", cells=places),
         TableColumn(heading="state", justify="left", cells=[e.state for e in entries]),
         TableColumn(heading="priority", cells=[str(e.priority) for e in entries]),
         TableColumn(heading="run", justify="left", cells=["/".join(e.location.split("/")[-2:]) for e in entries]),
+        TableColumn(heading="id", justify="left", cells=[e.id for e in entries]),
         TableColumn(heading="user", justify="left", cells=[f"{e.user} on {e.host}" for e in entries]),
         TableColumn(heading="needs", justify="left", cells=[_needs(e) for e in entries]),
         TableColumn(heading="since", cells=[duration(max(0.0, now - e.since), whole=True) for e in entries]),

@@ -72,7 +72,6 @@ def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
 
 def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
     accumulation = f", gradients accumulated over {plan.grad_accumulation} slices" if plan.grad_accumulation > 1 else ""
-    each = [f"{plan.cpus_per_worker:g} CPU"] + ([f"{plan.gpus_per_worker} GPU"] if plan.gpus_per_worker else [])
     grid = f"data parallel {plan.mesh.data_parallel_size}"
     if plan.mesh.pipeline_parallel_size > 1:
         grid += f" x pipeline {plan.mesh.pipeline_parallel_size}"
@@ -85,10 +84,20 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
         ("cluster", f"{count(len(nodes), 'node')}: {first_few(_inventory(nodes))}"),
         (
             "workers",
-            f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(each)} each; {grid}",
+            f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(_of_each(plan))} each; {grid}",
         ),
         *_shards(plan),
         *_pipeline(plan),
+    ]
+
+
+def _of_each(plan: Plan) -> list[str]:
+    """What a worker has. The threads are named if there are more than CPUs, as for few workers on an idle machine."""
+    cpus, gpus, threads = plan.cpus_per_worker, plan.gpus_per_worker, plan.threads_per_worker
+    return [
+        f"{cpus:g} {'CPUs' if cpus > 1 else 'CPU'}",
+        *([count(gpus, "GPU")] if gpus else []),
+        *([count(threads, "thread")] if not gpus and threads > cpus else []),
     ]
 
 

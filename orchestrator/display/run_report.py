@@ -20,8 +20,8 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
     Args:
         run_dir: the directory of the run.
         record: the contents of its ``run.json``.
-        state: ``finished``, ``failed``, ``killed``, ``running``, ``waiting`` in the queue of a cluster, or
-            ``died``: not ended, and without a driver.
+        state: ``finished``, ``failed``, ``killed``, ``running``, ``waiting`` for its workers, or ``died``: not ended,
+            and without a driver.
         now: seconds since the epoch.
     """
     summary: Mapping[str, Any] = record.get("summary") or {}
@@ -124,8 +124,10 @@ def _checkpoint(saved: Mapping[str, Any]) -> str:
 def _files(run_dir: RunDir) -> Iterator[str]:
     names = {
         run_dir.config_file: "the configuration",
+        run_dir.choice_report: "why strategy=auto chose this strategy",
         run_dir.log_file(0).parent: "the output of each rank",
         run_dir.timeline_picture: "what each stage did in a step",
+        run_dir.plots: "step times and memory",
         run_dir.profile: "traces of ten steps",
         run_dir.samples: "samples of the model",
     }

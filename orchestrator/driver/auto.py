@@ -169,6 +169,8 @@ class Chooser:
         key = profile_key(self._config, self._job, self._plan, self._nodes)
         file = folder / f"profile-{key}.json"
         if self._options.profile == "reuse" and (saved := _read(file)) is not None:
+            where = self._redactor.text(str(file))
+            print(f"auto uses the measurements in {where}; strategy.profile=fresh makes new ones", flush=True)
             return saved
         result = self._run_briefly(self._config, self._plan, steps=PROFILE_STEPS, log_every=PROFILE_STEPS, keep=True)
         if result.status != "FINISHED":

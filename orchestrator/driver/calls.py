@@ -26,6 +26,10 @@ class NoWorkersError(GangError):
     """There is no room for new workers, or each one dies as it starts."""
 
 
+class UnfitError(NoWorkersError):
+    """The cluster has become too small for the run."""
+
+
 class NoAnswerError(GangError):
     """Some workers did not answer in time."""
 

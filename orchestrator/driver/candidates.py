@@ -56,6 +56,11 @@ class Candidate:
         """Whether the strategy is still to be chosen."""
         return self.config.strategy.name == AUTO
 
+    @property
+    def embeds_ray(self) -> bool:
+        """Whether the command starts a Ray of its own, whose CPUs are only shares of this machine."""
+        return self.sizes is not None
+
 
 def check_all(
     runs: Sequence[Sequence[str]],

@@ -73,10 +73,25 @@ def this_machine(gpus: int) -> Node:
 
 @contextlib.contextmanager
 def embedded(
-    config: ClusterConfig, *, num_cpus: float, num_gpus: int, metadata: dict[str, str] | None = None
+    config: ClusterConfig,
+    *,
+    num_cpus: float,
+    num_gpus: int,
+    num_processes: int,
+    metadata: dict[str, str] | None = None,
 ) -> Iterator[None]:
-    """Run a Ray in this process, which has none. Its dashboard shows ``metadata``."""
-    with environment_defaults(EMBEDDED_ENVIRONMENT), _shut_down_afterwards():
+    """Run a Ray in this process, which has none.
+
+    Args:
+        config: the section ``cluster`` of the configuration.
+        num_cpus: the CPUs that Ray counts, however many this machine has.
+        num_gpus: the GPUs that Ray counts.
+        num_processes: the number of worker processes, which Ray starts in advance as far as there are cores.
+        metadata: what the dashboard shows about the job.
+    """
+    # Ray would start a process for each CPU that it counts, and each of them imports torch.
+    at_once = {"RAY_worker_maximum_startup_concurrency": str(min(num_processes, len(os.sched_getaffinity(0))))}
+    with environment_defaults(EMBEDDED_ENVIRONMENT | at_once), _shut_down_afterwards():
         with loopback_accepted():
             _init(
                 address="local",

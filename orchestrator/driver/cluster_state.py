@@ -7,19 +7,19 @@ from collections.abc import Mapping
 
 import ray
 
-from orchestrator.compat.ray import free_resources, placed_bundles
+from orchestrator.compat.ray import free_resources, placed_actors, placed_bundles
 from orchestrator.policy.shortage import ClusterState, Holding, NodeState
 
 _OF_RUN = re.compile(r"(?P<run>.+)/\d+")
 """The name that :class:`~orchestrator.driver.slots.Slots` gives a placement group."""
 
 
-def cluster_state(*, own_label: str, trouble: Mapping[str, str]) -> ClusterState:
+def cluster_state(*, own_label: str = "", trouble: Mapping[str, str] | None = None) -> ClusterState:
     """Return the state of the living nodes.
 
     Args:
-        own_label: begins the names of this run's own placement groups.
-        trouble: why nothing can be placed on some nodes, by node id.
+        own_label: begins the names of this run's own placement groups; empty if it has none.
+        trouble: why nothing can be placed on some nodes, by node id; None if nothing is known about that.
     """
     free = free_resources()
     nodes = [
@@ -29,7 +29,7 @@ def cluster_state(*, own_label: str, trouble: Mapping[str, str]) -> ClusterState
             address=n["NodeManagerAddress"],
             total=n["Resources"],
             free=free.get(n["NodeID"], {}),
-            trouble=trouble.get(n["NodeID"], ""),
+            trouble=(trouble or {}).get(n["NodeID"], ""),
         )
         for n in ray.nodes()
         if n["Alive"]
@@ -42,6 +42,15 @@ def cluster_state(*, own_label: str, trouble: Mapping[str, str]) -> ClusterState
             since=bundle.placed_at,
         )
         for bundle in placed_bundles()
+    ]
+    holdings += [
+        Holding(
+            node_id=actor.node_id,
+            holder=f"Ray job {actor.job}",
+            resources=actor.resources,
+            since=actor.started_at,
+        )
+        for actor in placed_actors()
     ]
     return ClusterState(nodes=nodes, holdings=holdings)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from dataclasses import dataclass
 
 from orchestrator.config.schema import Config
+from orchestrator.display.text import takes_unicode, writable
+from orchestrator.display.text_table import TableColumn, text_lines, without_least
 from orchestrator.driver.result import RunResult
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.records.json_file import read_json, write_atomically, write_json
 from orchestrator.records.run_dir import RunDir
+from orchestrator.tuning import report
 from orchestrator.tuning.choose import Contender
-from orchestrator.tuning.report import record, table, verdict
 
 RECORD, REPORT = "auto.json", "auto.md"
 """The files in the directory of a run whose strategy was chosen."""
+
+_WIDTH_WITHOUT_TERMINAL = 160
 
 
 class NotMeasuredError(Exception):
@@ -46,14 +52,25 @@ class Decision:
 
     @property
     def text(self) -> str:
-        """The table and the choice."""
-        return f"{table(self.contenders)}\n\n{verdict(self.contenders)}"
+        """The table and the choice, for the terminal."""
+        columns = [
+            TableColumn(
+                heading=heading,
+                cells=cells,
+                justify="right" if place else "left",
+                priority=report.DISPENSABLE.index(heading) if heading in report.DISPENSABLE else None,
+            )
+            for place, (heading, *cells) in enumerate(report.columns(self.contenders))
+        ]
+        width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
+        table = text_lines(without_least(columns, width), unicode=takes_unicode(sys.stdout))
+        return writable(report.with_table(self.contenders, table), sys.stdout)
 
     def write_to(self, run_dir: RunDir) -> None:
         """Keep the table and the choice in the directory of the run, and mark its record."""
         durations = {"planning_s": self.planning_s, "measuring_s": self.measuring_s}
-        write_json(run_dir.path / RECORD, {"overrides": self.overrides, **durations, **record(self.contenders)})
-        write_atomically(run_dir.path / REPORT, f"{self.text}\n".encode())
+        write_json(run_dir.path / RECORD, {"overrides": self.overrides, **durations, **report.record(self.contenders)})
+        write_atomically(run_dir.path / REPORT, f"{report.markdown(self.contenders)}\n".encode())
         tags = run_dir.read_record().get("tags", {})
         run_dir.update_record(tags={**tags, "strategy.chosen_by": "auto"})
 

@@ -48,9 +48,8 @@ def examine(config: Config) -> Iterator[Finding]:
     yield check_tracking(config.tracking.uri, timeout_s=config.tracking.request_timeout_s)
     address = cluster.target_address(config.cluster)
     if address is None:
-        # Ray starts a process in advance for each CPU; the checks need one or two.
         num_cpus = max(2, config.cluster.cpus_per_worker)
-        with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=this_machine().gpus):
+        with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=this_machine().gpus, num_processes=2):
             yield Finding(check="Ray", level="ok", text="embedded in this process")
             yield from _token_of_next_start()
             yield from _nodes(config)

@@ -13,6 +13,7 @@ from typing import Any
 from orchestrator.config.options import DEFAULT_OUTPUT_DIR
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.display.choice import choice_in_words
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
 from orchestrator.driver.origin import Origin
@@ -35,7 +36,8 @@ from orchestrator.tracking.uploader import Uploader
 class RunEnding:
     """Writes down how a run ended.
 
-    ``resume_command`` continues the run, and ``origin`` says how other commands begin.
+    ``resume_command`` continues the run, and ``origin`` says how other commands begin. ``in_sweep``: a comparison of
+    the whole sweep follows.
     """
 
     plan: Plan
@@ -48,6 +50,7 @@ class RunEnding:
     redactor: Redactor
     resume_command: str
     origin: Origin
+    in_sweep: bool
 
     def finish(self, result: RunResult) -> RunResult:
         """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
@@ -93,8 +96,11 @@ class RunEnding:
         """Record the end of the run in words, for MLflow."""
         with contextlib.suppress(OSError, ValueError):  # a damaged record has been reported
             record = self.run_dir.read_record()
-            text = describe(record, summary, status=result.status, reason=result.reason)
-            self.run_dir.update_record(description=text)
+            paragraphs = [
+                describe(record, summary, status=result.status, reason=result.reason),
+                choice_in_words(self.run_dir),
+            ]
+            self.run_dir.update_record(description="\n\n".join(filter(None, paragraphs)))
 
     def _upload_records(self, result: RunResult) -> RunResult:
         """Upload what is left of the records; without it, a run that has finished has the exit code of a loss."""
@@ -163,11 +169,10 @@ class RunEnding:
         commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
         if not is_uploaded:
             commands.append(self.origin.verb("sync", self.run_dir.location))
+        if self.in_sweep:
+            return tuple(commands)
         commands.append(compare_command(self.origin, OutputDir.containing(self.run_dir)))
-        if self.tracking.uri is not None and self.tracking.uri.startswith("sqlite"):
-            where = f"on {socket.gethostname()}: " if self.origin.remote else ""
-            commands.append(f"{where}mlflow ui --backend-store-uri {self.tracking.uri}")
-        return tuple(commands)
+        return (*commands, *commands_for_page(self.origin, self.tracking))
 
 
 def compare_command(origin: Origin, output_dir: OutputDir) -> str:
@@ -176,3 +181,11 @@ def compare_command(origin: Origin, output_dir: OutputDir) -> str:
     where = [] if is_default else ["--output-dir", str(output_dir)]
     no_picture = ["--no-picture"] if origin.remote else []  # it would stay on the machine of the driver
     return origin.verb("compare", "--last", "5", *where, *no_picture)
+
+
+def commands_for_page(origin: Origin, tracking: TrackingConfig) -> list[str]:
+    """Return the command that serves the page of MLflow; none if a server does."""
+    if tracking.uri is None or not tracking.uri.startswith("sqlite"):
+        return []
+    where = f"on {socket.gethostname()}: " if origin.remote else ""
+    return [f"{where}mlflow ui --backend-store-uri {tracking.uri}"]

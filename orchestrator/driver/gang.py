@@ -151,7 +151,8 @@ class Gang:
         """
         least = sizes.smallest.world_size
         wanted = f"at least {_workers(least)}" if sizes.is_elastic else _workers(least)
-        wait, waited_before_s = self._wait_for(wanted, least + self._plan.spares), self.waited_s
+        wait = self._wait_for(wanted, least + self._plan.spares, unfit_timeout_s=self._config.unfit_timeout_s)
+        waited_before_s = self.waited_s
         while True:
             plan = self._plan
             hosts = self._slots.reserve_all(
@@ -353,7 +354,7 @@ class Gang:
     def _request(self, count: int) -> Request:
         return Request(count=count, each=self._slots.resources, one_node=self._plan.one_node)
 
-    def _wait_for(self, wanted: str, count: int) -> ResourceWait:
+    def _wait_for(self, wanted: str, count: int, *, unfit_timeout_s: float | None = None) -> ResourceWait:
         return ResourceWait(
             wanted,
             self._request(count),
@@ -361,6 +362,7 @@ class Gang:
             self._monitor,
             label=self._label,
             trouble=self._nodes.trouble,
+            unfit_timeout_s=unfit_timeout_s,
         )
 
     def _infos(self) -> list[WorkerInfo]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from typing import Any
 
 import ray
 import ray.exceptions
 
 from orchestrator.driver import cluster
+from orchestrator.driver.cluster_state import cluster_state
 from orchestrator.driver.run_queue import find_queue
-from orchestrator.policy.queue import find_entries
+from orchestrator.policy.queue import find_entries, why_waiting
 from orchestrator.protocol.queue import QueueEntry
 from orchestrator.records.process import user_name
 
@@ -44,9 +46,13 @@ class QueueControl:
         self._connected.close()
 
     def entries(self) -> list[QueueEntry]:
-        """Return the runs with workers, and then those that wait, in the order of the line."""
+        """Return the runs with workers, then those that wait, in the order of the line, and then the unfit ones."""
         entries: list[QueueEntry] = self._ask("entries") or []
         return entries
+
+    def why_waiting(self, entry: QueueEntry) -> str:
+        """Return why a run without workers has none, as one sentence."""
+        return why_waiting(entry, cluster_state(own_label=entry.label), now=time.time())
 
     def cancel(self, run: str) -> str:
         """Let the driver of a run stop it; returns the name of the run.
@@ -70,7 +76,8 @@ class QueueControl:
         if len(found) == 1:
             return found[0]
         if found:
-            raise QueueError(f"{run}: several runs; name one by its directory: {', '.join(e.location for e in found)}")
+            listed = ", ".join(f"{e.id} ({e.state}, {e.location})" for e in found)
+            raise QueueError(f"{run}: several runs have this name; give the id of one: {listed}")
         names = ", ".join(e.name for e in entries)
         raise QueueError(f"{run}: no such run in the queue; " + (f"it has: {names}" if names else "it is empty"))
 

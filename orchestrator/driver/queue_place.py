@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,17 @@ import ray.exceptions
 
 from orchestrator.compat.ray import is_own_ray
 from orchestrator.config.schema import Config
+from orchestrator.config.text import first_few
 from orchestrator.driver.calls import GangError
+from orchestrator.driver.cluster_state import cluster_state
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.run_queue import POLL_EVERY_S, open_queue
 from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.waiting import UnfitLimit
 from orchestrator.policy.elastic import Sizes
+from orchestrator.policy.queue import why_waiting
 from orchestrator.protocol.events import WaitingInQueue
-from orchestrator.protocol.queue import QueueAnswer, QueueEntry, QueueState
+from orchestrator.protocol.queue import ID_LENGTH, QueueAnswer, QueueEntry, QueueState
 from orchestrator.records.process import user_name
 from orchestrator.records.run_dir import RunDir
 
@@ -40,7 +44,7 @@ class TurnLostError(Exception):
 
 
 def queue_entry(
-    config: Config, sizes: Sizes, run_dir: RunDir, *, run_uid: str, submitted_at: float
+    config: Config, sizes: Sizes, run_dir: RunDir, *, run_uid: str, submitted_at: float, sweep: str | None
 ) -> QueueEntry | None:
     """Return the entry of a run that is to be queued; None if it has a Ray of its own, or ``cluster.queue=false``."""
     if not config.cluster.queue or is_own_ray():
@@ -60,6 +64,7 @@ def queue_entry(
         one_node=plan.one_node,
         autoscaling=config.cluster.autoscaling,
         since=time.time(),
+        sweep=sweep,
     )
 
 
@@ -68,8 +73,9 @@ class QueuePlace:
 
     Args:
         entry: the run; None if it is not queued, and then every turn is its own.
-        run_dir: its record says ``waiting`` while the run waits.
         timeout_s: the longest wait for a turn; None for no limit.
+        unfit_timeout_s: the longest wait while the cluster is too small for the run; None for no limit.
+        known_namesakes: the uids of other runs of this name that the user has been warned of.
 
     Attributes:
         waited_s: how long the run has waited for its turns, in seconds.
@@ -78,18 +84,20 @@ class QueuePlace:
     def __init__(
         self,
         entry: QueueEntry | None,
-        run_dir: RunDir,
         events: EventStream,
         stop: StopSignals,
         *,
         timeout_s: float | None,
+        unfit_timeout_s: float | None,
+        known_namesakes: Collection[str] = (),
     ):
         self.waited_s = 0.0
         self._entry = entry
-        self._run_dir = run_dir
         self._events = events
         self._stop = stop
         self._timeout_s = timeout_s
+        self._unfit_timeout_s = unfit_timeout_s
+        self._known_namesakes: Collection[str] | None = known_namesakes  # None after the warning
         self._queue: Any = None
         self._answered: tuple[QueueEntry, QueueAnswer] | None = None  # the last poll, as it was sent
         self._heard_at = 0.0
@@ -124,11 +132,12 @@ class QueuePlace:
 
         Raises:
             GangError: ``cluster.queue_timeout_s`` has passed.
+            UnfitError: the cluster has been too small for ``cluster.unfit_timeout_s``.
         """
         if self._entry is None:
             return
         self._enter("waiting")
-        began = time.monotonic()
+        began, unfit = time.monotonic(), UnfitLimit(self._unfit_timeout_s)
         reported: WaitingInQueue | None = None
         try:
             while not self._is_admitted() and not self._is_unreachable():
@@ -139,13 +148,16 @@ class QueuePlace:
                         f"not the first in the queue within {waited_s:.0f} s (cluster.queue_timeout_s); raise it or "
                         "cluster.priority, or look at `orchestrator queue list`"
                     )
-                reported = self._report(waited_s, reported)
+                answer = self._answer("waiting")
+                self._warn_of_namesakes(answer)
+                if answer is not None and not answer.may_reserve:
+                    reported = self._report(answer, waited_s, reported)
+                    unfit.check(answer.unfit, self._why)
                 self._news.wait(_CHECK_EVERY_S)
                 self._news.clear()
         finally:
             self.waited_s += time.monotonic() - began
-        if reported is not None:
-            self._record("running")
+        self._warn_of_namesakes(self._answer("waiting"))
         self._enter("reserving")
 
     def check_turn(self) -> None:
@@ -201,18 +213,37 @@ class QueuePlace:
         )
         return True
 
-    def _report(self, waited_s: float, last: WaitingInQueue | None) -> WaitingInQueue | None:
+    def _report(self, answer: QueueAnswer, waited_s: float, last: WaitingInQueue | None) -> WaitingInQueue:
         """Report the wait if the line has changed since the last report, or after a while; returns the last report."""
-        answer = self._answer("waiting")
-        if answer is None or answer.may_reserve:
+        line = (answer.ahead, answer.running, answer.unfit)
+        if (
+            last is not None
+            and line == (last.ahead, last.running, last.unfit)
+            and waited_s - last.waited_s < REPORT_EVERY_S
+        ):
             return last
-        report = WaitingInQueue(waited_s=waited_s, ahead=answer.ahead, running=answer.running)
-        if last is None:
-            self._record("waiting")
-        elif (report.ahead, report.running) == (last.ahead, last.running) and waited_s - last.waited_s < REPORT_EVERY_S:
-            return last
+        report = WaitingInQueue(
+            waited_s=waited_s, ahead=answer.ahead, running=answer.running, unfit=answer.unfit, why=self._why()
+        )
         self._events.emit(report)
         return report
+
+    def _warn_of_namesakes(self, answer: QueueAnswer | None) -> None:
+        """Warn of other runs of this name at the first answer."""
+        if answer is None or self._known_namesakes is None:
+            return
+        assert self._entry is not None
+        unknown, self._known_namesakes = set(answer.namesakes).difference(self._known_namesakes), None
+        if unknown:
+            ids = sorted(uid[:ID_LENGTH] for uid in unknown)
+            self._events.warn(
+                f"the queue has another run named {self._entry.name} (id {first_few(ids)}): name=... tells them apart, "
+                f"and `orchestrator queue cancel {ids[0]}` ends the other one"
+            )
+
+    def _why(self) -> str:
+        assert self._entry is not None
+        return why_waiting(self._entry, cluster_state(), now=time.time())
 
     def _answer(self, state: QueueState) -> QueueAnswer | None:
         """Return the answer to a poll in the present state, which is ``state``; None if there is none yet."""
@@ -246,7 +277,3 @@ class QueuePlace:
         self._news.set()
         if answer.cancelled_by is not None:
             self._stop.request(signal.SIGTERM, f"`orchestrator queue cancel` of {answer.cancelled_by}")
-
-    def _record(self, state: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
-            self._run_dir.update_record(state=state)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from orchestrator.driver.calls import GangError, NoWorkersError, check_ray
+from orchestrator.driver.calls import GangError, NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
@@ -60,6 +60,7 @@ from orchestrator.protocol.events import (
     Yielded,
 )
 from orchestrator.protocol.messages import RecoverableSteps, WorkerEnvironment
+from orchestrator.protocol.queue import run_label
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.rank_log import log_tail
 from orchestrator.strategies import registry
@@ -108,7 +109,12 @@ class Run:
         self._node_uploads = NodeUploads(spec.run_dir, spec.run_uid, spec.config.storage, spec.secrets)
         self._lease = lease
         self._queue = QueuePlace(
-            spec.queue_entry, spec.run_dir, events, stop, timeout_s=spec.config.cluster.queue_timeout_s
+            spec.queue_entry,
+            events,
+            stop,
+            timeout_s=spec.config.cluster.queue_timeout_s,
+            unfit_timeout_s=spec.config.cluster.unfit_timeout_s,
+            known_namesakes=spec.known_namesakes,
         )
         self._monitor = WaitMonitor(events, self._lease, stop, self._queue.check_turn)
         self._gang = Gang(
@@ -118,7 +124,7 @@ class Run:
             self._nodes,
             self._monitor,
             variables=worker_variables(self.config.cluster.env, os.environ),
-            label=f"{self._plan.run_name}-{spec.run_uid[:6]}",
+            label=run_label(self._plan.run_name, spec.run_uid),
         )
         self._times = RunTimes(spec.started_at, self._queue, self._gang)
         self._resizing = Resizing(self._gang, spec.sizes)
@@ -179,7 +185,10 @@ class Run:
                 self._acquire()
                 return self._train()
         except (GangError, ray.exceptions.RayError) as e:
-            return verdict.failed(str(e)) if self._stop.received is None else self._stopped(self._yielded)
+            if self._stop.received is not None:
+                return self._stopped(self._yielded)
+            refused = isinstance(e, UnfitError) and not self._has_trained
+            return verdict.refused(str(e)) if refused else verdict.failed(str(e))
         except Interrupted:
             return self._stopped(self._yielded)
 
@@ -196,14 +205,19 @@ class Run:
             waited_s = self._times.waited_s - waited_s
             self._times.startup_s.setdefault("workers_s", time.perf_counter() - began - waited_s)
             self._choose_precision()
+            self._record(state="running", precision=self._environment.config.train.precision)
             return
 
     def _choose_precision(self) -> None:
-        """Choose what all ranks compute in until the run ends, and record it for a run that resumes this one."""
+        """Choose what all ranks compute in until the run ends."""
         refused = registry.load(self.config.strategy.name).refused_precisions
         train = with_common_precision(self.config.train, self._gang.workers, refused=refused)
         self._environment = replace(self._environment, config=replace(self.config, train=train))
-        self.spec.run_dir.update_record(precision=train.precision)
+
+    def _record(self, **values: str) -> None:
+        """Set keys of the record of the run."""
+        with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
+            self.spec.run_dir.update_record(**values)
 
     def _start_with(self, plan: Plan) -> None:
         """Take over the plan for the workers that the cluster has room for."""
@@ -401,6 +415,7 @@ class Run:
         if (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
         self._gang.release()
+        self._record(state="waiting")
         self._events.emit(Yielded(step=step, to=to))
         self._monitor.grace_s, self._yielded = 0.0, generation
         self._acquire()
@@ -511,9 +526,14 @@ class Run:
             int(self._stop.received),
             self._stop.cause,
             at_step=at_step,
-            trained=any(self._telemetry.last_step.values()),
+            trained=self._has_trained,
             checkpoint_missing=missing,
         )
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether any step was done since the launch."""
+        return any(self._telemetry.last_step.values())
 
     def _result(self, verdict: Verdict) -> RunResult:
         summary: dict[str, Any] = {

@@ -15,7 +15,7 @@ import ray
 
 from orchestrator.compat.ray import free_resources, on_head
 from orchestrator.driver import cluster
-from orchestrator.policy.queue import free_room, line, may_reserve, stale, victims
+from orchestrator.policy.queue import free_room, line, marked_unfit, may_reserve, namesakes, stale, victims
 from orchestrator.protocol.queue import NodeResources, QueueAnswer, QueueEntry
 
 NAME, NAMESPACE = "queue", "orchestrator"
@@ -83,11 +83,12 @@ class RunQueue:
         if run.priority is not None:
             entry = replace(entry, priority=run.priority)
         run.entry, run.heard_at = entry, now
-        entries = [r.entry for r in self._runs.values()]
+        entries, nodes = self._look()
+        entry = next(e for e in entries if e.uid == entry.uid)
         waiting = line(entries)
         admitted, leaving = entry.state == "reserving", []
         if waiting and now >= self._settled_at:
-            room = free_room(self._nodes(), entries)
+            room = free_room(nodes, entries)
             admitted = entry in waiting and may_reserve(entry, entries, room)
             leaving = victims(entries, room)
         if admitted:
@@ -95,11 +96,13 @@ class RunQueue:
         return QueueAnswer(
             may_reserve=admitted,
             ahead=tuple(e.name for e in waiting[: waiting.index(entry)]) if entry in waiting else (),
-            running=tuple(e.name for e in entries if e not in waiting and e.uid != entry.uid),
+            running=tuple(e.name for e in entries if e.has_workers and e.uid != entry.uid),
             others_wait=any(e.uid != entry.uid for e in waiting),
             yield_to=waiting[0].name if entry in leaving else None,
             priority=entry.priority,
             cancelled_by=run.cancelled_by,
+            unfit=entry.state == "unfit",
+            namesakes=namesakes(entry, entries),
         )
 
     def leave(self, uid: str) -> None:
@@ -107,10 +110,11 @@ class RunQueue:
         self._runs.pop(uid, None)
 
     def entries(self) -> list[QueueEntry]:
-        """Return the runs with workers in the order of their submission, and then the line."""
-        entries = [run.entry for run in self._runs.values()]
-        waiting = line(entries)
-        return [*sorted((e for e in entries if e not in waiting), key=lambda e: e.submitted_at), *waiting]
+        """Return the runs with workers in the order of their submission, then the line, and then the unfit runs."""
+        entries, _ = self._look()
+        by_submission = sorted(entries, key=lambda e: e.submitted_at)
+        with_workers = [e for e in by_submission if e.has_workers]
+        return [*with_workers, *line(entries), *(e for e in by_submission if e.state == "unfit")]
 
     def cancel(self, uid: str, by: str) -> None:
         """Let the driver of a run stop it with its next poll; ``by``: who wants that."""
@@ -121,6 +125,12 @@ class RunQueue:
         """Change the priority of a run. Its driver keeps the new one."""
         if (run := self._runs.get(uid)) is not None:
             run.priority, run.entry = priority, replace(run.entry, priority=priority)
+
+    def _look(self) -> tuple[list[QueueEntry], Mapping[str, NodeResources]]:
+        """Return the entries, the unfit ones marked, and the nodes, which are only looked up if a run waits."""
+        entries = [run.entry for run in self._runs.values()]
+        nodes = {} if all(e.has_workers for e in entries) else self._nodes()
+        return marked_unfit(entries, nodes), nodes
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)

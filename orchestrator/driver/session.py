@@ -22,13 +22,14 @@ from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.display.text import count
 from orchestrator.driver import cluster
-from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
+from orchestrator.driver.candidates import Candidate, check_all, planned_on, this_machine, with_choice
 from orchestrator.driver.decision import NotMeasuredError
-from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.ending import RunEnding, commands_for_page
 from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
-from orchestrator.driver.job_metadata import job_metadata
+from orchestrator.driver.job_metadata import JobStateSink, job_metadata
 from orchestrator.driver.origin import this_origin
+from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
@@ -37,6 +38,7 @@ from orchestrator.driver.queue_place import queue_entry
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.run import Run
 from orchestrator.driver.run_spec import RunSpec
+from orchestrator.driver.search import Search
 from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.stop_requests import StopRequests
@@ -62,7 +64,12 @@ if TYPE_CHECKING:
 
 
 def run_all(
-    candidates: Sequence[Candidate], *, owns_process: bool = False, sweep: Sweep | None = None
+    candidates: Sequence[Candidate],
+    *,
+    owns_process: bool = False,
+    sweep: Sweep | None = None,
+    part_of: Mapping[str, str] | None = None,
+    started_at: float | None = None,
 ) -> list[RunResult]:
     """Execute the runs one after another on one Ray.
 
@@ -70,6 +77,9 @@ def run_all(
         candidates: what :func:`check_all` returned.
         owns_process: SIGINT and SIGTERM may end the process, as on the command line.
         sweep: the sweep that the runs belong to.
+        part_of: the id and name of the sweep in whose records the only run is, with its number.
+        started_at: when the first run was requested, in seconds since the epoch; None for the start of the process if
+            ``owns_process``, and for the present time otherwise.
 
     Returns:
         The results of the runs that were started. In a sweep, a run that could not be started has none.
@@ -81,10 +91,10 @@ def run_all(
         SystemExit: a second SIGTERM came during a run.
     """
     results: list[RunResult] = []
-    started_at = process_started_at() if owns_process else time.time()
-    is_embedded = cluster.target_address(candidates[0].config.cluster) is None
-    part = membership()
-    if part is not None:
+    if started_at is None:
+        started_at = process_started_at() if owns_process else time.time()
+    if (carried := membership()) is not None:
+        part_of = carried
         end_with_parent(signal.SIGTERM)
     with (
         StopSignals(owns_process=owns_process) as stop,
@@ -92,7 +102,7 @@ def run_all(
         _ray(candidates, sweep, codes) as (nodes, planned),
     ):
         if candidates[0].config.plan:
-            return _print_plans(planned, nodes, codes, stop)
+            return _print_plans(planned, nodes, codes, stop, sweep)
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
@@ -100,14 +110,15 @@ def run_all(
         recover_orphans(output_dir(candidates[0].config), resumed=resumed)
         if sweep is not None:
             if (parallel := candidates[0].config.sweep.parallel) == "auto":
-                parallel = 1 if is_embedded else num_at_once([sizes.initial for _, sizes in planned], nodes)
+                plans = [sizes.initial for _, sizes in planned]
+                parallel = 1 if candidates[0].embeds_ray else num_at_once(plans, nodes)
             sweep.at_once = parallel
             sweep.begin([candidate.overrides for candidate, _ in planned])
         if sweep is not None and sweep.at_once > 1:
             return run_side_by_side([candidate for candidate, _ in planned], sweep, stop)
         for candidate, sizes in planned:
             run = functools.partial(_choose_and_run, candidate, sizes, nodes, codes, stop, started_at=started_at)
-            result = run(sweep=part) if sweep is None else sweep.run(candidate.overrides, run)
+            result = run(sweep=part_of) if sweep is None else sweep.run(candidate.overrides, run)
             started_at = time.time()
             results += [] if result is None else [result]
             if result is not None and result.status == "KILLED":
@@ -127,15 +138,49 @@ def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
     finally:
         sweep.end()
     if results:
-        first, last = candidates[0], results[-1]
-        report_sweep(RunDir(last.run_dir), first.config.tracking, tuple(first.redactor.secrets))
-        if page := last.summary.get("mlflow_page"):
-            sweep.say(f"charts: {page}")
+        _publish(sweep, candidates[0], results[-1])
     return sweep.exit_code
 
 
+def run_search(search: Search) -> int:
+    """Execute the runs of a search, compare them at the end, and upload the comparison.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError, KeyboardInterrupt, SystemExit: see :meth:`Search.run` and :func:`run_all`.
+    """
+    ran: list[tuple[Candidate, RunResult]] = []
+
+    def execute(overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
+        (candidate,) = check_all([overrides], search.sweep.redactor)
+        started_at = time.time() if ran else None
+        (result,) = run_all([candidate], owns_process=True, part_of=sweep, started_at=started_at)
+        ran.append((candidate, result))
+        return result
+
+    exit_code = search.run(execute)
+    if ran:
+        _publish(search.sweep, *ran[-1])
+    return exit_code
+
+
+def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
+    """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
+    report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
+    for command in commands_for_page(this_origin(), candidate.config.tracking):
+        sweep.say(f"next: {command}")
+    if page := last.summary.get("mlflow_page"):
+        sweep.say(f"charts: {page}")
+
+
 def _print_plans(
-    planned: Sequence[tuple[Candidate, Sizes]], nodes: tuple[Node, ...], codes: CodeCache, stop: StopSignals
+    planned: Sequence[tuple[Candidate, Sizes]],
+    nodes: tuple[Node, ...],
+    codes: CodeCache,
+    stop: StopSignals,
+    sweep: Sweep | None,
 ) -> list[RunResult]:
     """Print the plan of each run; with ``strategy=auto``, that of the best prediction.
 
@@ -143,6 +188,8 @@ def _print_plans(
         The run that should have measured a job, if it did not finish.
     """
     for candidate, sizes in planned:
+        if sweep is not None:
+            sweep.say(f"\n{sweep.title_of(candidate.overrides)}")
         if candidate.is_auto:
             try:
                 decision = _chooser(candidate, sizes.initial, nodes, codes, stop).choose(measure=False)
@@ -169,7 +216,6 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: C
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
         return _run(brief, Sizes.of(plan), codes, stop, sweep=None, started_at=time.time(), console=console)
 
-    embedded = cluster.target_address(candidate.config.cluster) is None
     return Chooser(
         candidate.config,
         candidate.job,
@@ -177,7 +223,7 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: C
         nodes,
         run,
         redactor=candidate.redactor,
-        oversubscribe_cpus=embedded,
+        oversubscribe_cpus=candidate.embeds_ray,
     )
 
 
@@ -223,7 +269,8 @@ def _ray(
     metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
     if address is not None:
         with cluster.connected(address, metadata=metadata):
-            _warn_of_strangers(config)
+            if not config.plan and membership() is None:
+                _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)
             if not config.plan:
                 nodes = fit_nodes(nodes, candidates, codes.get(config.cluster))
@@ -234,18 +281,21 @@ def _ray(
     if config.plan and not any(c.is_auto for c in candidates):
         yield (machine,), planned
         return
-    # No more than the runs need: Ray starts a process in advance for each CPU, and each of them imports torch.
-    num_cpus = max(s.max_processes * s.largest.cpus_per_worker for _, s in planned)
-    with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=machine.gpus, metadata=metadata):
+    needs = [s for _, s in planned]
+    with cluster.embedded(
+        config.cluster,
+        num_cpus=max(s.max_processes * s.largest.cpus_per_worker for s in needs),
+        num_gpus=machine.gpus,
+        num_processes=max(s.max_processes for s in needs),
+        metadata=metadata,
+    ):
         yield (machine,), planned
 
 
-def _warn_of_strangers(config: Config) -> None:
-    """Print a warning if others may use the cluster; not again in each of the runs that share it side by side."""
-    if config.plan or membership() is not None:
-        return
-    address = ray.get_runtime_context().gcs_address
-    if (warning := exposure_warning(address, required=cluster.asks_for_token())) is not None:
+@functools.cache
+def _warn_of_strangers(gcs_address: str) -> None:
+    """Print a warning, once, if everybody may use the Ray at ``gcs_address``, which is connected."""
+    if (warning := exposure_warning(gcs_address, required=cluster.asks_for_token())) is not None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
@@ -278,12 +328,15 @@ def _run(
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
     shown = console or make_console(steps=plan.steps, world_size=plan.world_size)
-    console = EventStream([shown], redactor)
+    job_state = JobStateSink()
+    console = EventStream([shown, job_state], redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
     journal = EventStream([writer], redactor)
-    events = EventStream([writer, shown, PrometheusSink()], redactor)
-    queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at)
+    events = EventStream([writer, shown, job_state, PrometheusSink()], redactor)
+    namesakes = active_namesakes(run_dir)
+    sweep_id = None if sweep is None else sweep["id"]
+    queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
     spec = RunSpec(
         config=with_patience(config, processes_per_core=sizes.largest.processes_per_core),
         sizes=sizes,
@@ -296,6 +349,7 @@ def _run(
         secrets=tuple(redactor.secrets),
         pickled_job=None if candidate.given is None else candidate.given.data,
         queue_entry=redactor.data(queued, by_key=False),
+        known_namesakes=frozenset(namesakes),
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
     ending = RunEnding(
@@ -311,10 +365,12 @@ def _run(
             (*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job, origin=origin
         ),
         origin=origin,
+        in_sweep=sweep is not None,
     )
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     try:
-        for warning in candidate.warnings:
+        others = [namesake_warning(config.run_name, location) for location in namesakes.values()]
+        for warning in (*candidate.warnings, *others):
             console.emit(Warned(message=warning))
         if is_submitted and (short := stop_wait_warning(config.cluster.stop_grace_s, os.environ)) is not None:
             console.emit(Warned(message=short))

@@ -56,6 +56,7 @@ class Sweep:
         runs: the overrides of each run, without ``resume``, with secrets masked; they identify the run.
         output: where the runs are.
         redactor: masks secrets in what is printed and written.
+        label: the name of the sweep; None to name the overrides in which the runs differ.
         sweep_id: identifies the sweep in the records and in MLflow.
         finished: directories of the runs that an earlier command has finished, by the number of the run.
     """
@@ -64,6 +65,7 @@ class Sweep:
     runs: Sequence[tuple[str, ...]]
     output: OutputDir
     redactor: Redactor
+    label: str | None = None
     sweep_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     finished: dict[int, RunDir] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
@@ -80,7 +82,9 @@ class Sweep:
 
     @property
     def name(self) -> str:
-        """The overrides in which the runs differ: ``strategy=single,ddp``."""
+        """The overrides in which the runs differ, such as ``strategy=single,ddp``, or the label."""
+        if self.label is not None:
+            return self.label
         given: dict[str, dict[str, None]] = {}  # dicts as ordered sets
         for override in (override for run in self.runs for override in run):
             key, _, value = override.partition("=")
@@ -119,6 +123,11 @@ class Sweep:
             self.directory.write_record(record)
         except OSError as e:
             raise ConfigError([f"{self.directory.path}: cannot be written ({e.strerror or e})"]) from e
+
+    def title_of(self, overrides: Sequence[str]) -> str:
+        """Return the number of a run in the sweep and what distinguishes it: ``run 2: strategy=ddp``."""
+        number = self._number(overrides)
+        return f"run {number}: {self._run_name(number)}"
 
     def run(self, overrides: Sequence[str], execute: Execute) -> RunResult | None:
         """Execute a run and report the progress; an error ends this run only. Returns None after an error."""
@@ -223,7 +232,7 @@ def open_sweep(
     identities = [_identity(run, redactor) for run in runs]
     if len(set(identities)) < len(identities):
         raise ConfigError(["two runs of the sweep are equal; leave out values that are given twice"])
-    sweep = Sweep(words=words, runs=identities, output=_output(runs[0]), redactor=redactor)
+    sweep = Sweep(words=words, runs=identities, output=output_of(runs[0]), redactor=redactor)
     if not all("resume=auto" in run for run in runs):
         return sweep, [list(run) for run in runs]
     try:
@@ -248,13 +257,13 @@ def _resumed(sweep: Sweep, runs: Sequence[Sequence[str]]) -> tuple[Sweep, list[l
             break
         sweep.sweep_id, sweep.finished = record["id"], finished
         sweep.say(f"sweep {sweep.sweep_id[:8]}: {len(finished)} of {count(len(sweep.runs), 'run')} finished before")
-        return sweep, [run + _resume(found.get(n)) for run in new if (n := sweep._number(run)) not in finished]
+        return sweep, [run + resume_override(found.get(n)) for run in new if (n := sweep._number(run)) not in finished]
     sweep.say("resume=auto: no sweep of these runs is unfinished; this is a new one")
     return sweep, new
 
 
-def _resume(run_dir: RunDir | None) -> list[str]:
-    """The override that continues a run; none if it has no checkpoint, and starts again."""
+def resume_override(run_dir: RunDir | None) -> list[str]:
+    """Return the override that continues a run; none if it has no checkpoint, and starts again."""
     if run_dir is None or not CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
         return []
     return [f"resume='{run_dir.location}'"]
@@ -264,8 +273,8 @@ def _identity(overrides: Sequence[str], redactor: Redactor) -> tuple[str, ...]:
     return tuple(masked(o, redactor) for o in overrides if not o.startswith("resume="))
 
 
-def _output(overrides: Sequence[str]) -> OutputDir:
-    """The directory of the runs, as far as the overrides are valid; the check of the runs reports the errors."""
+def output_of(overrides: Sequence[str]) -> OutputDir:
+    """Return the directory of the runs, as far as the overrides are valid; the check of the runs reports the errors."""
     kept = [o for o in overrides if o.startswith(("output_dir=", "storage."))]
     config, _ = compose(kept, [], registry.config_class)
     return OutputDir(Path()) if config is None else output_dir(absolute_paths(config))

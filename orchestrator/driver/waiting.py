@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.driver.calls import NoWorkersError, check_ray
+from orchestrator.driver.calls import NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.cluster_state import cluster_state
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.signals import StopSignals
-from orchestrator.policy.shortage import ClusterState, Request, explain
+from orchestrator.policy.shortage import ClusterState, Request, can_ever_fit, explain
 from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import Lease
 
@@ -59,11 +59,39 @@ class WaitMonitor:
         self._events.emit(WaitingForResources(waited_s=waited_s, wanted=wanted, why=why))
 
 
+class UnfitLimit:
+    """Ends the wait for a cluster that has become too small for a run.
+
+    ``timeout_s``: how long the cluster may be too small; None for no limit.
+    """
+
+    def __init__(self, timeout_s: float | None):
+        self._timeout_s = timeout_s
+        self._since: float | None = None
+
+    def check(self, is_unfit: bool, why: Callable[[], str]) -> None:
+        """Take note of whether the cluster is too small; ``why()`` returns what the run needs, and what there is.
+
+        Raises:
+            UnfitError: it has been so for the timeout.
+        """
+        if not is_unfit or self._timeout_s is None:
+            self._since = None
+            return
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since > self._timeout_s:
+            raise UnfitError(
+                f"the cluster has been too small for {now - self._since:.0f} s (cluster.unfit_timeout_s): {why()}"
+            )
+
+
 class ResourceWait:
     """One wait for room in the cluster: reports every few seconds, and gives up after ``cluster.pending_timeout_s``.
 
     ``wanted`` names what is waited for, and ``request`` is what would suffice. ``label`` begins the names of the run's
-    own placement groups. ``trouble`` returns why nothing can be placed on some nodes, by node id.
+    own placement groups. ``trouble`` returns why nothing can be placed on some nodes, by node id. ``unfit_timeout_s``:
+    give up earlier if the cluster is too small for so long; None not to.
     """
 
     def __init__(
@@ -75,6 +103,7 @@ class ResourceWait:
         *,
         label: str,
         trouble: Callable[[], Mapping[str, str]],
+        unfit_timeout_s: float | None = None,
     ):
         self._wanted = wanted
         self._request = request
@@ -82,6 +111,7 @@ class ResourceWait:
         self._monitor = monitor
         self._label = label
         self._trouble = trouble
+        self._unfit = UnfitLimit(unfit_timeout_s)
         self._began = time.monotonic()
         self._report_at = self._began + FIRST_MESSAGE_S
 
@@ -95,6 +125,7 @@ class ResourceWait:
 
         Raises:
             NoWorkersError: the timeout has passed.
+            UnfitError: the cluster has been too small for too long.
             GangError: Ray is dead.
             Interrupted, SupersededError: see :meth:`WaitMonitor.check`.
         """
@@ -102,16 +133,20 @@ class ResourceWait:
         check_ray()
         if self.waited_s > self._config.pending_timeout_s:
             raise NoWorkersError(
-                f"no room for {self._wanted} within {self.waited_s:.0f} s: {self._explanation()}; free some, lower "
-                "strategy.num_workers, or raise cluster.pending_timeout_s"
+                f"no room for {self._wanted} within {self.waited_s:.0f} s: {self._explain(self.state())}; free some, "
+                "lower strategy.num_workers, or raise cluster.pending_timeout_s"
             )
         if time.monotonic() > self._report_at:
             self._report_at = time.monotonic() + MESSAGE_EVERY_S
-            self._monitor.report(self.waited_s, self._wanted, self._explanation())
+            state = self.state()
+            why = self._explain(state)
+            self._monitor.report(self.waited_s, self._wanted, why)
+            is_unfit = not self._config.autoscaling and not can_ever_fit(self._request, state)
+            self._unfit.check(is_unfit, lambda: why)
 
     def state(self) -> ClusterState:
         """Return the present state of the cluster."""
         return cluster_state(own_label=self._label, trouble=self._trouble())
 
-    def _explanation(self) -> str:
-        return explain(self._request, self.state(), autoscaling=self._config.autoscaling, now=time.time())
+    def _explain(self, state: ClusterState) -> str:
+        return explain(self._request, state, autoscaling=self._config.autoscaling, now=time.time())

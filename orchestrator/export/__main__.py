@@ -1,6 +1,8 @@
-"""Export the final model of a run: ``python -m orchestrator.export <run directory> <new folder>``.
+"""Export the final model of a run, and what identifies its training set.
 
-The folder receives ``facts.json`` (:class:`Facts`). If there is a checkpoint, it also receives:
+``python -m orchestrator.export <run directory> <new folder> [model] [dataset]``
+
+The folder receives ``facts.json`` (:class:`Facts`). With ``model``, and if there is a checkpoint, it also receives:
 
 - ``model.safetensors``: the weights.
 - ``model.pt2``, ``example.npz``, ``loader.py``: the graph, an example input and the code that loads them; or
@@ -15,7 +17,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ class Facts:
 
     ``dataset`` is the result of :func:`~orchestrator.export.dataset.dataset_facts`, None if the job cannot be built.
     ``step`` is that of the weights, None if there are none. ``problem`` says why there is no graph or there are no
-    weights, None if there are both.
+    weights, None if there are both. What was not asked for is None.
     """
 
     dataset: Mapping[str, Any] | None = None
@@ -56,25 +58,27 @@ class Facts:
     problem: str | None = None
 
 
-def main(run_dir: RunDir, folder: Path) -> None:
-    """Write the folder."""
+def main(run_dir: RunDir, folder: Path, exports: Collection[str]) -> None:
+    """Write the folder. ``exports``: ``model``, ``dataset`` or both."""
     folder.mkdir()
-    facts = _export_run(run_dir, folder)
+    facts = _export_run(run_dir, folder, exports)
     (folder / "facts.json").write_text(json.dumps(asdict(facts)))
 
 
-def _export_run(run_dir: RunDir, folder: Path) -> Facts:
+def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Facts:
     spec = recorded_job(run_dir.config_file)
-    facts, tensors = _weights(run_dir, folder)
+    facts, tensors = _weights(run_dir, folder) if "model" in exports else (Facts(), None)
     try:
         job = _job(spec)
         dataset = job.dataset("train")
-        facts = replace(facts, dataset=dataset_facts(spec, dataset))
+        if "dataset" in exports:
+            facts = replace(facts, dataset=dataset_facts(spec, dataset))
         if tensors is not None:
             _export(job, dataset, tensors, folder)
     except Exception as e:  # of any type: the code of the job
         problem = str(e) if isinstance(e, NotExportedError) else f"{type(e).__name__}: {e}"
-        facts = replace(facts, problem=facts.problem or problem)
+        if "model" in exports:
+            facts = replace(facts, problem=facts.problem or problem)
         if tensors is not None:
             (folder / "README.md").write_text(_readme(spec, problem=problem))
     return facts
@@ -142,5 +146,5 @@ def _readme(spec: JobSpec, *, problem: str) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(RunDir(Path(sys.argv[1])), Path(sys.argv[2]))
+    main(RunDir(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:])
     os._exit(0)  # threads of a dataset must not keep this process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,16 +37,23 @@ class LayerCost:
         return self.forward_ms + self.backward_ms
 
 
-def flow(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> list[Any]:
+def flow(
+    sequence: LayerSequence,
+    inputs: Any,
+    *,
+    precision: Precision,
+    observer: contextlib.AbstractContextManager[object] | None = None,
+) -> list[Any]:
     """Run a forward pass with fake tensors and return the input of each layer, then the output of the last one.
 
     Args:
         sequence: the layers, of fake tensors.
         inputs: a batch for the model, of real tensors on the device of the fake model.
         precision: what the forward pass is computed in.
+        observer: entered around the forward pass, to see its operations; None for no observer.
     """
     values = [map_tensors(sequence.whole.fake_like, inputs)]
-    with sequence.whole.mode, fake_calls(sequence.whole), precision.autocast():
+    with sequence.whole.mode, fake_calls(sequence.whole), precision.autocast(), observer or contextlib.nullcontext():
         for layer in sequence.modules:
             values.append(layer(values[-1]))
     return values

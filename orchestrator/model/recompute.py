@@ -7,17 +7,18 @@ Activation Recomputation in Large Transformer Models".
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from orchestrator.compat.torch import FakeTensor, own_buffers
-from orchestrator.model.batch import tensors_in
+from orchestrator.model.buffers import ReplacedBuffers
+
+Selection = Literal["none", "blocks", "selective"]
+"""What is computed again: nothing, the blocks, or the blocks without their matrix products and convolutions."""
 
 _KEPT = frozenset(
     {
@@ -31,56 +32,31 @@ _KEPT = frozenset(
 """The operators whose results ``selective`` keeps. None of them is random: one that is left out of the recomputation
 would let those after it draw other numbers."""
 
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated blocks of a model.
-
-    They are the children of an ``nn.ModuleList`` or ``nn.Sequential`` that have the type of another child and have
-    children themselves: a single operation keeps little more than its input, which a block keeps too.
-    """
-    children = [child for child in model.children() if next(child.children(), None) is not None]
-    repeated: set[nn.Module] = set()
-    if isinstance(model, (nn.ModuleList, nn.Sequential)):
-        count = Counter(type(child) for child in children if not isinstance(child, (nn.ModuleList, nn.Sequential)))
-        repeated = {child for child in children if count[type(child)] > 1}
-    return [b for child in children for b in ([child] if child in repeated else blocks_of(child))]
+_thread = threading.local()
 
 
-def recomputing(build: Callable[[], nn.Module], *, selective: bool = False) -> Callable[[], nn.Module]:
-    """Return a constructor whose model recomputes its blocks in the backward pass.
+def recomputed(run: Callable[..., Any], *args: Any, block: nn.Module, selective: bool) -> Any:
+    """Return ``run(*args)``, and let the backward pass call ``run`` again.
 
-    ``selective``: except for the results of matrix products and convolutions, which are kept.
+    Args:
+        run: the forward pass of ``block``.
+        args: its inputs, which are kept.
+        block: the module whose buffers the second call must not change.
+        selective: whether the results of matrix products and convolutions are kept too.
     """
 
-    def built() -> nn.Module:
-        model = build()
-        blocks = blocks_of(model)
-        classes = {kind: _recomputed(kind, selective=selective) for kind in map(type, blocks)}
-        for block in blocks:
-            # The class and not the instance, because a copy of a module has its class, and its own parameters.
-            block.__class__ = classes[type(block)]
-        return model
+    def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        if not selective:
+            return contextlib.nullcontext(), _Recomputation(block)
+        keeping, using = create_selective_checkpoint_contexts(_policy)
+        return keeping, _both(_Recomputation(block), using)
 
-    return built
+    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _recomputed(kind: type[nn.Module], *, selective: bool) -> type[nn.Module]:
-    """Return a subclass of ``kind`` whose instances keep the inputs of their forward pass, and what is selected."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = functools.partial(kind.forward, self, **kwargs)
-        if not torch.is_grad_enabled() or any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
-            return plain(*args)
-
-        def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-            if not selective:
-                return contextlib.nullcontext(), _BufferCopies(self)
-            keeping, using = create_selective_checkpoint_contexts(_policy)
-            return keeping, _both(_BufferCopies(self), using)
-
-        return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts)
-
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+def is_recomputing() -> bool:
+    """Return whether this thread computes a forward pass again, in a backward pass."""
+    return getattr(_thread, "recomputing", False)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -95,22 +71,19 @@ def _both(
         yield
 
 
-class _BufferCopies(contextlib.AbstractContextManager[None]):
-    """Lets a forward pass change copies of a block's buffers, such as running statistics, which count a batch once.
+class _Recomputation(ReplacedBuffers):
+    """Lets a forward pass change copies of a block's buffers, because running statistics count a batch once.
 
-    It is entered in each recomputation, of which a backward pass in halves has two.
+    A backward pass in halves has two recomputations.
     """
 
     def __init__(self, block: nn.Module):
-        self._block = block
-        self._originals: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        super().__init__(block, Tensor.clone)
 
     def __enter__(self) -> None:
-        self._originals = [(own_buffers(module), dict(own_buffers(module))) for module in self._block.modules()]
-        for buffers, originals in self._originals:
-            buffers.update({name: None if t is None else t.clone() for name, t in originals.items()})
+        super().__enter__()
+        _thread.recomputing = True
 
     def __exit__(self, *error: object) -> None:
-        for buffers, originals in self._originals:
-            buffers.update(originals)
-        self._originals = []
+        _thread.recomputing = False
+        super().__exit__(*error)

@@ -12,14 +12,19 @@ from orchestrator.protocol.core_metrics import (
     BUBBLE_PCT,
     BUBBLE_THEORY_PCT,
     BUSIEST_PCT,
+    COMM_MS,
     COMM_PCT,
+    COMPUTE_MS,
     CORE_METRICS,
+    DATA_WAIT_MS,
     DATA_WAIT_PCT,
     FLOPS_PER_SAMPLE,
+    IDLE_MS,
     LOSS,
     MFU_PCT,
     PEAK_MEMORY_MB,
     SAMPLES_PER_S,
+    SAMPLES_PER_S_PER_WORKER,
     STEP_MS,
     TOKENS_PER_S,
 )
@@ -29,6 +34,9 @@ from orchestrator.protocol.metrics import Derive, MetricRegistry, MetricSpec, Su
 from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import theoretical_bubble
 from orchestrator.timeline.spans import Timeline
+
+_MOST_RANKS = 16
+"""The memory of each rank is logged up to this number of ranks."""
 
 
 class Aggregator:
@@ -104,13 +112,20 @@ class Aggregator:
             metrics[LOSS.name] = math.fsum(p.loss_sum for p in parts.values()) / weight
         if lead.step_ms:
             metrics |= self._speed_metrics(parts, lead.step_ms)
-        peaks = [p.peak_memory_mb for p in parts.values() if p.peak_memory_mb is not None]
+        peaks = {rank: p.peak_memory_mb for rank, p in parts.items() if p.peak_memory_mb is not None}
         if peaks:
-            metrics[PEAK_MEMORY_MB.name] = max(peaks)
+            metrics[PEAK_MEMORY_MB.name] = max(peaks.values())
+        if 1 < len(parts) <= _MOST_RANKS:
+            metrics |= {f"memory/rank_{rank}_peak_mb": peaks[rank] for rank in sorted(peaks)}
         metrics |= _job_metrics("train/", [(p.sums, p.step_weight) for p in parts.values()])
         metrics |= self._measured_metrics(parts)
+        idle_ms = 0.0
         if all(p.spans for p in parts.values()):
-            metrics |= self._pipeline_metrics(parts)
+            timeline = self._timeline_of(parts)
+            metrics |= self._pipeline_metrics(timeline, parts.values())
+            idle_ms = 1e3 * timeline.idle_s
+        if lead.step_ms:
+            metrics |= self._parts_of_step(metrics, idle_ms=idle_ms)
         return metrics
 
     def _speed_metrics(self, parts: Mapping[int, TrainPoint], steps_ms: Sequence[float]) -> dict[str, float]:
@@ -119,10 +134,11 @@ class Aggregator:
         rates = [self._global_batch_size / ms * 1e3 for ms in steps_ms if ms > 0]
         self._record(STEP_MS, steps_ms)
         self._record(SAMPLES_PER_S, rates)
+        self._record(SAMPLES_PER_S_PER_WORKER, (r / self._mesh.num_workers for r in rates))
         metrics = {
             STEP_MS.name: step_ms,
             SAMPLES_PER_S.name: rate,
-            "perf/samples_per_s_per_worker": rate / self._mesh.num_workers,
+            SAMPLES_PER_S_PER_WORKER.name: rate / self._mesh.num_workers,
         }
         if self._tokens_per_sample:
             metrics[TOKENS_PER_S.name] = rate * self._tokens_per_sample
@@ -165,15 +181,31 @@ class Aggregator:
             metrics[name] = value
         return metrics
 
-    def _pipeline_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
+    def _parts_of_step(self, metrics: Mapping[str, float], *, idle_ms: float) -> dict[str, float]:
+        """Divide the time of a step, of which a worker waits ``idle_ms`` for other stages."""
+        step_ms = metrics[STEP_MS.name]
+        waits = {
+            COMM_MS: step_ms * metrics.get(COMM_PCT.name, 0.0) / 100,
+            DATA_WAIT_MS: step_ms * metrics[DATA_WAIT_PCT.name] / 100,
+            IDLE_MS: min(idle_ms, step_ms),
+        }
+        values = {COMPUTE_MS: max(0.0, step_ms - math.fsum(waits.values())), **waits}
+        for spec, ms in values.items():
+            self._record(spec, [ms])
+        return {spec.name: ms for spec, ms in values.items()}
+
+    def _timeline_of(self, parts: Mapping[int, TrainPoint]) -> Timeline:
+        """Keep and return what the stages did in a step."""
         mesh = self._mesh
         replicas = [
             aligned([parts[r].spans for r in mesh.pipeline(dp_rank)]) for dp_rank in range(mesh.data_parallel_size)
         ]
         if self._theoretical_bubble is None:  # every step has the same order of actions
             self._theoretical_bubble = theoretical_bubble(replicas[0])
-        timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)
-        self.timeline = timeline
+        self.timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)
+        return self.timeline
+
+    def _pipeline_metrics(self, timeline: Timeline, parts: Iterable[TrainPoint]) -> dict[str, float]:
         self._record(BUBBLE_PCT, [100 * timeline.bubble])
         self._record(BUSIEST_PCT, [100 * timeline.busiest])
         metrics = {
@@ -183,7 +215,7 @@ class Aggregator:
         }
         for stage, share in timeline.stage_busy().items():
             metrics[f"pipeline/stage_{stage}_busy_pct"] = 100 * share
-        for part in parts.values():
+        for part in parts:
             for stage in sorted({s.stage for s in part.spans}):
                 name = f"pipeline/stage_{stage}_peak_memory_mb"
                 if part.peak_memory_mb is not None:

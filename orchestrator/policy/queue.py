@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.planning.room import total_room
+from orchestrator.policy.shortage import ClusterState, Request, explain
 from orchestrator.protocol.queue import NodeResources, QueueEntry
 
 
@@ -27,6 +28,26 @@ def line(entries: Iterable[QueueEntry]) -> list[QueueEntry]:
     return sorted(
         (e for e in entries if e.state in ("waiting", "reserving")), key=lambda e: (-e.priority, e.submitted_at, e.uid)
     )
+
+
+def marked_unfit(entries: Iterable[QueueEntry], nodes: Mapping[str, NodeResources]) -> list[QueueEntry]:
+    """Return the entries; a run without workers is ``unfit`` if the whole cluster is too small for it.
+
+    Such a run is not in the line, so that it blocks nobody. A cluster that adds nodes is never too small.
+    """
+    whole = {node_id: Room(node.cpus, node.gpus) for node_id, node in nodes.items()}
+    return [e if e.has_workers or e.autoscaling or _fits(e, whole) else replace(e, state="unfit") for e in entries]
+
+
+def why_waiting(entry: QueueEntry, state: ClusterState, *, now: float) -> str:
+    """Return why a run without workers has none, as one sentence; ``now`` is in seconds since the epoch."""
+    each = {"CPU": entry.cpus_per_worker, "GPU": entry.gpus_per_worker}
+    request = Request(
+        count=entry.workers, each={name: need for name, need in each.items() if need}, one_node=entry.one_node
+    )
+    placing = entry.state == "reserving"
+    if_free = "Ray is about to place them" if placing else "another run goes first"
+    return explain(request, state, autoscaling=entry.autoscaling, now=now, if_free=if_free)
 
 
 def free_room(nodes: Mapping[str, NodeResources], entries: Iterable[QueueEntry]) -> dict[str, Room]:
@@ -57,7 +78,7 @@ def may_reserve(entry: QueueEntry, entries: Collection[QueueEntry], room: Mappin
         return True
     if entry.autoscaling:
         return not victims(entries, room) and not any(e.state == "yielding" for e in others)
-    return not any(_has_workers(e) for e in others)
+    return not any(e.has_workers for e in others)
 
 
 def victims(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> list[QueueEntry]:
@@ -84,13 +105,20 @@ def victims(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> list[Q
 
 
 def find_entries(entries: Iterable[QueueEntry], text: str) -> list[QueueEntry]:
-    """Return the runs that ``text`` names, by their name, their directory or the last parts of it."""
+    """Return the runs that ``text`` names, by their name, their id, their directory or the last parts of it."""
     wanted = text.rstrip("/")
-    return [e for e in entries if wanted == e.name or f"/{e.location}".endswith(f"/{wanted.lstrip('/')}")]
+    return [
+        e for e in entries if wanted in (e.name, e.id, e.label) or f"/{e.location}".endswith(f"/{wanted.lstrip('/')}")
+    ]
 
 
-def _has_workers(entry: QueueEntry) -> bool:
-    return entry.state in ("running", "yielding")
+def namesakes(entry: QueueEntry, entries: Iterable[QueueEntry]) -> tuple[str, ...]:
+    """Return the uids of the other runs with the name of this one. The runs of a sweep may share theirs."""
+    return tuple(
+        e.uid
+        for e in entries
+        if e.name == entry.name and e.uid != entry.uid and (e.sweep is None or e.sweep != entry.sweep)
+    )
 
 
 def _add(room: Mapping[str, Room], entries: Iterable[QueueEntry]) -> dict[str, Room]:

@@ -69,7 +69,14 @@ def can_ever_fit(request: Request, state: ClusterState) -> bool:
     return _capacity(request, state) >= request.count
 
 
-def explain(request: Request, state: ClusterState, *, autoscaling: bool, now: float) -> str:
+def explain(
+    request: Request,
+    state: ClusterState,
+    *,
+    autoscaling: bool,
+    now: float,
+    if_free: str = "Ray is about to place them",
+) -> str:
     """Return why the request is not granted, as one sentence of limited length.
 
     Args:
@@ -77,6 +84,7 @@ def explain(request: Request, state: ClusterState, *, autoscaling: bool, now: fl
         state: the cluster.
         autoscaling: whether nodes may be added.
         now: seconds since the epoch.
+        if_free: what the request waits for if there is room for it.
     """
     free = room(request, state)
     parts = [f"need {request}{' on one node' if request.one_node else ''}", f"free {free}"]
@@ -87,7 +95,7 @@ def explain(request: Request, state: ClusterState, *, autoscaling: bool, now: fl
         else:
             parts.append(f"{shortage}: add nodes, or lower strategy.num_workers or cluster.cpus_per_worker")
     elif free >= request.count:
-        return "; ".join([*parts, "Ray is about to place them"])
+        return "; ".join([*parts, if_free])
     occupied = sorted(
         (node for node in state.nodes if _occupied(request.each, node)),
         key=lambda node: -_occupied(request.each, node),

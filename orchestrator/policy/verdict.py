@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+REFUSED = 2
+"""The exit code of a run that could not begin because of what it asks for."""
 RESULT_LOST = 3
 """The exit code of a run that has completed its steps without saving the result, or all of its records."""
 
@@ -32,6 +34,11 @@ def completed(steps: int, *, checkpoint_missing: str | None) -> Verdict:
 def failed(reason: str) -> Verdict:
     """Return the verdict on a run that could not go on because of ``reason``."""
     return Verdict("FAILED", 1, reason)
+
+
+def refused(reason: str) -> Verdict:
+    """Return the verdict on a run that has not begun because of ``reason``, and must be changed to do so."""
+    return Verdict("FAILED", REFUSED, reason)
 
 
 def stopped(

@@ -38,6 +38,12 @@ SAMPLES_PER_S = MetricSpec(
     ),
 )
 
+SAMPLES_PER_S_PER_WORKER = MetricSpec(
+    name="perf/samples_per_s_per_worker",
+    format="rate",
+    summaries=(Summary(key="samples_per_s_per_worker", derive="harmonic_mean"),),
+)
+
 STEP_MS = MetricSpec(
     name="perf/step_ms",
     format="{:.1f}",
@@ -89,6 +95,15 @@ DATA_WAIT_PCT = MetricSpec(
 )
 """The share of a step that workers wait for samples."""
 
+COMPUTE_MS, COMM_MS, DATA_WAIT_MS, IDLE_MS = (
+    MetricSpec(name=f"perf/{part}_ms", format="{:.3g}", summaries=(Summary(key=f"{part}_ms", derive="median"),))
+    for part in ("compute", "comm", "data_wait", "idle")
+)
+"""The parts that ``perf/step_ms`` is the sum of: waits for gradients, for samples, for other stages, and the rest.
+
+They are the means over the workers, and 0 where a strategy has no such part, so that strategies can be compared.
+"""
+
 PEAK_MEMORY_MB = MetricSpec(
     name="perf/peak_memory_mb",
     reduce="max",
@@ -128,11 +143,16 @@ CORE_METRICS = (
     VAL_ACCURACY,
     VAL_EMA_LOSS,
     SAMPLES_PER_S,
+    SAMPLES_PER_S_PER_WORKER,
     TOKENS_PER_S,
     MFU_PCT,
     STEP_MS,
     COMM_PCT,
     DATA_WAIT_PCT,
+    COMPUTE_MS,
+    COMM_MS,
+    DATA_WAIT_MS,
+    IDLE_MS,
     PEAK_MEMORY_MB,
     FLOPS_PER_SAMPLE,
     BUBBLE_THEORY_PCT,

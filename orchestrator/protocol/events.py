@@ -67,12 +67,15 @@ class Noted(Event):
 class WaitingInQueue(Event):
     """The run waits for its turn in the queue of the cluster.
 
-    ``ahead`` names the runs before it, in order; ``running`` those that have workers.
+    ``ahead`` names the runs before it, in order; ``running`` those that have workers. ``why``: what it needs, what is
+    free, and who holds the rest. ``unfit``: the cluster is too small for it, so that it has no place in the line.
     """
 
     waited_s: float
     ahead: tuple[str, ...]
     running: tuple[str, ...]
+    why: str
+    unfit: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

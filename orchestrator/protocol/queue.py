@@ -6,9 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-QueueState = Literal["waiting", "reserving", "running", "yielding"]
-"""``waiting``: without workers; ``reserving``: may acquire its workers, as the only run at a time; ``running``: has
-workers; ``yielding``: saves a checkpoint, and then releases its workers and waits again."""
+QueueState = Literal["waiting", "unfit", "reserving", "running", "yielding"]
+"""``waiting``: without workers; ``unfit``: without workers, and the cluster is too small for them; ``reserving``: may
+acquire its workers, as the only run at a time; ``running``: has workers; ``yielding``: saves a checkpoint, and then
+releases its workers and waits again. Only the queue says ``unfit``; the driver of such a run reports another state."""
+
+
+ID_LENGTH = 6
+
+
+def run_label(name: str, uid: str) -> str:
+    """Return what a run is called on its cluster: its name, which other runs may have too, and its short id."""
+    return f"{name}-{uid[:ID_LENGTH]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +32,7 @@ class QueueEntry:
         one_node: all workers must be on one node.
         autoscaling: its request may make the cluster add nodes.
         since: when it entered its state, in seconds since the epoch.
+        sweep: the id of its sweep, whose runs may share a name; None if it belongs to none.
         workers_by_node: the workers that it has, by the id of their node.
     """
 
@@ -41,6 +51,22 @@ class QueueEntry:
     since: float
     state: QueueState = "waiting"
     workers_by_node: Mapping[str, int] = field(default_factory=dict)
+    sweep: str | None = None
+
+    @property
+    def id(self) -> str:
+        """What tells the run apart from others of its name, short enough to type."""
+        return self.uid[:ID_LENGTH]
+
+    @property
+    def label(self) -> str:
+        """The name and the id of the run, as messages about held resources show it."""
+        return run_label(self.name, self.uid)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the run holds resources."""
+        return self.state in ("running", "yielding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +81,8 @@ class QueueAnswer:
         yield_to: the name of the run that needs the resources of this one; None to keep them.
         priority: the run's priority, which ``orchestrator queue priority`` may have changed.
         cancelled_by: who has cancelled the run; None if nobody has.
+        unfit: the cluster is too small for the run, which has no place in the line.
+        namesakes: the uids of other runs of its name, except those of its sweep.
     """
 
     may_reserve: bool
@@ -64,6 +92,8 @@ class QueueAnswer:
     yield_to: str | None
     priority: int
     cancelled_by: str | None
+    unfit: bool = False
+    namesakes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
 
 ACTIVE_STATES = ("running", "waiting")
-"""The states in ``run.json`` of a run that has not ended. It has died if no process drives it."""
+"""The states in ``run.json`` of a run that has not ended: with workers, and without them, at first and after it has
+yielded. The run has died if no process drives it."""
 
 _RESERVE_BYTES = 256 << 10
 
@@ -77,12 +78,27 @@ class RunDir:
         return self.path / "tracking.json"
 
     @property
+    def choice_record(self) -> Path:
+        """The contenders of ``strategy=auto``, and which of them was chosen."""
+        return self.path / "auto.json"
+
+    @property
+    def choice_report(self) -> Path:
+        """The same as a table, and the reason."""
+        return self.path / "auto.md"
+
+    @property
     def timeline_picture(self) -> Path:
         return self.path / "timeline.png"
 
     @property
     def timeline_trace(self) -> Path:
         return self.path / "timeline.json"
+
+    @property
+    def plots(self) -> Path:
+        """Pictures of what the run has logged, which are drawn after its end."""
+        return self.path / "plots"
 
     @property
     def profile(self) -> Path:

@@ -24,7 +24,7 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.confirmation import no_confirmation
-from orchestrator.strategies.constructor import recompute_note
+from orchestrator.strategies.constructor import blocks_note
 from orchestrator.strategies.memory import TensorSize
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.timeline.spans import Span
@@ -127,7 +127,7 @@ class Strategy(LayoutRules, abc.ABC):
                 return ()
         if config.train.compile is not False and (reason := cls.why_not_compiled(plan)) is not None:
             errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
-        note = recompute_note(job, config.train)
+        note = blocks_note(job, config.train)
         return (*cls.check_job(config, job, plan, errors), *([] if note is None else [note]))
 
     @classmethod

@@ -2,55 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
 from orchestrator.config.schema import TrainConfig
+from orchestrator.config.text import to_cli
 from orchestrator.job import Job
+from orchestrator.model.blocks import Block, ForwardPass, blocks_of, with_blocks
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.modes import in_train_mode
 from orchestrator.model.precision import Precision
-from orchestrator.model.recompute import blocks_of, recomputing
+from orchestrator.strategies.flop_counter import FlopCounter
 
 
 def constructor_of(job: Job, train: TrainConfig, precision: Precision) -> Callable[[], nn.Module]:
-    """Return a constructor of the job's model in ``precision``, which recomputes its blocks if ``train`` says so."""
+    """Return a constructor of the job's model in ``precision``, whose blocks run as ``train`` says."""
     build = precision.converted(in_train_mode(job.model))
-    if train.activation_checkpointing == "none":
+    if not _uses_blocks(train):
         return build
-    return recomputing(build, selective=train.activation_checkpointing == "selective")
+    return with_blocks(build, recomputes=train.activation_checkpointing)
 
 
 def compile_in_place(module: nn.Module, train: TrainConfig) -> None:
-    """Let later calls of ``module`` run compiled code, if ``train`` says so. The names of its tensors do not change.
+    """Let later calls of ``module``, or of its blocks, run compiled code, if ``train`` says so.
+
+    The names of its tensors do not change. Blocks that are alike share their compiled code.
+    """
+    if train.compile is False:
+        return
+    autotuned = "max-autotune-no-cudagraphs"
+    mode = autotuned if train.compile == autotuned else "default"
+    if not train.compiles_blocks:
+        forward = module.forward
+        module.forward = functools.partial(compiled(lambda _, *args, **kw: forward(*args, **kw), mode=mode), module)
+        return
+    shared: dict[Hashable, ForwardPass] = {}
+    for block in module.modules():
+        if isinstance(block, Block):
+            block.compiled = shared.setdefault(block.likeness(), compiled(block.kind.forward, mode=mode))
+
+
+def compiled(forward: ForwardPass, *, mode: str) -> ForwardPass:
+    """Return ``forward`` as compiled code, whose FLOPs can be counted. It is compiled when it is called.
 
     ``nn.Module.compile`` does not serve: up to torch 2.13 it compiles nothing of an ``nn.Sequential``, because the
     compiler skips functions that are defined in torch. It inlines them when they are called by another function.
     """
-    if train.compile is False:
-        return
-    forward = module.forward
 
-    def inlined(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+    def inlined(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
 
-    # The compiler keeps what it has compiled, up to a limit, with the code object. So each module gets one of its own.
+    # The compiler keeps what it has compiled, up to a limit, with the code object. So each function gets one.
     inlined.__code__ = inlined.__code__.replace()
-    module.forward = torch.compile(inlined, mode="default" if train.compile is True else train.compile)
+    fast = torch.compile(inlined, mode=mode)
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (counter := FlopCounter.active) is None:
+            return fast(module, *args, **kwargs)
+        with counter.running_compiled(forward, module, args, kwargs):
+            return fast(module, *args, **kwargs)
+
+    return run
 
 
-def recompute_note(job: Job, train: TrainConfig) -> str | None:
-    """Return a note if the model has no blocks to recompute; None if it has, or cannot be built without memory."""
-    if train.activation_checkpointing == "none":
+def blocks_note(job: Job, train: TrainConfig) -> str | None:
+    """Return a note if the model lacks the blocks that ``train`` asks for; None if it has some, or cannot be built."""
+    if not _uses_blocks(train):
         return None
     model = on_meta_device(job.model)
     if model is None or blocks_of(model):
         return None
-    key = f"train.activation_checkpointing={train.activation_checkpointing}"
+    keys = [f"train.compile={to_cli(train.compile)}"] if train.compiles_blocks else []
+    if train.activation_checkpointing != "none":
+        keys.append(f"train.activation_checkpointing={train.activation_checkpointing}")
     return (
-        f"{key} has no effect: the model has no nn.ModuleList or nn.Sequential with several blocks of one class; put "
-        "the repeated part of the model into one"
+        f"{' with '.join(keys)} has no effect: the model has no nn.ModuleList or nn.Sequential with several blocks of "
+        "one class; put the repeated part of the model into one"
     )
+
+
+def _uses_blocks(train: TrainConfig) -> bool:
+    return train.compiles_blocks or train.activation_checkpointing != "none"

@@ -55,6 +55,11 @@ class Timeline:
         return statistics.fmean(bubble(workers) for workers in self.replicas)
 
     @property
+    def idle_s(self) -> float:
+        """The seconds of the step in which a worker waits for other stages: the mean over the workers."""
+        return statistics.fmean(bubble(workers) * extent_s(workers) for workers in self.replicas)
+
+    @property
     def busiest(self) -> float:
         """The share of the step, 0 to 1, in which the busiest worker works."""
         return max(busy_s(spans) / extent_s(workers) for workers in self.replicas for spans in workers)

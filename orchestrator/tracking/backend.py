@@ -59,6 +59,9 @@ class TrackingBackend(Protocol):
     def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
         """Store the summary, the final status, the description and the artifacts of a run that has ended."""
 
+    def log_plots(self, run_id: str, files: Sequence[Path]) -> None:
+        """Store the pictures of a run that has ended; its record has their names as ``plots``."""
+
     def log_model(self, run_id: str, folder: Path) -> None:
         """Store the final model of a run and what identifies its data, as ``orchestrator.export`` wrote them."""
 

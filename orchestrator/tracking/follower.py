@@ -10,8 +10,8 @@ a server that does not answer ends its own upload only.
 
 stdin: a JSON line (:class:`FollowerOptions`) for each run directory, then nothing; its end means that the driver
 finished or died.
-stdout: the process id on one line; the stream ends when everything is uploaded, or with the process. The final model,
-whose export takes seconds, follows after that.
+stdout: the process id on one line; the stream ends when everything is uploaded, or with the process. The pictures and
+the final model, which take seconds to draw and to export, follow after that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from orchestrator.records.journal import Ending, read_ending
 from orchestrator.records.process import is_alive
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.model import EXPORT_TIMEOUT_S, lacks_model, upload_model
+from orchestrator.tracking.model import EXPORT_TIMEOUT_S, exports_of, lacks_model, upload_model
+from orchestrator.tracking.plots import DRAWING_TIMEOUT_S, lacks_plots, upload_plots
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed
 from orchestrator.tracking.uri import sqlite_path
 
@@ -41,7 +42,7 @@ POLL_S = 1.0
 MAX_PAUSE_S = 30.0
 _MAX_PAUSE_AT_END_S = 2.0
 _OPTIONS_TIMEOUT_S = 10.0
-_MODEL_UPLOAD_TIMEOUT_S = 600.0
+_EXTRAS_UPLOAD_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class FollowerOptions:
     disk or in a process list.
 
     ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
-    :func:`~orchestrator.records.process.this_process` there. ``log_model`` uploads the model of a run that finishes,
-    whose class is found in ``import_paths``.
+    :func:`~orchestrator.records.process.this_process` there. ``log_model`` and ``log_dataset`` upload the model
+    and the dataset of a run that finishes, whose job is found in ``import_paths``.
     """
 
     uri: str
@@ -62,6 +63,7 @@ class FollowerOptions:
     driver: Mapping[str, Any]
     secrets: Sequence[str] = ()
     log_model: bool = False
+    log_dataset: bool = False
     import_paths: Sequence[str] = ()
 
 
@@ -78,9 +80,8 @@ def main() -> int:
     if len(uploads) == 1:
         run_dir, options = uploads[0]
         exit_code = _upload(run_dir, options)
-        os.close(driver_pipe)  # the driver need not wait for the model
-        if options.log_model:
-            _upload_model(run_dir, options)
+        os.close(driver_pipe)  # the driver need not wait for what follows
+        _upload_extras(run_dir, options)
         return exit_code
     for upload in uploads:
         if (child := os.fork()) == 0:
@@ -167,26 +168,26 @@ def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
             run_dir.update_record(mlflow_run_id=transfer.cursor.run_id)
 
 
-def _upload_model(run_dir: RunDir, options: FollowerOptions) -> None:
-    """Upload the model of a run that has finished, at the lowest priority: the next run of a sweep may train already.
+def _upload_extras(run_dir: RunDir, options: FollowerOptions) -> None:
+    """Upload the pictures of a run that has ended, and the model of one that has finished.
 
-    If this fails, ``orchestrator sync`` uploads the model.
+    At the lowest priority, because the next run of a sweep may train already. What fails, ``orchestrator sync``
+    uploads.
     """
     ending = final_ending(run_dir)
-    if ending is None or not lacks_model(run_dir, ending):
+    if ending is None:
         return
     _yield_cpu(True)
-    deadline = _exit_after(EXPORT_TIMEOUT_S + _MODEL_UPLOAD_TIMEOUT_S)
+    deadline = _exit_after(DRAWING_TIMEOUT_S + EXPORT_TIMEOUT_S + _EXTRAS_UPLOAD_TIMEOUT_S)
     backend = MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s)
-    with contextlib.suppress(Exception):  # of any type: the job's code, MLflow, database drivers, HTTP
-        upload_model(
-            run_dir,
-            backend,
-            ending,
-            secrets=options.secrets,
-            import_paths=options.import_paths,
-            lock_timeout_s=options.flush_timeout_s,
-        )
+    locking: Any = {"secrets": options.secrets, "lock_timeout_s": options.flush_timeout_s}
+    with contextlib.suppress(Exception):  # of any type: MLflow, database drivers, HTTP
+        if lacks_plots(run_dir, ending):
+            upload_plots(run_dir, backend, ending, **locking)
+    exports = exports_of(log_model=options.log_model, log_dataset=options.log_dataset)
+    with contextlib.suppress(Exception):  # of any type: the job's code, and those
+        if exports and lacks_model(run_dir, ending):
+            upload_model(run_dir, backend, ending, exports, import_paths=options.import_paths, **locking)
     deadline.cancel()
 
 

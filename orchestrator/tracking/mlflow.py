@@ -21,7 +21,7 @@ from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
 from orchestrator.tracking.database import create_database
 from orchestrator.tracking.sweep_report import TEXT
-from orchestrator.tracking.tags import run_tags
+from orchestrator.tracking.tags import DESCRIPTION, PLOTS, UID_TAG, run_tags
 from orchestrator.tracking.uri import sqlite_path, web_page
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ MAX_PARAMS_PER_BATCH = 100
 MAX_PARAM_LENGTH = 500
 SMALL_IMAGE_PIXELS = 256
 
-UID_TAG = "orchestrator.run_uid"
 _IMAGES_TAG = "mlflow.loggedImages"
 """Tells MLflow's page to show image charts."""
 _REFUSALS = {
@@ -41,8 +40,8 @@ _REFUSALS = {
 }
 """By HTTP status: what it means and what to do."""
 
-_ARTIFACT_FILES = ("config.yaml", "report.md", "timeline.png", "timeline.json")
-_ARTIFACT_FOLDERS = ("logs", "plots", "profile")
+_ARTIFACT_FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json")
+_ARTIFACT_FOLDERS = ("logs", "profile")
 
 
 def connect(uri: str, *, request_timeout_s: float) -> MlflowClient:
@@ -93,7 +92,7 @@ class MlflowBackend:
             start_ms = _milliseconds(start_time)
             mlflow_sweep.open_sweep(client, experiment_id, sweep, start_ms=start_ms, running=running)
             view = views.sweep_view(sweep["id"], sweep["name"], created_ms=start_ms)
-        _log_params_and_tags(client, run, params=record.get("params", {}), tags=run_tags(record))
+        _log_params_and_tags(client, run, params=record.get("params", {}), tags=run_tags(record, run_id))
         if running and run.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")
         server = web_page(self._uri)
@@ -128,7 +127,7 @@ class MlflowBackend:
         ]
         self.log_points(run_id, bars)
         run = client.get_run(run_id)
-        _log_params_and_tags(client, run, params={}, tags=run_tags(record))
+        _log_params_and_tags(client, run, params={}, tags=run_tags(record, run_id))
         client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
         if sweep := record.get("sweep"):
             mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep)
@@ -141,6 +140,11 @@ class MlflowBackend:
             folder = run_dir.path / name
             if any(files_below(folder)):
                 client.log_artifacts(run_id, str(folder), artifact_path=name)
+
+    def log_plots(self, run_id: str, files: Sequence[Path]) -> None:
+        client = self._connected()
+        for file in files:
+            client.log_artifact(run_id, str(file), artifact_path=PLOTS)
 
     def log_model(self, run_id: str, folder: Path) -> None:
         mlflow_model.log_model(self._connected(), run_id, folder)
@@ -184,10 +188,15 @@ def _active_run(client: MlflowClient, run_id: str) -> Run | None:
 def _experiment(client: MlflowClient, name: str, uri: str) -> str:
     """Find or create an experiment with our views of its runs, and return its id."""
     experiment = _find_or_create_experiment(client, name, uri)
-    for key, value in views.experiment_tags().items():
+    experiment_id = str(experiment.experiment_id)
+    tags = views.experiment_tags()
+    note, described = views.note(experiment_id), experiment.tags.get(DESCRIPTION, "")
+    if not described or (described.startswith(views.NOTE_BEGINS) and not described.startswith(note)):
+        tags[DESCRIPTION] = note
+    for key, value in tags.items():
         if experiment.tags.get(key) != value:
-            client.set_experiment_tag(experiment.experiment_id, key, value)
-    return str(experiment.experiment_id)
+            client.set_experiment_tag(experiment_id, key, value)
+    return experiment_id
 
 
 def _find_or_create_experiment(client: MlflowClient, name: str, uri: str) -> Experiment:

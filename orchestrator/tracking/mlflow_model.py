@@ -24,9 +24,9 @@ def log_model(client: MlflowClient, run_id: str, folder: Path) -> None:
     run = client.get_run(run_id)
     if facts["dataset"] is not None:
         _log_dataset(client, run, facts["dataset"])
-    if facts["problem"] is None:
+    if facts["problem"] is None and facts["step"] is not None:
         _log_program(client, run, folder, step=facts["step"])
-    else:
+    elif facts["problem"] is not None:
         client.set_tag(run_id, _NAME, f"not loadable: {facts['problem']}")
         for name in ("model.safetensors", "README.md"):
             if (folder / name).is_file():

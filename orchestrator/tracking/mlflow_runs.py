@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.tracking.mlflow import UID_TAG, connect
-from orchestrator.tracking.tags import SWEEP_ID
+from orchestrator.tracking.mlflow import connect
+from orchestrator.tracking.tags import SWEEP_ID, UID_TAG
 
 _SUMMARY = "summary/"
 _NEWEST_FIRST = ["attributes.start_time DESC"]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.tracking.sweep_report import TEXT
-from orchestrator.tracking.tags import COLOR, DESCRIPTION, SWEEP_ID
-from orchestrator.tracking.views import experiment_tags, obsolete_tags, sweep_view
+from orchestrator.tracking.tags import COLOR, DESCRIPTION, MAX_LENGTH, SWEEP_ID, UID_TAG, picture, shortened
+from orchestrator.tracking.views import NOTE_BEGINS, experiment_tags, note, obsolete_tags, page, sweep_view
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
 _OWN_RUN = "orchestrator.sweep_id"
+_RATE = "summary/samples_per_s"
 _BLACK = "#111827"  # no strategy has it
-_MAX_DESCRIPTION = 5000
-_CUT = f"\n\nThe rest is in the artifact {TEXT}."
 
 
 def open_sweep(
@@ -34,15 +33,17 @@ def open_sweep(
     """
     own = _own_run(client, experiment_id, sweep)
     if own is None:
-        experiment = client.get_experiment(experiment_id)
-        for key, value in experiment_tags([sweep_view(sweep["id"], sweep["name"], created_ms=start_ms)]).items():
-            client.set_experiment_tag(experiment_id, key, value)
-        for key in obsolete_tags(experiment.tags):
-            client.delete_experiment_tag(experiment_id, key)
         tags = {_OWN_RUN: sweep["id"], SWEEP_ID: sweep["id"], "sweep": sweep["name"], COLOR: _BLACK}
-        client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=f"sweep: {sweep['name']}")
+        own = client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=f"sweep: {sweep['name']}")
     elif running and own.info.status != "RUNNING":
         client.update_run(own.info.run_id, status="RUNNING")
+    existing = client.get_experiment(experiment_id).tags
+    view = sweep_view(sweep["id"], sweep["name"], created_ms=start_ms, own_run=own.info.run_id)
+    for key, value in experiment_tags([view]).items():
+        if key not in existing:
+            for obsolete in obsolete_tags(existing):
+                client.delete_experiment_tag(experiment_id, obsolete)
+            client.set_experiment_tag(experiment_id, key, value)
 
 
 def end_sweep(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]) -> None:
@@ -58,22 +59,49 @@ def end_sweep(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]
 
 
 def close_sweep(
-    client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], *, report: str, files: Iterable[Path]
+    client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], *, report: str, files: Sequence[Path]
 ) -> None:
-    """Make ``report`` (Markdown) the description of the sweep's own run, and attach ``files`` to it."""
+    """Give the sweep's own run ``report`` (Markdown) as description, ``files``, and the figures of the fastest run."""
     own = _own_run(client, experiment_id, sweep)
     assert own is not None, "open_sweep creates it"
-    if report:
-        client.set_tag(own.info.run_id, DESCRIPTION, _shortened(report))
+    run_id = own.info.run_id
     for file in files:
-        client.log_artifact(own.info.run_id, str(file))
+        client.log_artifact(run_id, str(file))
+    if report:
+        client.set_tag(run_id, DESCRIPTION, _description(report, run_id, [file.name for file in files]))
+        _name_in_experiment(client, experiment_id, sweep, report)
+    _log_fastest(client, experiment_id, own, sweep)
 
 
-def _shortened(report: str) -> str:
-    """``report`` as far as it fits into a tag, in whole lines."""
-    if len(report) <= _MAX_DESCRIPTION:
-        return report
-    return report[: _MAX_DESCRIPTION - len(_CUT)].rpartition("\n")[0] + _CUT
+def _description(report: str, run_id: str, files: Sequence[str]) -> str:
+    """The report with its picture before the table."""
+    pictures = [picture(run_id, name) for name in files if name.endswith(".png")]
+    verdict, rule, table = report.partition("\n|")
+    return shortened("\n".join([verdict, *pictures, f"{rule}{table}"]), MAX_LENGTH, rest_in=TEXT)
+
+
+def _name_in_experiment(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], report: str) -> None:
+    """Add the verdict of the newest sweep to the description of the experiment, unless a user has written that."""
+    described = client.get_experiment(experiment_id).tags.get(DESCRIPTION, "")
+    if described.startswith(NOTE_BEGINS):
+        view = sweep_view(sweep["id"], sweep["name"], created_ms=0)
+        verdict = next((line for line in report.splitlines() if line and not line.startswith(("#", "|"))), "")
+        newest = f"Newest sweep: [{sweep['name']}]({page('.', experiment_id, view)}). {verdict}"
+        client.set_experiment_tag(experiment_id, DESCRIPTION, f"{note(experiment_id)}\n\n{newest}")
+
+
+def _log_fastest(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapping[str, str]) -> None:
+    """Give the sweep's own run the summary of its fastest run, and its name."""
+    from mlflow.entities import Metric
+
+    found = client.search_runs([experiment_id], f"tags.{SWEEP_ID} = '{sweep['id']}' AND tags.`{UID_TAG}` LIKE '%'")
+    finished = [run for run in found if run.info.status == "FINISHED" and _RATE in run.data.metrics]
+    if finished:
+        fastest = max(finished, key=lambda run: run.data.metrics[_RATE])
+        figures = {key: value for key, value in fastest.data.metrics.items() if key.startswith("summary/")}
+        metrics = [Metric(key, value, fastest.info.end_time, 0) for key, value in figures.items()]
+        client.log_batch(own.info.run_id, metrics=metrics)
+        client.set_tag(own.info.run_id, "fastest", fastest.info.run_name)
 
 
 def _own_run(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]) -> Run | None:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlencode
 
 from orchestrator.records.journal import clean_name
 
 SWEEP_ID = "sweep_id"
 """The tag of all runs of a sweep, and of the sweep's own run."""
 
+UID_TAG = "orchestrator.run_uid"
+"""Identifies a run; the own run of a sweep has none."""
+
 DESCRIPTION = "mlflow.note.content"
 COLOR = "mlflow.runColor"
 
-_MAX_LENGTH = 5000
+PLOTS = "plots"
+"""The folder of the pictures among the artifacts of a run."""
+
+MAX_LENGTH = 5000
+"""The length of a tag that every server accepts."""
+
 _COLORS = {
     "single": "#6b7280",
     "dp": "#7c3aed",
@@ -28,11 +37,12 @@ _COLORS = {
 """The color of a strategy in every chart: MLflow's own colors depend on the id of a run, and may coincide."""
 
 
-def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
+def run_tags(record: Mapping[str, Any], run_id: str) -> dict[str, str]:
     """Return the tags of a run.
 
     Args:
         record: the contents of ``run.json``.
+        run_id: the id of the run in MLflow.
     """
     tags = {clean_name(key): str(value) for key, value in record.get("tags", {}).items()}
     if mesh := (record.get("plan") or {}).get("mesh"):
@@ -44,7 +54,28 @@ def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
     if sweep := record.get("sweep"):
         tags |= {"sweep": sweep["name"], SWEEP_ID: sweep["id"]}
     tags |= {f"mlflow.{key}": str(value) for key, value in (record.get("source") or {}).items()}
-    command = f"`{record['command']}`" if record.get("command") else ""
-    if description := "\n\n".join(text for text in (record.get("description"), command) if text):
+    if description := _description(record, run_id):
         tags[DESCRIPTION] = description
-    return {key: value[:_MAX_LENGTH] for key, value in tags.items()}
+    return {key: value[:MAX_LENGTH] for key, value in tags.items()}
+
+
+def picture(run_id: str, path: str) -> str:
+    """Return the Markdown that shows the artifact ``path`` of a run on its page."""
+    return f"![{path}](get-artifact?{urlencode({'path': path, 'run_uuid': run_id})})"
+
+
+def shortened(text: str, length: int, *, rest_in: str) -> str:
+    """Return the lines of ``text`` that fit into ``length`` characters; the artifact ``rest_in`` has all of it."""
+    if len(text) <= length:
+        return text
+    rest = f"\n\nThe rest is in the artifact {rest_in}."
+    return text[: length - len(rest)].rpartition("\n")[0] + rest
+
+
+def _description(record: Mapping[str, Any], run_id: str) -> str:
+    """The end of the run in words, its command, and its pictures."""
+    command = [f"`{record['command']}`"] if record.get("command") else []
+    pictures = [picture(run_id, f"{PLOTS}/{name}") for name in record.get("plots") or ()]
+    below = "\n\n".join([*command, *pictures])
+    words = shortened(record.get("description", ""), MAX_LENGTH - len(below) - 2, rest_in="auto.md")
+    return "\n\n".join(filter(None, [words, below]))

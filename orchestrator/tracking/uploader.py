@@ -212,8 +212,8 @@ def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[st
     ``secrets``: texts to mask in what is uploaded.
     """
     if tracking.uri is not None:
-        # The run's own follower uploads the model.
-        tracking = replace(tracking, log_model=False)
+        # The run's own follower uploads the model and the dataset.
+        tracking = replace(tracking, log_model=False, log_dataset=False)
         _upload_in_background({run_dir: _options(tracking, secrets, events_offset=0)})
 
 
@@ -234,6 +234,7 @@ def _options(tracking: TrackingConfig, secrets: Sequence[str], *, events_offset:
         driver=this_process(),
         secrets=tuple(secrets),
         log_model=tracking.log_model,
+        log_dataset=tracking.log_dataset,
         import_paths=tuple(str(Path(path).resolve()) for path in sys.path),
     )
 

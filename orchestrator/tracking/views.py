@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestrator.tracking.tags import SWEEP_ID, UID_TAG
+
 _TAG = "mlflow.sharedViewState."
 _CREATED_MS = 1_767_225_600_000  # a constant, so that the tag of a view changes only with its contents
 _MAX_SWEEPS = 10
@@ -22,6 +24,7 @@ _OTHER_SECTIONS = (
     "train",
     "val",
     "perf",
+    "memory",
     "pipeline",
     "parameter_server",
     "async",
@@ -51,7 +54,7 @@ class Chart:
 class View:
     """A saved view of the runs that ``filter`` selects.
 
-    ``columns`` are tags and metrics, with the width of each in pixels.
+    ``columns`` are tags and metrics, with the width of each in pixels. The charts leave out the run ``not_drawn``.
     """
 
     id: str
@@ -59,9 +62,12 @@ class View:
     order_by: str
     columns: Mapping[str, int]
     charts: tuple[Chart, ...]
-    filter: str = ""
+    filter: str = f"tags.`{UID_TAG}` LIKE '%'"  # without the own runs of sweeps, whose figures are those of another run
+    not_drawn: str | None = None
     created_ms: int = _CREATED_MS
 
+
+_PARTS_OF_A_STEP = tuple(Chart(metric=f"summary/{part}_ms") for part in ("compute", "comm", "data_wait", "idle"))
 
 COMPARE = View(
     id="compare",
@@ -82,15 +88,71 @@ COMPARE = View(
         Chart(metric="train/loss", x="train/samples_seen", log_scale=True),
         Chart(metric="train/loss", x="time", log_scale=True),
         Chart(metric="summary/step_ms_p50"),
-        Chart(metric="summary/comm_pct"),
-        Chart(metric="summary/data_wait_pct"),
-        Chart(metric="summary/bubble_pct"),
+        *_PARTS_OF_A_STEP,
         Chart(metric="summary/peak_memory_mb"),
         Chart(metric="summary/startup_s"),
+        Chart(metric="summary/final_loss"),
         Chart(metric="val/accuracy", x="train/samples_seen"),
+        Chart(metric="summary/restarts"),
     ),
 )
 """Which strategy is fastest, and does it learn the same?"""
+
+SCALING = View(
+    id="scaling",
+    name="Scaling",
+    order_by="metrics.`summary/samples_per_s`",
+    columns={
+        "tags.`strategy`": 140,
+        "tags.`workers`": 80,
+        "metrics.`summary/samples_per_s`": 180,
+        "metrics.`summary/samples_per_s_per_worker`": 260,
+        "metrics.`summary/step_ms_p50`": 170,
+        "metrics.`summary/comm_ms`": 150,
+        "metrics.`summary/idle_ms`": 150,
+        "metrics.`summary/peak_memory_mb`": 190,
+        "metrics.`summary/startup_s`": 140,
+        "tags.`sweep`": 220,
+    },
+    charts=(
+        Chart(metric="summary/samples_per_s"),
+        Chart(metric="summary/samples_per_s_per_worker"),
+        Chart(metric="summary/comm_ms"),
+        Chart(metric="summary/idle_ms"),
+        Chart(metric="summary/peak_memory_mb"),
+        Chart(metric="summary/startup_s"),
+        Chart(metric="train/loss", x="time", log_scale=True),
+    ),
+)
+"""What does another worker add?"""
+
+STEP_TIME = View(
+    id="step-time",
+    name="Where the time goes",
+    order_by="metrics.`summary/step_ms_p50`",
+    columns={
+        "tags.`strategy`": 140,
+        "tags.`workers`": 80,
+        "metrics.`summary/step_ms_p50`": 170,
+        "metrics.`summary/step_ms_p95`": 170,
+        "metrics.`summary/compute_ms`": 170,
+        "metrics.`summary/comm_ms`": 150,
+        "metrics.`summary/data_wait_ms`": 180,
+        "metrics.`summary/idle_ms`": 150,
+        "metrics.`summary/effective_time_pct`": 200,
+        "metrics.`summary/mfu_pct`": 150,
+    },
+    charts=(
+        *_PARTS_OF_A_STEP,
+        Chart(metric="perf/step_ms", x="step"),
+        Chart(metric="perf/compute_ms", x="step"),
+        Chart(metric="perf/comm_ms", x="step"),
+        Chart(metric="perf/data_wait_ms", x="step"),
+        Chart(metric="perf/idle_ms", x="step"),
+        Chart(metric="summary/effective_time_pct"),
+    ),
+)
+"""What would make a step shorter?"""
 
 HEALTH = View(
     id="health",
@@ -121,14 +183,29 @@ HEALTH = View(
 )
 """Did a run slow down, lose workers or run out of memory?"""
 
-VIEWS = (COMPARE, HEALTH)
+NOTE_BEGINS = "Runs of `orchestrator`. Charts: "
+"""The begin of a description of ours; another one is the user's."""
+
+VIEWS = (COMPARE, SCALING, STEP_TIME, HEALTH)
 _SWEEP = "sweep-"
 
 
-def sweep_view(sweep_id: str, name: str, *, created_ms: int) -> View:
-    """Return the view that compares the runs of one sweep. ``created_ms`` is in milliseconds since the epoch."""
+def sweep_view(sweep_id: str, name: str, *, created_ms: int, own_run: str | None = None) -> View:
+    """Return the view that compares the runs of one sweep.
+
+    Args:
+        sweep_id: the id of the sweep.
+        name: its name.
+        created_ms: milliseconds since the epoch.
+        own_run: the id of the run with its report, which is in the table only.
+    """
     return replace(
-        COMPARE, id=f"{_SWEEP}{sweep_id[:8]}", name=name, filter=f"tags.sweep_id = '{sweep_id}'", created_ms=created_ms
+        COMPARE,
+        id=f"{_SWEEP}{sweep_id[:8]}",
+        name=name,
+        filter=f"tags.{SWEEP_ID} = '{sweep_id}'",
+        created_ms=created_ms,
+        not_drawn=own_run,
     )
 
 
@@ -142,6 +219,12 @@ def obsolete_tags(tags: Mapping[str, str]) -> list[str]:
     sweeps = [key for key in tags if key.startswith(_TAG + _SWEEP)]
     sweeps.sort(key=lambda key: json.loads(tags[key])["createdAt"], reverse=True)
     return sweeps[_MAX_SWEEPS - 1 :]
+
+
+def note(experiment_id: str) -> str:
+    """Return the description of an experiment: links to its views. Its links are relative to the page of MLflow."""
+    links = " · ".join(f"[{view.name}]({page('.', experiment_id, view)})" for view in VIEWS)
+    return f"{NOTE_BEGINS}{links}"
 
 
 def page(server: str, experiment_id: str, view: View) -> str:
@@ -165,6 +248,7 @@ def _state(view: View) -> dict[str, Any]:
         "selectedColumns": list(view.columns),
         "columnOrder": list(view.columns),
         "columnWidths": dict(view.columns),
+        "runsVisibilityMap": {} if view.not_drawn is None else {view.not_drawn: False},
         "compareRunCharts": [_chart(chart, f"{view.id}-{i}") for i, chart in enumerate(view.charts)],
         "compareRunSections": [_section(_MAIN_SECTION, view.name, display=True)]
         + [_section(name, name, display=False) for name in _OTHER_SECTIONS],

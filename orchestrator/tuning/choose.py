@@ -82,7 +82,9 @@ def reason(contenders: Sequence[Contender]) -> str:
     else:
         rival = min(rivals, key=lambda c: c.measured_ms or math.inf)
         own_ms, rival_ms, how = winner.measured_ms, rival.measured_ms or math.inf, "measured"
-    gain = f"its step of {own_ms:.4g} ms is {how} {rival_ms / own_ms:.2f} times as fast as that of {rival.name}"
+    if own_ms == math.inf:
+        return "it is the first that fits; this job cannot be predicted, and nothing was measured"
+    gain = f"{own_ms:.4g} ms per step ({how}), {rival_ms / own_ms:.2f} times as fast as {rival.name}"
     if rival.prediction is None:
         return gain
     parts = {
@@ -91,4 +93,4 @@ def reason(contenders: Sequence[Contender]) -> str:
         "waiting for other stages": rival.prediction.idle_ms,
     }
     largest = max(parts, key=lambda part: parts[part])
-    return f"{gain}, of which {parts[largest] / rival.prediction.step_ms:.0%} is {largest}"
+    return f"{gain}, which spends {parts[largest] / rival.prediction.step_ms:.0%} of a step on {largest}"

@@ -9,28 +9,46 @@ from typing import Any
 from orchestrator.tuning.choose import Contender, best, reason
 
 _HEADS = ("strategy", "predicted ms", "compute", "exchange", "idle", "input", "memory MB", "measured ms", "error")
+DISPENSABLE = ("input", "memory MB", "exchange", "idle", "compute", "error")
+"""The columns that a narrow terminal leaves out, the first ones first."""
+
+_LEGEND = "step times in ms: predicted = compute + exchange of gradients + idle (waiting for other stages) + input"
 
 
-def table(contenders: Sequence[Contender]) -> str:
-    """Return a table in Markdown of all contenders, the fastest first, and those refused with their reasons."""
+def columns(contenders: Sequence[Contender]) -> list[tuple[str, ...]]:
+    """Return the columns of a table of the contenders; each is its heading and its cells.
+
+    The fastest comes first, and those that were measured before all others. Those refused have no row, and columns
+    without values are left out.
+    """
     valid = sorted(
-        (c for c in contenders if not c.refused), key=lambda c: (c.measured_ms or c.predicted_ms, c.predicted_ms)
+        (c for c in contenders if not c.refused),
+        key=lambda c: (c.measured_ms is None, c.measured_ms or c.predicted_ms),
     )
-    rows = [_HEADS, *map(_row, valid)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
-    lines = [_line(row, widths) for row in rows]
-    rule = (
-        "| " + " | ".join("-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)) + " |"
-    )
+    found = zip(_HEADS, *map(_row, valid), strict=True)
+    return [column for column in found if any(column[1:])]
+
+
+def markdown(contenders: Sequence[Contender]) -> str:
+    """Return a report in Markdown."""
+    first, *others = columns(contenders)
+    head, *rows = (_line(row) for row in zip(first, *others, strict=True))
+    return with_table(contenders, [head, _line(["---", *("---:" for _ in others)]), *rows])
+
+
+def with_table(contenders: Sequence[Contender], table: Sequence[str]) -> str:
+    """Return a report with the lines of a table of the columns: how to read it, what was refused, and the choice."""
+    legend = [_LEGEND] if any(c.prediction for c in contenders) else []
     refused = [f"- {c.name}: refused: {c.refused}" for c in contenders if c.refused]
-    return "\n".join([lines[0], rule, *lines[1:], *(["", *refused] if refused else [])])
+    parts = (legend, table, refused, [verdict(contenders)])
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def verdict(contenders: Sequence[Contender]) -> str:
-    """Return the choice and its reason in one line."""
+    """Return the choice, as typed on the command line, and its reason."""
     winner = best(contenders)
     assert winner is not None
-    return f"auto chooses {winner.name}: {reason(contenders)}"
+    return f"auto chooses {' '.join(winner.overrides)}: {reason(contenders)}"
 
 
 def record(contenders: Sequence[Contender]) -> dict[str, Any]:
@@ -58,9 +76,5 @@ def _row(contender: Contender) -> tuple[str, ...]:
     return (contender.name, *predicted, measured, "" if error is None else f"{error:+.0%}")
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [
-        cell.ljust(width) if i == 0 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    return "| " + " | ".join(cells) + " |"
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

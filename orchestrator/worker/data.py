@@ -241,7 +241,7 @@ class EvalBatches:
             timeout_s=timeout_s,
         )
 
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
+    def __iter__(self) -> Generator[tuple[Any, int], None, None]:
         counts: deque[int] = deque()
         elements = self._slices(counts) if self._streamed else self._indices(counts)
         batches: Generator[Any, None, None] = self._loader.read(elements) if self._read else (None for _ in elements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ class JobData:
             samples_consumed: the position in the sequence of samples: global samples since the beginning of the run.
         """
         config, mesh = self._assignment.config, self._assignment.plan.mesh
-        streamed, on_gpu = is_stream(self.datasets.train), self._device.type == "cuda"
+        streamed = is_stream(self.datasets.train)
         batches = train_batches(
             self._reader_at(samples_consumed) if streamed else self.datasets.train,
             collate=self._job.collate,
@@ -110,18 +111,16 @@ class JobData:
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
             grad_accumulation=config.train.grad_accumulation,
             num_workers=self._assignment.plan.loader_processes,
-            pin_memory=on_gpu,
+            pin_memory=self._device.type == "cuda",
             timeout_s=config.recovery.loader_timeout_s,
             weights=self.datasets.weights,
             read=self._strategy.reads_data,
         )
         self._outbox.begin_loader()
-        if on_gpu and self._strategy.reads_data and self._assignment.plan.loader_processes:
-            return prefetched(batches, SideStream(self._device))
-        return batches
+        return self._copied_ahead(batches) if self._assignment.plan.loader_processes else batches
 
     def eval_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of an evaluation, as :class:`worker.data.EvalBatches` does.
+        """Yield the batches of an evaluation, as :class:`worker.data.EvalBatches` does, on the GPU if there is one.
 
         Raises:
             AbandonedError: the generation has ended.
@@ -129,10 +128,11 @@ class JobData:
         self._outbox.begin_loader()
         if self._eval_batches is None:
             self._eval_batches = self._open_eval_batches()
-        for batch in self._eval_batches:
-            self._gate.check(self._assignment.generation)
-            self._outbox.tick()
-            yield batch
+        with contextlib.closing(self._copied_ahead(iter(self._eval_batches))) as batches:
+            for batch in batches:
+                self._gate.check(self._assignment.generation)
+                self._outbox.tick()
+                yield batch
 
     def close(self) -> None:
         """End the loader processes of evaluations, which stay from one evaluation to the next of a generation."""
@@ -174,6 +174,12 @@ class JobData:
         values = broadcast_json(values, source=survivor, rank=rank, device=self._device)
         if values is not None:
             self._mark = Mark.from_json(values)
+
+    def _copied_ahead(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """Return ``batches``; on a GPU, copies of them that begin one ahead."""
+        if self._device.type == "cpu" or not self._strategy.reads_data:
+            return batches
+        return prefetched(batches, SideStream(self._device))
 
     def _open_eval_batches(self) -> EvalBatches:
         config, mesh = self._assignment.config, self._assignment.plan.mesh

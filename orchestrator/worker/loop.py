@@ -198,8 +198,8 @@ class Loop:
         total_steps, position, compile_meter = self.config.train.steps, self.position, self._compile_meter
         first_step = position.step + 1
         # Counting takes time, and the first step ends the start of a run or a recovery.
-        counts_flops = self.strategy.counts_flops and self.config.train.compile is False
-        self._flop_meter = FlopMeter(self.device, at_step=first_step + 1 if counts_flops else None)
+        at_step = first_step + 1 if self.strategy.counts_flops else None
+        self._flop_meter = FlopMeter(self.device, at_step=at_step, compiled=self.config.train.compile is not False)
         window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
@@ -242,8 +242,8 @@ class Loop:
                 want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
                 want_metrics=self._is_logged(step),
             )
-        compiled = self._compile_meter.seconds > compiled_s
-        window.add(step, result.loss_sum, result.weight, skipped=result.skipped, compiled=compiled)
+        slowed = self._compile_meter.seconds > compiled_s or self._flop_meter.slows(step)
+        window.add(step, result.loss_sum, result.weight, skipped=result.skipped, slowed=slowed)
         self.position.step = step
         self.position.samples_consumed += self.config.train.global_batch_size
         self._enter("train")

@@ -93,9 +93,9 @@ class Window:
         self._steps: list[int] = []
         self._step_weight: Tensor | float = 0.0
         self._updated: list[int] = []  # those of _steps that were not skipped
-        self._compiled: list[int] = []  # those of _steps in which the model was compiled
+        self._slowed: list[int] = []  # those of _steps in which the model was compiled, or its FLOPs counted
 
-    def add(self, step: int, loss_sum: Tensor, weight: Tensor, *, skipped: bool, compiled: bool = False) -> None:
+    def add(self, step: int, loss_sum: Tensor, weight: Tensor, *, skipped: bool, slowed: bool = False) -> None:
         """Add a completed step.
 
         Args:
@@ -103,13 +103,13 @@ class Window:
             loss_sum: this rank's summed loss, a scalar.
             weight: this rank's weight, a scalar.
             skipped: whether it made no update.
-            compiled: whether the model was compiled in it; then no throughput metric includes it.
+            slowed: whether the model was compiled in it, or slowly counted; then no throughput metric includes it.
         """
         self.timer.mark()
         self._steps.append(step)
         self._step_weight = weight
-        if compiled:
-            self._compiled.append(step)
+        if slowed:
+            self._slowed.append(step)
         if not skipped:
             self._updated.append(step)
             self._losses.append(loss_sum)
@@ -180,12 +180,12 @@ class Window:
             flops=None if flops is None else flops.flops,
             flops_at_peak_ms=None if flops is None else flops.at_peak_ms,
         )
-        self._losses, self._weights, self._steps, self._updated, self._compiled = [], [], [], [], []
+        self._losses, self._weights, self._steps, self._updated, self._slowed = [], [], [], [], []
         self.data_wait.restart()
         return point
 
     def _warm(self, step: int) -> bool:
-        return step > self._warm_at and step not in self._compiled
+        return step > self._warm_at and step not in self._slowed
 
 
 class CpuMeter:

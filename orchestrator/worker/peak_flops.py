@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-"""What matrix products and convolutions are computed in. ``tf32``: float32, in TF32 if the device has it."""
+from orchestrator.strategies.flop_counter import Precision
 
 
 @dataclass(frozen=True)

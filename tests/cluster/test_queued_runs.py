@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import threading
@@ -16,7 +17,6 @@ import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group, remove_placement_group
 
 from helpers.queue_entries import entry
 from helpers.recorder import Recorder
@@ -140,12 +140,12 @@ def kill_queue(cluster: Cluster) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Callable[..., QueuePlace]:
+def place() -> Callable[..., QueuePlace]:
     """``place(entry("run"), timeout_s=1)`` is the place of a run of this process."""
 
     def make(run: QueueEntry, *, timeout_s: float | None = None, sink: Recorder | None = None) -> QueuePlace:
-        events, run_dir = EventStream([sink or Recorder()], Redactor()), RunDir(tmp_path)
-        return QueuePlace(run, run_dir, events, StopSignals(), timeout_s=timeout_s)
+        events = EventStream([sink or Recorder()], Redactor())
+        return QueuePlace(run, events, StopSignals(), timeout_s=timeout_s, unfit_timeout_s=None)
 
     return make
 
@@ -182,10 +182,14 @@ def lost_turn(run: QueuePlace) -> bool:
 def test_a_wait_ends_at_its_timeout_or_without_a_queue_that_answers(
     cluster: Cluster, place: Callable[..., QueuePlace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with place(entry("first", at=1)) as first, place(entry("second", at=2), timeout_s=1) as second:
+    seen = Recorder()
+    namesake = place(entry("first", uid="second", at=2), timeout_s=1, sink=seen)
+    with place(entry("first", at=1)) as first, namesake as second:
         first.wait_for_turn(lambda: None)
         with pytest.raises(GangError, match=r"not the first in the queue within 1 s \(cluster\.queue_timeout_s\)"):
             second.wait_for_turn(lambda: None)
+    (warned,) = (event for event in seen.seen if isinstance(event, Warned))
+    assert warned.message.startswith("the queue has another run named first (id first): name=... tells them apart, and")
     ray.kill(find_queue())
     other_version = ray.remote(num_cpus=0)(Recorder).options(name="queue", namespace="orchestrator")
     stranger = wait_for(lambda: taken_by(other_version), "the name of the queue")
@@ -208,13 +212,25 @@ def taken_by(actor: Any) -> Any:
 
 
 def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
-    cluster: Cluster, queue: QueueControl, start: Callable[..., Command]
+    cluster: Cluster, queue: QueueControl, start: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The queue is killed and so is a driver that waits, while all CPUs are taken."""
-    taken = placement_group([{"CPU": 2}])
-    ray.get(taken.ready())
+    """The queue is killed, and so is a driver that waits, and the cluster shrinks, while all CPUs are taken."""
+    taken = ray.remote(num_cpus=2)(Recorder).remote()
+    ray.get(taken.close.remote())
+    node = cluster.add_node(num_cpus=2)
+    large = start("large", "train.steps=120", "cluster.cpus_per_worker=2", "cluster.unfit_timeout_s=1")
+    large.wait_for(lambda: states(queue) == {"large": "reserving"}, "the run that fits at first")
     first = start("first", "train.steps=120")
+    first.wait_for(lambda: "first" in states(queue), "the run behind it")
+    cluster.remove_node(node)
     first.wait_for(lambda: states(queue) == {"first": "reserving"}, "the first run")
+    capsys.readouterr()
+    assert main(["--address", cluster.address]) == 0
+    assert "first (reserving): need 2 x {CPU: 1}; free 0; node " in capsys.readouterr().out
+    output = large.output(code=2)
+    assert "in the queue, without a place; need 2 x {CPU: 2}; free 0; the cluster has room for 1 in all" in output
+    assert "the cluster has been too small for" in output
+    assert large.state == "failed"
     lost = start("lost", "train.steps=120")
     lost.wait_for(lambda: "lost" in states(queue), "the run that will be lost")
     urgent = start("urgent", "train.steps=20")
@@ -223,22 +239,26 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     everybody = {"first": "reserving", "lost": "waiting", "urgent": "waiting", "third": "waiting"}
     third.wait_for(lambda: states(queue) == everybody, "the line")
     assert list(entries(queue)) == list(everybody), "in the order of submission"
-    wait_for(lambda: lost.state == "waiting", "the record")
+    assert [run.state for run in (first, lost, urgent, third)] == ["waiting"] * 4
+    third.wait_for(lambda: third.events("waiting_in_queue"), "the reason")
+    why = third.events("waiting_in_queue")[-1]["why"]
+    assert re.search(r"need 2 x \{CPU: 1\}; free 0; node .*: 2 of 2 CPUs held by Ray job 01000000 .* since \d", why)
     lost.process.kill()
     kill_queue(cluster)
     del everybody["lost"]
     third.wait_for(lambda: states(queue) == everybody, "the line in the new queue")
     assert list(entries(queue)) == list(everybody)
-    remove_placement_group(taken)
+    ray.kill(taken)
     first.wait_for_step(5)
     queue.set_priority("urgent", 1)
     urgent.wait_for_step(1)
     assert states(queue) == {"urgent": "running", "first": "waiting", "third": "waiting"}
-    assert (first.state, lost.state) == ("waiting", "died")
+    assert (urgent.state, first.state, lost.state) == ("running", "waiting", "died")
     urgent.output(code=0)
     output = first.output(code=0)
     assert "in the queue, place 2; before it: urgent" in output
     third.output(code=0)
+    assert "2 of 2 CPUs held by run first-" in third.events("waiting_in_queue")[-1]["why"]
     (yielded,), (recovered,) = first.events("yielded"), first.events("recovered")
     assert (yielded["to"], recovered["planned"], recovered["steps_lost"]) == ("urgent", "yielded", 0)
     assert yielded["step"] == recovered["step"] >= 5

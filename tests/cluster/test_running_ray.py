@@ -211,7 +211,9 @@ def check_what_ray_shows(head: Head, submission_id: str, run_dir: Path) -> None:
     wait_for(lambda: "mlflow" in dashboard(head, f"/api/jobs/{submission_id}")["metadata"])
     metadata = dashboard(head, f"/api/jobs/{submission_id}")["metadata"]
     assert metadata["mlflow"].startswith("http://127.0.0.1:5000/#/experiments/")
-    assert metadata.items() >= {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir)}.items()
+    assert (
+        metadata.items() >= {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir), "state": "running"}.items()
+    )
     before = pids_by_title("stopped")
     assert before.keys() == {"ray::rank-0 stopped", "ray::rank-1 stopped"}
     running = "filter_keys=state&filter_predicates=%3D&filter_values=RUNNING"
@@ -259,7 +261,8 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
     assert attached.returncode == 143, attached.stdout + attached.stderr
     assert "killed by SIGKILL; starting it again with resume=auto (1 of 1)" in attached.stdout
     assert "RAY_JOB_STOP_WAIT_TIME_S" not in attached.stdout
-    assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["state"] == dashboard(head, f"/api/jobs/{submission_id}")["metadata"]["state"] == "killed"
     wait_for(lambda: not pids_by_title("stopped"))
     reached = last_step(tmp_path)
     assert (run_dir / "checkpoints" / f"step-{reached:08}").is_dir()

@@ -21,7 +21,13 @@ from orchestrator.tracking.transfer import read_cursor
 
 USER, PASSWORD, WRONG_PASSWORD = "ada", "correct-Xx44Yy55", "mistaken-Zz66Aa77"
 
-RUN = ("strategy=single", "tracking.experiment=tests", "tracking.log_model=false", "train.log_every=5")
+RUN = (
+    "strategy=single",
+    "tracking.experiment=tests",
+    "tracking.log_model=false",
+    "tracking.log_dataset=false",
+    "train.log_every=5",
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.block_jobs import BlockDigits
 from helpers.cases import DDP, Case, config_of, having, plan_of
 from helpers.gang import Gang, close_gangs
-from helpers.layouts import SGD, Layout, layout, pipeline
+from helpers.layouts import LAYOUTS, SGD, Layout, layout, pipeline
 from helpers.loops import Ran, run_loop
 from helpers.quick_jobs import digits
 from helpers.step_toys import Distillation
@@ -72,20 +76,53 @@ def test_a_compiled_model_has_the_losses_and_the_names_of_the_plain_one(
     assert [rank.model.keys() for rank in ranks] == [rank.model.keys() for rank in plain]
 
 
+BLOCKS = BlockDigits(hidden=24, listed=True, dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("where", "changes"),
+    [
+        pytest.param(BUCKETS_OF_1_MB, {"compile": True, "activation_checkpointing": "blocks"}, id="ddp-recomputed"),
+        pytest.param(LAYOUTS["1F1B-2"], {"compile": "blocks"}, id="pipeline", marks=pytest.mark.campaign),
+    ],
+)
+def test_compiled_blocks_have_the_losses_of_plain_ones_and_share_their_code(
+    gang: Gang, tmp_path_factory: pytest.TempPathFactory, where: Layout, changes: dict[str, Any]
+) -> None:
+    plain = where.of(Case(job=BLOCKS, train=having(COMPILED, compile=False, grad_accumulation=2)))
+    case = replace(plain, train=having(plain.train, **changes))
+    cache_dir = str(tmp_path_factory.getbasetemp() / "inductor")
+    counted = gang.run(compiled, case, cache_dir, world_size=where.world_size, timeout_s=SECONDS)
+    assert {len(compilations) for _, compilations in counted} == {2}, "one forward and one backward pass"
+    ranks, expected = [seen for seen, _ in counted], gang.run(train, plain, world_size=where.world_size)
+    torch.testing.assert_close(losses(ranks), losses(expected), rtol=10 * SGD, atol=0)
+    for rank, other in zip(ranks, expected, strict=True):
+        torch.testing.assert_close(rank.model, other.model, rtol=1e-3, atol=1e-4)  # running statistics included
+
+
 def compiled_loop(rank: int, case: Case, run_dir: str, cache_dir: str) -> Ran:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir
     torch.compiler.reset()
     return run_loop(rank, case, 1, run_dir, None, 0)
 
 
-def test_the_time_of_the_compiler_is_no_time_of_a_step(
+def assert_all_flops_counted(ran: Ran, job: Job) -> None:
+    """Those of a step of the plain model, by torch's own counter."""
+    inputs, target = torch.ones(32, 64), torch.zeros(32, dtype=torch.long)
+    with FlopCounterMode(display=False) as expected:
+        F.cross_entropy(job.model()(inputs), target).backward()
+    counts = [point.flops for point in ran.points if isinstance(point, TrainPoint)]
+    assert counts[-1] == expected.get_total_flops()
+
+
+def test_the_time_of_the_compiler_is_no_time_of_a_step_and_all_flops_are_counted(
     gang: Gang, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     case = Case(job=digits(), train=having(COMPILED, steps=4, eval_every=2))
     cache_dir = str(tmp_path_factory.getbasetemp() / "inductor")
     (ran,) = gang.run(compiled_loop, case, str(tmp_path), cache_dir, world_size=1, timeout_s=SECONDS)
     points = [point for point in ran.points if isinstance(point, TrainPoint)]
-    assert [len(point.step_ms) for point in points] == [0, 1, 1, 1], "the first step compiles the model"
+    assert [len(point.step_ms) for point in points] == [0, 0, 1, 1], "the first step compiles, the second counts"
     seconds = [point.metrics["perf/compile_s"].value for point in points]
     again = [point.metrics["perf/recompiles"].value for point in points]
     assert 0 < seconds[0] == seconds[1] < seconds[2] == seconds[3], "an evaluation compiles it again"
@@ -93,6 +130,17 @@ def test_the_time_of_the_compiler_is_no_time_of_a_step(
     (first_step,) = [event for event in ran.events if isinstance(event, FirstStepDone)]
     assert first_step.startup["compile_s"] == pytest.approx(seconds[0])
     assert first_step.startup["first_step_s"] > 0
+    assert_all_flops_counted(ran, case.job)
+
+
+def test_the_flops_of_compiled_blocks_that_are_computed_again_are_those_of_plain_ones(
+    gang: Gang, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"compile": "blocks", "activation_checkpointing": "blocks"}
+    case = Case(job=BLOCKS, train=having(COMPILED, steps=2, grad_accumulation=2, **changes))
+    cache_dir = str(tmp_path_factory.getbasetemp() / "inductor")
+    (ran,) = gang.run(compiled_loop, case, str(tmp_path), cache_dir, world_size=1, timeout_s=SECONDS)
+    assert_all_flops_counted(ran, BLOCKS)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import helpers.stage_toys as of
 from helpers.cases import Case, having
 from helpers.exact_evaluation import assert_evaluated_exactly
 from helpers.gang import Gang
-from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, whole_model
+from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, passes_constants, whole_model
 from helpers.quick_jobs import digits
 from helpers.stage_toys import AdamTokenChain, Chain, Marked, TokenChain
 from helpers.toys import Toy
@@ -60,6 +60,7 @@ def test_a_shared_parameter_counts_once_in_the_norm(gang: Gang, name: str) -> No
     assert_as_alone(gang, case(TokenChain(build=of.tied_ends), clip_norm=0.1), name)
 
 
+@passes_constants
 @pytest.mark.parametrize("name", [*EACH, "model_parallel-2", "GPipe-2x2"])
 def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(gang: Gang, name: str) -> None:
     bad_step = 3
@@ -80,12 +81,11 @@ def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(gang: 
 @pytest.mark.parametrize(
     ("job", "rtol"),
     [
-        (TokenChain(build=of.tied_ends), SGD),
-        (AdamTokenChain(build=of.tied_ends), ADAMW),
-        (Chain(build=of.tied_thrice), SGD),
-        (TokenChain(build=of.tied_and_frozen), SGD),
+        pytest.param(TokenChain(build=of.tied_ends), SGD, id="ends"),
+        pytest.param(AdamTokenChain(build=of.tied_ends), ADAMW, id="ends-adamw"),
+        pytest.param(Chain(build=of.tied_thrice), SGD, id="thrice"),
+        pytest.param(TokenChain(build=of.tied_and_frozen), SGD, id="frozen", marks=passes_constants),
     ],
-    ids=["ends", "ends-adamw", "thrice", "frozen"],
 )
 def test_tied_weights(gang: Gang, job: Toy, rtol: float, name: str) -> None:
     assert_as_alone(gang, case(job, steps=20), name, rtol=rtol, want_grad_norm=True)
@@ -108,12 +108,21 @@ def frozen_body() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("build", [frozen_first, frozen_in_the_middle, frozen_last, frozen_body])
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(frozen_first, marks=passes_constants),
+        frozen_in_the_middle,
+        frozen_last,
+        pytest.param(frozen_body, marks=passes_constants),
+    ],
+)
 def test_frozen_stages(gang: Gang, build, name: str) -> None:
     stages = ("second", "third", "head")
     assert_as_alone(gang, case(Chain(build=build)), name, split=stages, want_grad_norm=True)
 
 
+@passes_constants
 def test_a_frozen_stage_is_continued(gang: Gang) -> None:
     job = case(of.ScheduledChain(build=frozen_first), steps=6)
     layout = LAYOUTS[PLAIN]
@@ -139,6 +148,7 @@ def test_sparse_gradients_are_summed_and_clipped(gang: Gang, build, name: str) -
     assert_as_alone(gang, case(TokenChain(build=build, momentum=0), clip_norm=0.1), name)
 
 
+@passes_constants
 @pytest.mark.parametrize("name", ["model_parallel-2", "GPipe-2x2"])
 def test_sparse_gradients_of_a_recorded_model(gang: Gang, name: str) -> None:
     job = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)

@@ -2,62 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
+from helpers.block_jobs import BlockDigits
 from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import LAYOUTS
-from helpers.quick_jobs import QuickDigits
 from helpers.training import assert_same, losses, train
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.layer(self.norm(x)).tanh(), 0.1, self.training)
-
-
-class Listed(nn.Module):
-    """Its forward pass has to be recorded, and its blocks are in a list."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x.flatten(1))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockDigits(QuickDigits):
-    """Blocks with dropout and running statistics, in an ``nn.Sequential`` or not."""
-
-    listed: bool = False
-
-    def model(self) -> nn.Module:
-        listed = Listed(self.hidden)
-        if self.listed:
-            return listed
-        layers = OrderedDict([("flatten", nn.Flatten()), ("first", listed.first)])
-        layers |= {f"block{i}": block for i, block in enumerate(listed.blocks)}
-        return nn.Sequential(layers | {"head": listed.head})
-
 
 STARTS = {"1F1B-2": (1,), "ZBVZeroBubble-2": (0, 1, 2), "GPipe-2x2": (1,)}
 """The blocks that begin a stage."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.gang import Backend
 from helpers.runs import events, series
 from orchestrator.driver.gang import SHARED_GPU
+from orchestrator.records.run_dir import RunDir
 
 STEPS = 24
 WORDS = (
@@ -76,11 +80,28 @@ def test_a_run_continues_with_the_process_that_survived(
     result = run(f"strategy={strategy}", *WORDS, f"recovery.chaos=[{fault}@13:1]")
     assert (result.status, result.summary["restarts"]) == ("FINISHED", 1), result.reason
     assert result.summary["recovery_s"][0] < SOON_S
+    if strategy == "ddp":
+        assert result.summary["steps_lost"] == 0, "the survivor has made every update that it counts"
     (lost,) = events(result.run_dir, "worker_lost")
     assert lost["rank"] == 1
     first, second = (e["workers"] for e in events(result.run_dir, "generation_started"))
     assert first[0] == second[0], "rank 0 should be the same process"
     torch.testing.assert_close(weights(result.run_dir), undisturbed[strategy], rtol=1e-3, atol=1e-4)
+
+
+def test_a_rank_that_hangs_is_found_by_what_it_has_not_enqueued(run: Callable[..., Any], backend: Backend) -> None:
+    result = run("strategy=ddp", *WORDS, "recovery.chaos=[sleep@13:1]")
+    assert (result.status, result.summary["restarts"]) == ("FINISHED", 1), result.reason
+    (lost,) = events(result.run_dir, "worker_lost")
+    assert lost["rank"] == 1
+    assert "no progress for " in lost["reason"]
+    records = [RunDir(result.run_dir).flight_file(1, rank) for rank in range(2)]
+    if backend.name == "gloo":
+        assert "it has not joined the collective operation that the others wait in" in lost["reason"]
+        assert not any(record.exists() for record in records)
+    else:
+        assert re.search(r"it has not enqueued operation \d+ of group \w+ \(nccl:\w+\)", lost["reason"])
+        assert all(json.loads(record.read_text())["entries"] for record in records)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,8 +1,9 @@
-"""What a process group, a strategy and a model take on a GPU is given back when the generation ends."""
+"""The memory of a GPU: a generation gives back what it takes, and a resume needs no more than training."""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import LAYOUTS
-from helpers.quick_jobs import TinyGPT
-from helpers.training import make, steps
+from helpers.quick_jobs import AdamDigits, TinyGPT
+from helpers.training import make, piece, steps
+from orchestrator.state.checkpoint import load, save
 
 MB = 2**20
 
@@ -36,3 +38,27 @@ def test_memory_stays_flat_over_three_new_groups(gang: Gang, name: str) -> None:
         after.append([a.value for a in gang.ask(allocated, world_size=layout.world_size, grouped=False)])
     for rank, first in enumerate(after[0]):
         assert max(later[rank] for later in after[1:]) <= first + MB, after
+
+
+def peak_of_two_steps(rank: int, case: Case, checkpoint: str | None) -> int:
+    """The most bytes that a rank has taken for two steps, or to resume after the first and make the second."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    strategy = make(case, rank)
+    if checkpoint is not None:
+        strategy.restore(load(Path(checkpoint)) if rank == 0 else None, source=0)
+    list(steps(strategy, first=1 if checkpoint is None else 2, last=2))
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
+def test_a_resume_takes_no_more_memory_than_training(gang: Gang, tmp_path: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    case = layout.of(Case(job=AdamDigits(hidden=2048, depth=9), train=having(steps=2, global_batch_size=32)))
+    (_, state), *_ = gang.run(piece, case, None, 1, world_size=layout.world_size)
+    path = str(save(tmp_path, state, run_uid="r"))
+    trained, resumed = (gang.run(peak_of_two_steps, case, of, world_size=layout.world_size) for of in (None, path))
+    for rank, peak in enumerate(resumed):
+        assert peak < 1.1 * trained[rank], f"rank {rank}"

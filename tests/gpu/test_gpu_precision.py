@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
@@ -32,11 +33,12 @@ def test_every_layout_has_the_losses_of_one_worker(gang: Gang, precision: str) -
     assert dtypes == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
 
 
+@pytest.mark.parametrize("how", ["blocks", "selective"])
 @pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
-def test_recomputed_blocks_have_the_same_losses(gang: Gang, name: str) -> None:
+def test_recomputed_blocks_have_the_same_losses(gang: Gang, name: str, how: Literal["blocks", "selective"]) -> None:
     layout = LAYOUTS[name]
     kept = layout.of(Case(job=TinyGPT(layers=4), train=having(steps=6, grad_accumulation=2)))
-    recomputed = replace(kept, train=having(kept.train, activation_checkpointing="blocks"))
+    recomputed = replace(kept, train=having(kept.train, activation_checkpointing=how))
     expected, found = (gang.run(train, case, world_size=layout.world_size) for case in (kept, recomputed))
     torch.testing.assert_close(losses(found), losses(expected), rtol=1e-4, atol=0)
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from helpers.cases import DDP, Case
 from helpers.gang import Gang
 from helpers.training import Steps, losses, train
+from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
 from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
@@ -94,6 +96,14 @@ LAYOUTS = {
     "InterleavedZeroBubble-2x2": layout(ddp_pipeline("InterleavedZeroBubble", 2), 4),
 }
 STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, StagedConfig)]
+
+passes_constants = pytest.mark.skipif(
+    not PASSES_CONSTANTS, reason=f"stages of torch {torch.__version__} receive no tensors without a gradient"
+)
+"""For tests in which a stage receives a tensor without a gradient."""
+refuses_constants = pytest.mark.skipif(
+    PASSES_CONSTANTS, reason=f"stages of torch {torch.__version__} receive tensors without a gradient"
+)
 
 
 def whole_model(ranks: list[Steps]) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """A sweep over four strategies, recorded once, for tests of what comes after the training.
 
+In the present recording, the parts of a step (``perf/compute_ms`` and the like) are computed from its recorded shares.
+
 To record another one, from the repository root:
 
     python -m orchestrator.launch -m strategy=single,ddp,pipeline,parameter_server train.steps=300 train.log_every=5

@@ -38,6 +38,7 @@ def tracking(
         upload_every_s=upload_every_s,
         flush_timeout_s=flush_timeout_s,
         log_model=False,
+        log_dataset=False,
         system_metrics_every_s=0,
     )
 

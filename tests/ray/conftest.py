@@ -30,13 +30,17 @@ def one_ray() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """``run("strategy=ddp", ...)`` in a fresh directory, without MLflow unless asked for, and without its model."""
+    """``run("strategy=ddp", ...)`` in a fresh directory, without MLflow unless asked for, and without its model and
+    dataset.
+    """
     from orchestrator import run as orchestrator_run
 
     monkeypatch.chdir(tmp_path)
 
     def start(*overrides: str, tracking: str = "none") -> Any:
-        return orchestrator_run([f"tracking={tracking}", "tracking.log_model=false", *overrides])
+        return orchestrator_run(
+            [f"tracking={tracking}", "tracking.log_model=false", "tracking.log_dataset=false", *overrides]
+        )
 
     return start
 

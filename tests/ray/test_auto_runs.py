@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,12 @@ def test_auto_trains_with_the_fastest_strategy_and_resumes_with_it(
     assert record["tags"]["strategy.chosen_by"] == "auto"
     assert yaml.safe_load((first.run_dir / "config.yaml").read_text())["strategy"]["name"] == "ddp"
     assert "strategy=ddp strategy.num_workers=2" in record["command"]
+    assert "`strategy=auto` chose **ddp num_workers=2** (predicted " in record["description"]
     assert "auto.json" in {f.name for f in first.run_dir.iterdir()}
     table = (first.run_dir / "auto.md").read_text()
-    assert "auto chooses ddp num_workers=2" in table
-    assert table in capsys.readouterr().out
+    choice = table.splitlines()[-1]
+    assert choice.startswith("auto chooses strategy=ddp strategy.num_workers=2: ")
+    assert choice in capsys.readouterr().out
 
     chosen = json.loads((first.run_dir / "auto.json").read_text())
     measured = {c["name"]: c for c in chosen["contenders"] if c["measured_ms"] is not None}
@@ -41,7 +44,9 @@ def test_auto_trains_with_the_fastest_strategy_and_resumes_with_it(
     assert not list((tmp_path / "outputs" / "auto").glob("*/*")), "the runs that measured are removed"
 
     assert run(*JOB, *CHOICE, "train.steps=8", "plan=true") is None
-    assert "auto chooses ddp num_workers=2: its step of" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "auto uses the measurements in " in printed
+    assert re.search(r"auto chooses strategy=ddp strategy.num_workers=2: .* ms per step \(predicted\)", printed)
 
     second = run(*JOB, *CHOICE, "train.steps=12", f"resume={first.run_dir}")
     assert second.run_dir == first.run_dir

@@ -18,7 +18,7 @@ def test_the_runs_of_a_sweep_are_side_by_side(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32", "tracking.flush_timeout_s=60"]
-    assert launch.main([*words, "tracking.log_model=false"]) == 0
+    assert launch.main([*words, "tracking.log_model=false", "tracking.log_dataset=false"]) == 0
     records = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
     assert [r["strategy"] for r in records] == ["single", "ddp"]
 
@@ -35,6 +35,7 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     assert "run 1 of 2: strategy=single\n" in printed
     assert re.search(r"run 2 of 2: strategy=ddp; about \d+s left\n", printed)
     assert re.search(r"fastest: \w+ x\d with .* samples/s", printed)
+    assert re.findall("next: .*", printed) == [f"next: mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db"]
     assert "| strategy | workers | samples/s |" in (sweep / "report.md").read_text()
     assert (sweep / "compare.png").stat().st_size > 10_000
     assert (sweep / "report.html").stat().st_size > 10_000
@@ -44,6 +45,23 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     table = capsys.readouterr().out
     for word in ("single", "ddp", "samples/s"):
         assert word in table
+
+
+def test_a_search_trains_with_the_values_that_it_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "strategy=single", "tracking=none", "train.steps=4", "sweep.trials=2", "job.lr=interval(0.1,0.5)"]
+    assert launch.main([*words, "job.hidden=16"]) == 0
+    records = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
+    (sweep_id,) = {record["sweep"]["id"] for record in records}
+    losses = {record["sweep"]["run"]: record["summary"]["val_loss"] for record in records}
+    assert sorted(losses) == ["1", "2"]
+    best = min(losses, key=lambda number: float(losses[number]))
+    printed = capsys.readouterr().out
+    (lr,) = re.findall(rf"run {best} of 2: job.lr=(\S+)", printed)
+    assert f"best of 2 runs: run {best}, val_loss {losses[best]:.6g}, with job.lr={lr}\n" in printed
+    assert (tmp_path / "outputs" / "sweeps" / sweep_id / "report.md").is_file()
 
 
 def test_a_failing_run_stops_no_other_and_a_resumed_sweep_repeats_only_that_run(
@@ -76,13 +94,24 @@ def test_runs_that_do_not_fit_are_left_out_where_the_sweep_says_so(
     assert launch.main(["-m", "experiment=compare", "train.global_batch_size=1", "plan=true"]) == 0
     output = capsys.readouterr()
     assert "left out: strategy=ddp: train.global_batch_size=1: fewer than one sample" in output.out
-    assert "plan: digits-single" in output.out
+    assert re.search(r"\n\nrun \d: strategy=single\nplan: digits-single\n", output.out)
     assert launch.main(["experiment=compare", "plan=true"]) == 2
     assert "experiment=compare: a sweep of several runs; add -m" in capsys.readouterr().err
     # One run of it, as the command that continues this run has it.
     assert launch.main(["experiment=compare", "strategy=single", "sweep.unfit=skip", "plan=true"]) == 0
     assert launch.main(["-m", "experiment=compare", "train.steps=0"]) == 2
     assert "train.steps=0" in capsys.readouterr().err
+
+
+def test_the_scaling_preset_compares_the_numbers_of_workers_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["strategy.num_workers=1,2,64", "train.steps=20", "train.log_every=5", "job.hidden=16", "tracking=none"]
+    assert launch.main(["-m", "experiment=scaling", *words]) == 0
+    assert "left out: strategy.num_workers=64: needs 64 x 1 CPUs" in capsys.readouterr().out
+    (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    assert "| speed | scaling |" in (sweep / "report.md").read_text()
 
 
 def test_one_bad_run_stops_a_sweep_before_it_starts(

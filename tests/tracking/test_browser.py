@@ -20,6 +20,9 @@ from helpers.recorded_sweep import recorded_sweep
 from helpers.tracked_runs import client_of
 from jobs.digits import Digits
 from orchestrator import sync
+from orchestrator.display.comparison import read_run
+from orchestrator.display.comparison_analysis import Comparison
+from orchestrator.display.comparison_plot import draw
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import checkpoint
 from orchestrator.state.train_state import TrainState
@@ -65,11 +68,12 @@ def uploaded(server_port: int, tmp_path_factory: pytest.TempPathFactory) -> Uplo
     folder = fastest.path.parents[1] / "sweeps" / fastest.read_record()["sweep"]["id"]
     folder.mkdir(parents=True)
     (folder / "report.md").write_text(REPORT)
+    draw(Comparison([read_run(run.path) for run in runs]), folder / "compare.png")
     weights = Digits().model().state_dict()
     state = TrainState(model=weights, optimizer={}, meta={"step": 200, "samples_consumed": 12800})
     checkpoint.save(fastest.checkpoints, state, run_uid="")
     with fastest.edit_record() as record:
-        record["tracking"]["log_model"] = True
+        record["tracking"] |= {"log_model": True, "log_dataset": True}
     for run in runs:
         assert sync.main([str(run.path)]) == 0
     return Uploaded(server, by_speed)
@@ -92,6 +96,11 @@ def keep(page: Page, name: str) -> None:
         image.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
             Path(SCREENSHOTS) / name, optimize=True
         )
+
+
+def shows_picture(name: str) -> str:
+    """The condition that the page shows an artifact."""
+    return f"[...document.images].some(image => image.src.includes({name!r}) && image.naturalWidth > 0)"
 
 
 def link_of(run: RunDir) -> str:
@@ -128,6 +137,24 @@ def test_the_link_of_a_run_shows_which_strategy_is_fastest(page: Page, uploaded:
     keep(page, "mlflow-charts.png")
 
 
+def test_a_browser_that_knows_nothing_finds_the_charts(uploaded: Uploaded, tmp_path: Path) -> None:
+    """By the link of a run, which chooses model training, and by those in the description of the experiment."""
+    experiment = urlsplit(link_of(uploaded.runs[0])).fragment.split("/")[2]
+    with browser(tmp_path / "by-link") as page:
+        page.resize(1500, 1400)
+        page.open(link_of(uploaded.runs[0]))
+        page.wait_for("document.querySelectorAll('.barlayer').length >= 3", timeout_s=60)
+        assert "Evaluation runs" not in page.text(), "those belong to the other mode"
+    with browser(tmp_path / "by-description") as page:
+        page.resize(1500, 1400)
+        page.open(f"{uploaded.server}/#/experiments/{experiment}/runs")
+        link = "document.querySelector('a[href*=\"viewStateShareKey=compare\"]')"
+        page.wait_for(f"!!{link}", timeout_s=60)
+        page.evaluate(f"{link}.click()")
+        page.wait_for("document.querySelectorAll('.barlayer').length >= 3", timeout_s=60)
+        assert "Evaluation runs" not in page.text()
+
+
 def test_the_table_has_the_figures_of_the_runs(page: Page, uploaded: Uploaded) -> None:
     page.resize(1700, 520)
     page.open("about:blank")
@@ -153,6 +180,7 @@ def test_the_page_of_a_run_says_what_it_was(page: Page, uploaded: Uploaded) -> N
     for shown in ("with strategy", "samples/s", "digits.py", record["source"]["user"], "Digits"):
         assert shown in text
     assert record["source"]["source.git.commit"][:6] in text
+    page.wait_for(shows_picture("step-time.png"))
     keep(page, "mlflow-run.png")
 
 
@@ -165,3 +193,4 @@ def test_the_page_of_the_sweep_has_the_report(page: Page, uploaded: Uploaded) ->
     page.open(f"{uploaded.server}/#/experiments/{experiment}/runs/{own.info.run_id}")
     page.wait_for("document.body.innerText.includes('is the fastest of 4 strategies')")
     assert page.evaluate("document.querySelectorAll('table td').length") >= 6, "Markdown became a table"
+    page.wait_for(shows_picture("compare.png"))

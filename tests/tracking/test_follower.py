@@ -133,6 +133,7 @@ tracking = TrackingConfig(
     upload_every_s=0,
     flush_timeout_s=30,
     log_model=False,
+    log_dataset=False,
     system_metrics_every_s=0,
 )
 uploader = Uploader.start(run_dir, tracking)

@@ -42,9 +42,14 @@ np.save(sys.argv[4], model.predict(np.load(sys.argv[3])))
 """
 
 
-def trained(tmp_path: Path, uri: str | None, target: str, model: nn.Module, **fields: Any) -> RunDir:
+TRACKING = {"experiment": "tests", "request_timeout_s": 5.0, "flush_timeout_s": 30.0}
+
+
+def trained(
+    tmp_path: Path, uri: str | None, target: str, model: nn.Module, *, log_model: bool = True, **fields: Any
+) -> RunDir:
     """A run with a checkpoint of ``model``."""
-    settings = {"uri": uri, "experiment": "tests", "request_timeout_s": 5.0, "flush_timeout_s": 30.0, "log_model": True}
+    settings = {**TRACKING, "uri": uri, "log_model": log_model, "log_dataset": True}
     run_dir = new_run(tmp_path, uri, tracking=settings)
     run_dir.config_file.write_text(json.dumps({"job": {"_target_": target, **fields}}))  # YAML, too
     meta = {"step": 10, "samples_consumed": 640}
@@ -103,6 +108,16 @@ def test_a_model_that_cannot_be_exported_leaves_its_weights(tmp_path, uri):
     assert run.inputs.dataset_inputs == []
 
 
+def test_the_dataset_is_known_without_the_model(tmp_path, uri):
+    run_dir = trained(tmp_path, uri, "jobs.digits.Digits", Digits(hidden=4).model(), log_model=False, hidden=4)
+    finish(run_dir)
+    assert sync.main([str(run_dir.path)]) == 0
+    run = run_of(uri, run_dir)
+    assert [given.dataset.name for given in run.inputs.dataset_inputs] == ["Digits"]
+    assert run.outputs.model_outputs == []
+    assert "model" not in run.data.tags
+
+
 def test_only_a_run_that_has_finished_has_a_model(tmp_path, uri):
     run_dir = ended_run(tmp_path, uri, "FAILED", tracking={"uri": uri, "experiment": "tests", "log_model": True})
     assert sync.main([str(run_dir.path)]) == 0
@@ -112,7 +127,7 @@ def test_only_a_run_that_has_finished_has_a_model(tmp_path, uri):
 def test_the_driver_does_not_wait_for_the_model(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     run_dir.config_file.write_text("job: {_target_: jobs.digits.Digits}")
-    uploader = Uploader.start(run_dir, replace(tracking(uri), log_model=True))
+    uploader = Uploader.start(run_dir, replace(tracking(uri), log_model=True, log_dataset=True))
     finish(run_dir)
     assert uploader.finish(60).complete
     assert read_cursor(run_dir).model_at is None

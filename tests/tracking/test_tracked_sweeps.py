@@ -6,15 +6,18 @@ import os
 import uuid
 import zlib
 
+from helpers.recorded_sweep import recorded_sweep
 from helpers.tracked_runs import client_of, ended_run, run_of
 from orchestrator import sync
 from orchestrator.tracking.transfer import read_cursor
-from orchestrator.tracking.views import COMPARE, HEALTH, experiment_tags, obsolete_tags, page, sweep_view
+from orchestrator.tracking.views import COMPARE, VIEWS, experiment_tags, obsolete_tags, page, sweep_view
+
+LINE = "| line |\n"
 
 
-def own_run(uri, sweep):
+def own_run(uri, sweep, experiment="tests"):
     client = client_of(uri)
-    experiment = client.get_experiment_by_name("tests")
+    experiment = client.get_experiment_by_name(experiment)
     (found,) = client.search_runs([experiment.experiment_id], f"tags.`orchestrator.sweep_id` = '{sweep['id']}'")
     return found
 
@@ -39,7 +42,7 @@ def test_the_runs_are_no_children_and_the_sweep_ends_as_the_worst_of_them(tmp_pa
     view = state_of(tags[f"mlflow.sharedViewState.sweep-{sweep['id'][:8]}"])
     assert view["searchFilter"] == f"tags.sweep_id = '{sweep['id']}'"
     assert read_cursor(runs[0]).page.startswith("http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=sweep-")
-    assert {COMPARE.id, HEALTH.id} < {key.removeprefix("mlflow.sharedViewState.") for key in tags}
+    assert {view.id for view in VIEWS} < {key.removeprefix("mlflow.sharedViewState.") for key in tags}
 
 
 def test_the_report_becomes_the_description_and_is_uploaded_when_it_changes(tmp_path, uri):
@@ -50,23 +53,54 @@ def test_the_report_becomes_the_description_and_is_uploaded_when_it_changes(tmp_
     assert sync.main([str(run_dir.path)]) == 0
     assert "mlflow.note.content" not in own_run(uri, sweep).data.tags
     report = folder / "report.md"
-    for number, text in enumerate(("| strategy | password=x |", "| line |\n" * 1000)):
+    for number, text in enumerate(("ddp is fastest.\n\n| password=x |", f"ddp is fastest.\n\n{1000 * LINE}")):
         report.write_text(text)
         os.utime(report, (number, number))
         (folder / "compare.png").write_bytes(b"\x89PNG\0")
         assert sync.main([str(run_dir.path)]) == 0
         own = own_run(uri, sweep)
         description = own.data.tags["mlflow.note.content"]
+        picture = f"![compare.png](get-artifact?path=compare.png&run_uuid={own.info.run_id})"
         if number == 0:
-            assert description == "| strategy | password=*** |"
+            assert description == f"ddp is fastest.\n\n{picture}\n\n| password=*** |"
+    assert picture in description
     assert len(description) <= 5000
     assert description.endswith("| line |\n\nThe rest is in the artifact report.md.")
     files = {file.path for file in client_of(uri).list_artifacts(own.info.run_id)}
     assert files == {"report.md", "compare.png"}
 
 
+def test_a_sweep_has_the_figures_of_its_fastest_run_and_its_verdict_is_on_the_page_of_the_experiment(tmp_path, uri):
+    runs = recorded_sweep(tmp_path, uri)
+    sweep = runs[0].read_record()["sweep"]
+    folder = runs[0].path.parents[1] / "sweeps" / sweep["id"]
+    folder.mkdir(parents=True)
+    (folder / "report.md").write_text("# Sweep\n\nFastest: single.\n\n| strategy |\n| --- |\n| single |\n")
+    for run_dir in runs:
+        assert sync.main([str(run_dir.path)]) == 0
+    own = own_run(uri, sweep, "orchestrator")
+    assert own.data.tags["fastest"] == "digits-single"
+    summary = runs[0].read_record()["summary"]
+    assert own.data.metrics["summary/samples_per_s"] == float(f"{summary['samples_per_s']:.5g}")
+    assert own.data.metrics["summary/restarts"] == 0
+    client = client_of(uri)
+    experiment = client.get_experiment_by_name("orchestrator")
+    described = experiment.tags["mlflow.note.content"]
+    assert described.startswith("Runs of `orchestrator`. Charts: [Compare strategies](./#/experiments/")
+    assert f"viewStateShareKey=sweep-{sweep['id'][:8]}&" in described
+    assert described.endswith(" Fastest: single.")
+    view = state_of(experiment.tags[f"mlflow.sharedViewState.sweep-{sweep['id'][:8]}"])
+    assert view["runsVisibilityMap"] == {own.info.run_id: False}, "its charts do not show the fastest run twice"
+    for condition, count in ((COMPARE.filter, 4), (view["searchFilter"], 5)):
+        assert len(client.search_runs([experiment.experiment_id], condition)) == count
+    client.set_experiment_tag(experiment.experiment_id, "mlflow.note.content", "Mine.")
+    (folder / "report.md").write_text("Fastest: single again.")
+    assert sync.main([str(runs[0].path)]) == 0
+    assert client.get_experiment(experiment.experiment_id).tags["mlflow.note.content"] == "Mine."
+
+
 def test_a_view_has_what_the_page_needs():
-    for view in (COMPARE, HEALTH, sweep_view("1234", "lr=1,2", created_ms=5)):
+    for view in (*VIEWS, sweep_view("1234", "lr=1,2", created_ms=5)):
         (tag,) = experiment_tags([view]).values()
         assert len(tag) < 5000, "older servers refuse longer tags"
         state = state_of(tag)

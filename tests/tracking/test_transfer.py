@@ -42,6 +42,9 @@ class MemoryBackend:
         self.files = {path.name for path in run_dir.path.rglob("*")}
         self._call("close", ending.status)
 
+    def log_plots(self, run_id, files):
+        self._call("plots", [file.name for file in files])
+
     def log_model(self, run_id, folder):
         self._call("model", folder)
 

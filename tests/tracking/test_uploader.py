@@ -42,6 +42,8 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     run_dir.config_file.write_text("seed: 0\n")
     run_dir.log_file(0).write_text("hello\n")
+    (run_dir.path / "auto.md").write_text("auto chooses ddp\n")
+    (run_dir.path / "auto.json").write_text("{}")
     uploader = Uploader.start(run_dir, tracking(uri))
     journal = Journal(run_dir)
     start(journal)
@@ -65,7 +67,7 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     assert math.isnan(bars.pop("summary/lost"))
     assert bars == {"summary/steps": 10.0, "summary/final_loss": 0.1}
     files = {f.path for f in client_of(uri).list_artifacts(upload.run_id)}
-    assert files == {"config.yaml", "logs"}
+    assert files == {"auto.json", "auto.md", "config.yaml", "logs"}
     assert run.info.artifact_uri.startswith(str(tmp_path / "mlartifacts"))
     assert str(tmp_path) not in json.dumps([run.data.params, run.data.tags]), "no machine paths"
 
@@ -142,6 +144,7 @@ def ending_of(run_dir, config, uploader, journal, console):
         console=console,
         resume_command="",
         origin=HERE,
+        in_sweep=False,
         redactor=Redactor(),
     )
 

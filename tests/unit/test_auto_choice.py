@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +52,7 @@ def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions(
     assert valid == ["single", "ddp num_workers=2"]
     assert all("Job.training_step" in c.refused for c in found.contenders if c.refused)
     assert not any(c.prediction for c in found.contenders)
-    assert found.plan.strategy == "single"
+    assert (found.plan.strategy, found.plan.threads_per_worker) == ("single", HERE.cpus)
 
 
 def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_cut_it() -> None:
@@ -119,14 +120,13 @@ def test_the_strategy_of_a_command_is_exchanged() -> None:
     )
 
 
-def test_the_choice_is_kept_in_the_directory_of_the_run(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.update_record(tags={"device": "cpu"})
-    assert chosen_before(run_dir) is None
+STEP = Prediction(compute_ms=1.0, exchange_ms=0.0, idle_ms=0.0, input_ms=0.5, memory_bytes=2e6)
+
+
+def decision() -> Decision:
     config = config_of(Case(job=Digits()), 1)
-    step = Prediction(compute_ms=1.0, exchange_ms=0.0, idle_ms=0.0, input_ms=0.5, memory_bytes=2e6)
-    single = Contender(overrides=("strategy=single",), prediction=step)
-    decision = Decision(
+    single = Contender(overrides=("strategy=single",), prediction=STEP)
+    return Decision(
         overrides=single.overrides,
         config=config,
         plan=plan_of(config),
@@ -134,7 +134,28 @@ def test_the_choice_is_kept_in_the_directory_of_the_run(tmp_path: Path) -> None:
         planning_s=1.0,
         measuring_s=0.0,
     )
-    decision.write_to(run_dir)
+
+
+def test_the_choice_is_kept_in_the_directory_of_the_run(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.update_record(tags={"device": "cpu"})
+    assert chosen_before(run_dir) is None
+    decision().write_to(run_dir)
     assert chosen_before(run_dir) == ("strategy=single",)
     assert run_dir.read_record()["tags"] == {"device": "cpu", "strategy.chosen_by": "auto"}
-    assert "auto chooses single: no other strategy can train this job here" in (tmp_path / "auto.md").read_text()
+    choice = "auto chooses strategy=single: no other strategy can train this job here"
+    assert choice in (tmp_path / "auto.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [
+        (120, ["strategy", "predicted ms", "compute", "exchange", "idle", "input", "memory MB"]),
+        (45, ["strategy", "predicted ms", "compute", "idle"]),
+        (20, ["strategy", "predicted ms"]),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_columns(width: int, heads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    (shown,) = (line for line in decision().text.splitlines() if line.startswith("strategy"))
+    assert re.split("  +", shown) == heads

@@ -190,7 +190,9 @@ def test_picture(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_page_is_whole_and_needs_no_network(output_dir: Path) -> None:
-    make_run(output_dir, "12-33-01-a", strategy="ddp", job="</script>", **SUMMARY)
+    run_dir = make_run(output_dir, "12-33-01-a", strategy="ddp", job="</script>", **SUMMARY)
+    run_dir.plots.mkdir()
+    (run_dir.plots / "step-time.png").write_bytes(b"picture")
     assert main(["--output-dir", str(output_dir)]) == 0
     page = (output_dir / "compare.html").read_text()
     assert not re.search(r"(src|href)=[\"']?(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
@@ -203,6 +205,8 @@ def test_the_page_is_whole_and_needs_no_network(output_dir: Path) -> None:
         "ddp x2 </script>",
     ]
     assert loaded["runs"][0]["curve"]["losses"][:2] == [2.0, 1.0]
+    picture = {"name": "ddp x2 </script>", "source": "data:image/png;base64,cGljdHVyZQ=="}
+    assert loaded["pictures"] == [{"heading": "Step times", "pictures": [picture]}]
     assert loaded["verdict"][0].startswith("fastest: ddp x2 digits with 7,000 samples/s, 1.75x single x1 digits")
 
 

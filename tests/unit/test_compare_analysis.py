@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.display.comparison import Curve, Run, run_of
-from orchestrator.display.comparison_analysis import Comparison, differences, noise, verdict
+from orchestrator.display.comparison_analysis import Comparison, differences, noise, settings, verdict
 
 _numbers = itertools.count()
 
@@ -143,6 +143,19 @@ def test_another_machine_or_commit_is_a_difference_wherever_the_runs_are_read_fr
 
 def no_curve() -> Curve:
     return Curve()
+
+
+def test_a_row_names_the_settings_that_distinguish_it() -> None:
+    pipelines = [run("pipeline", 2, strategy__num_microbatches=m, name=f"m{m}", tracking__uri="x" * m) for m in (2, 4)]
+    seeds = [run("ddp", 2, seed=seed, job__lr=0.1 * (seed + 1)) for seed in (0, 1)]
+    assert settings([*pipelines, *seeds, run("ddp", 4), run("single", 1)]) == [
+        "num_microbatches=2",
+        "num_microbatches=4",
+        "seed=0, lr=0.1",
+        "seed=1, lr=0.2",
+        "",
+        "",
+    ]
 
 
 def test_seeds_are_no_difference_if_every_configuration_has_the_same() -> None:

@@ -241,11 +241,15 @@ def test_a_run_in_the_queue_says_what_goes_before_it_and_that_it_makes_room() ->
         generation=2, step=40, steps_lost=0, replaced=(0, 1), in_place=False, seconds=4.1,
         num_workers=2, num_workers_before=2, planned="yielded",
     )  # fmt: skip
-    last = WaitingInQueue(waited_s=90, ahead=("gpt-ddp", "gpt-pipeline"), running=("resnet50-ddp",))
-    first = WaitingInQueue(waited_s=1, ahead=(), running=())
-    assert printed(last, first, Yielded(step=40, to="gpt-ddp"), continued) == [
-        "waiting 1m30s in the queue, place 3; before it: gpt-ddp, gpt-pipeline; running: resnet50-ddp",
-        "waiting 1.0s in the queue, place 1",
+    why = "need 2 x {CPU: 1}; free 0"
+    last = WaitingInQueue(waited_s=90, ahead=("gpt-ddp", "gpt-pipeline"), running=("resnet50-ddp",), why=why)
+    first = WaitingInQueue(waited_s=1, ahead=(), running=(), why=why)
+    unfit = WaitingInQueue(waited_s=2, ahead=(), running=("resnet50-ddp",), why=why, unfit=True)
+    assert printed(last, first, unfit, Yielded(step=40, to="gpt-ddp"), continued) == [
+        "waiting 1m30s in the queue, place 3; before it: gpt-ddp, gpt-pipeline; running: resnet50-ddp; "
+        "need 2 x {CPU: 1}; free 0",
+        "waiting 1.0s in the queue, place 1; need 2 x {CPU: 1}; free 0",
+        "waiting 2.0s in the queue, without a place; running: resnet50-ddp; need 2 x {CPU: 1}; free 0",
         "yielded to gpt-ddp at step 40: the run continues when there is room again",
         "continued at step 40 after 4.1 s: it is the run's turn again with 2 workers, no step lost (generation 2)",
     ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from helpers.cases import DDP, Case, config_of, having, plan_of
-from helpers.quick_jobs import digits
+from helpers.quick_jobs import QuickDigits, digits
 from orchestrator.strategies import registry
+from orchestrator.strategies.replicated.buckets import bucket_mb_for
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,33 @@ def test_a_static_graph_is_refused_where_the_graph_is_not_static(
     for error, part in zip(errors, said, strict=True):
         assert error.startswith("strategy.static_graph=true: ")
         assert part in error
+
+
+def parameters(mb: float) -> list[Tensor]:
+    frozen = torch.empty(2**30, device="meta")
+    return [frozen, torch.empty(int(mb * 2**18), device="meta", requires_grad=True)]
+
+
+@pytest.mark.parametrize(("gradients_mb", "chosen_mb"), [(0, 25), (200, 25), (400, 50), (1600, 200), (4000, 200)])
+def test_auto_buckets_on_gpus_are_an_eighth_of_the_gradients(gradients_mb: float, chosen_mb: float) -> None:
+    assert bucket_mb_for(parameters(gradients_mb), "auto", device="cuda") == chosen_mb
+    assert bucket_mb_for(parameters(gradients_mb), "auto", device="cpu") == 25
+    assert bucket_mb_for(parameters(gradients_mb), 3.5, device="cuda") == 3.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wide(QuickDigits):
+    """A model with 400 MiB of gradients."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(100 * 2**10, 2**10, bias=False)
+
+
+def test_a_size_that_auto_chooses_is_said() -> None:
+    case = Case(job=Wide(), options=replace(DDP, bucket_mb="auto"))
+    config = config_of(case, 2)
+    plan, check = plan_of(config), registry.load("ddp").check
+    on_gpus = replace(plan, device="cuda")
+    assert check(config, case.job, on_gpus, []) == ("strategy.bucket_mb=auto: gradient buckets of 50 MiB",)
+    half = replace(config, train=having(precision="bf16-true"))
+    assert check(config, case.job, plan, []) == check(half, case.job, on_gpus, []) == ()

@@ -52,6 +52,10 @@ def test_a_pipeline_that_recovered_and_a_run_that_failed() -> None:
     assert "Pipeline bubble: 31%, in theory 20%." in text
     assert text.endswith("Recovered 2 times in 0.5, 1.2 s; 1 step lost.")
     shards = {"device": "cpu", "mesh": {**MESH, "num_shards": 1}}
+    changed = {"source": {"source.git.dirty": "true"}}
+    assert "steps in 3.3s. The code has uncommitted changes. Speed" in describe(
+        {**RECORD, **changed}, SUMMARY, status="FINISHED", reason=""
+    )
     failed = describe({**RECORD, "plan": shards}, {"steps": 1}, status="FAILED", reason="rank 1: loss is NaN\nat x")
     assert failed == (
         "Job **digits** with strategy **ddp** on 2 CPU workers and 1 shard of the parameters failed after 1 step "
@@ -63,7 +67,8 @@ def test_the_tags_of_a_run() -> None:
     source = {"user": "ada", "source.git.commit": "abc"}
     sweep = {"id": "12", "name": "lr=1,2"}
     record = {**RECORD, "tags": {"a b": 1}, "source": source, "sweep": sweep, "description": "Text.", "command": "go"}
-    assert run_tags(record) == {
+    record["plots"] = ["a.png"]
+    assert run_tags(record, "77") == {
         "a b": "1",
         "workers": "2",
         "mlflow.runColor": "#2272b4",
@@ -71,9 +76,9 @@ def test_the_tags_of_a_run() -> None:
         "sweep_id": "12",
         "mlflow.user": "ada",
         "mlflow.source.git.commit": "abc",
-        "mlflow.note.content": "Text.\n\n`go`",
+        "mlflow.note.content": "Text.\n\n`go`\n\n![plots/a.png](get-artifact?path=plots%2Fa.png&run_uuid=77)",
     }
-    assert run_tags({}) == {}
+    assert run_tags({}, "77") == {}
 
 
 def load(path: Path, *, name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""How long a device waits, by its own clock."""
+"""How long a device waits, and when it computes, by its own clock."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from orchestrator.strategies.device_clock import WaitTimer
+from orchestrator.strategies.pipelined.timed_stage import Clock
 
 
 def test_blocks_add_up_until_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +70,32 @@ def test_a_gpu_waits_only_when_its_own_work_is_done(
         device.host_ms += 8.0
     assert device.waited == 0, "a step does not wait for the device"
     assert timer.total_ms() == pytest.approx(waited_ms)
+
+
+def test_the_spans_of_a_gpu_are_when_it_computed_and_not_when_the_host_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, now_s = BusyDevice(), 1000.0
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    clock = Clock(torch.device("cuda"))
+    clock.first_microbatch = 4
+    for kind, microbatch, enqueued_at_ms, work_ms in [
+        ("F", 0, 0.0, 10.0),
+        ("F", 1, 1.0, 10.0),  # while the device is busy
+        ("F", 1, 2.0, 5.0),  # the loss, which belongs to the forward pass
+        ("B", 0, 40.0, 20.0),  # behind the gradient of another stage
+    ]:
+        device.host_ms = enqueued_at_ms
+        with clock.span(kind, 3, microbatch):
+            device.enqueue(work_ms)
+    assert device.waited == 0, "a step does not wait for the device"
+    spans = clock.spans()
+    assert device.waited == 1
+    begun_s = now_s - 0.060  # the device is done when the spans are read
+    assert [(s.kind, s.stage, s.microbatch) for s in spans] == [("F", 3, 4), ("F", 3, 5), ("B", 3, 4)]
+    assert [(s.start - begun_s, s.end - begun_s) for s in spans] == [
+        pytest.approx(ends, abs=1e-6) for ends in [(0.000, 0.010), (0.010, 0.025), (0.040, 0.060)]
+    ]
+    clock.restart()
+    assert clock.spans() == ()

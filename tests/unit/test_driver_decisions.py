@@ -18,6 +18,7 @@ from orchestrator.policy.aggregate import Aggregator, percentile
 from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus, with_common_precision
 from orchestrator.policy.failure import death, first_failure, standstill, unreachable_addresses
 from orchestrator.policy.rank_order import groups_on_one_node, placement_note, rank_order, shards_last
+from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, Phase, TrainPoint, WorkerInfo
 from orchestrator.protocol.metrics import Metric, MetricSpec, Reduce
 from orchestrator.timeline.spans import Kind, Span
@@ -64,6 +65,42 @@ def test_perf_figures() -> None:
     assert logged.metrics["perf/samples_per_s_per_worker"] == 3200
     assert logged.metrics["perf/comm_pct"] == pytest.approx(30)
     assert logged.metrics["perf/data_wait_pct"] == pytest.approx(15)
+    assert parts.summary()["samples_per_s_per_worker"] == pytest.approx(3200)
+
+
+def test_the_parts_of_a_step_add_up_to_it_under_every_strategy() -> None:
+    def parts_of(logged: MetricsLogged | None) -> dict[str, float]:
+        assert logged is not None
+        names = ("compute", "comm", "data_wait", "idle")
+        parts = {name: logged.metrics[f"perf/{name}_ms"] for name in names}
+        assert math.fsum(parts.values()) == pytest.approx(logged.metrics["perf/step_ms"])
+        return parts
+
+    replicas = aggregator()
+    replicas.add(0, point())
+    assert parts_of(replicas.add(1, point(comm_share=0.2))) == pytest.approx(
+        {"compute": 6.0, "comm": 3.0, "data_wait": 1.0, "idle": 0.0}
+    )
+    assert replicas.summary()["comm_ms"] == pytest.approx(3.0)
+    alone = parts_of(aggregator(1).add(0, point(comm_share=None)))
+    assert alone == pytest.approx({"compute": 9.0, "comm": 0.0, "data_wait": 1.0, "idle": 0.0})
+    stages = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    step = {"step_ms": (10_000.0,), "comm_share": None, "data_wait_ms": 1000.0}
+    stages.add(0, staged(0, **step))
+    assert parts_of(stages.add(1, staged(1, **step))) == pytest.approx(
+        {"compute": 6000.0, "comm": 0.0, "data_wait": 1000.0, "idle": 3000.0}
+    )
+
+
+def test_the_memory_of_each_rank_is_logged_unless_there_are_many() -> None:
+    def memory(world_size: int) -> dict[str, float]:
+        parts = aggregator(world_size)
+        points = [parts.add(rank, point(peak_memory_mb=100.0 + rank)) for rank in range(world_size)]
+        assert points[-1] is not None
+        return {name: value for name, value in points[-1].metrics.items() if name.startswith("memory/")}
+
+    assert memory(1) == memory(17) == {}
+    assert memory(2) == {"memory/rank_0_peak_mb": 100.0, "memory/rank_1_peak_mb": 101.0}
 
 
 def test_shards_count_neither_as_workers_nor_in_their_wait_for_data() -> None:

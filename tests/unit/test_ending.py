@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -12,6 +12,27 @@ from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.origin import HERE
 from orchestrator.driver.result import RunResult
 from orchestrator.records import run_dir as rundir
+from orchestrator.records.run_dir import RunDir
+
+
+def commands(run_dir: RunDir, status: Literal["FINISHED", "FAILED"], *, in_sweep: bool = False) -> tuple[str, ...]:
+    nothing: Any = None
+    tracking: Any = SimpleNamespace(uri="sqlite:///runs.db")
+    ending = RunEnding(
+        plan=nothing,
+        run_dir=run_dir,
+        tracking=tracking,
+        uploader=nothing,
+        records=nothing,
+        journal=nothing,
+        console=nothing,
+        redactor=nothing,
+        resume_command="continue it",
+        origin=HERE,
+        in_sweep=in_sweep,
+    )
+    result = RunResult(status=status, exit_code=1, reason="", run_dir=run_dir.path, url=None)
+    return ending._next_commands(result, is_uploaded=True)
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -20,19 +41,13 @@ def test_a_run_is_offered_to_resume_only_if_it_has_a_checkpoint(saved: bool, tmp
     if saved:
         (run_dir.checkpoints / "step-00000003").mkdir(parents=True)
         (run_dir.checkpoints / "step-00000003" / "manifest.json").write_text("{}")
-    nothing: Any = None
-    untracked: Any = SimpleNamespace(uri=None)
-    ending = RunEnding(
-        plan=nothing,
-        run_dir=run_dir,
-        tracking=untracked,
-        uploader=nothing,
-        records=nothing,
-        journal=nothing,
-        console=nothing,
-        redactor=nothing,
-        resume_command="continue it",
-        origin=HERE,
+    assert ("continue it" in commands(run_dir, "FAILED")) == saved
+
+
+def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: Path) -> None:
+    run_dir = rundir.create(tmp_path, "digits-ddp")
+    assert commands(run_dir, "FINISHED", in_sweep=True) == ()
+    assert commands(run_dir, "FINISHED") == (
+        f"python -m orchestrator.compare --last 5 --output-dir {tmp_path}",
+        "mlflow ui --backend-store-uri sqlite:///runs.db",
     )
-    failed = RunResult(status="FAILED", exit_code=1, reason="", run_dir=run_dir.path, url=None)
-    assert ("continue it" in ending._next_commands(failed, is_uploaded=True)) == saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestrator.compat import torch as compat
-from orchestrator.worker.flops import FlopCounter, FlopMeter, step_flops
-from orchestrator.worker.peak_flops import Precision, peak_flops_per_s
+from orchestrator.model.blocks import with_blocks
+from orchestrator.model.recompute import Selection
+from orchestrator.strategies.flop_counter import FlopCounter, Precision
+from orchestrator.worker.flops import FlopMeter, step_flops
+from orchestrator.worker.peak_flops import peak_flops_per_s
 
 CPU = torch.device("cpu")
 H100, T4 = "NVIDIA H100 80GB HBM3", "Tesla T4"
@@ -115,8 +119,58 @@ def test_a_formula_that_fails_does_not_fail_the_step(
     assert "strange shapes" in capfd.readouterr().err
 
 
+def test_compiled_code_counts_as_what_it_was_compiled_from(model: Convolutions | Products) -> None:
+    inputs, plain = model.example(), copy.deepcopy(model)
+    with FlopCounter() as expected:
+        plain_gradients = [gradients(plain, inputs) for _ in range(2)]
+    state = torch.get_rng_state()
+    with FlopCounter() as counter:
+        for expected_gradients in plain_gradients:
+            model.zero_grad()
+            with counter.running_compiled(type(model).forward, model, (inputs,), {}):
+                out = model(inputs)  # which stands for compiled code that shows all that it does
+            out.square().sum().backward()
+            counted = [p.grad for p in model.parameters()]
+            torch.testing.assert_close(counted, expected_gradients, rtol=0, atol=0)
+    assert counter.error is None
+    assert counter.flops == expected.flops
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_evaluation_of_compiled_code_has_no_backward_pass() -> None:
+    linear = nn.Linear(4, 4)
+    inputs = (torch.ones(2, 4),)
+    with torch.no_grad(), FlopCounter() as counter, counter.running_compiled(nn.Linear.forward, linear, inputs, {}):
+        linear(*inputs)
+    assert counter.flops == {"fp32": 64}
+
+
+def test_code_that_asks_for_values_is_not_counted() -> None:
+    def scaled(module: nn.Linear, inputs: Tensor) -> Tensor:
+        return module(inputs) / float(inputs.sum())
+
+    with FlopCounter() as counter, counter.running_compiled(scaled, nn.Linear(2, 2), (torch.ones(1, 2),), {}):
+        pass
+    assert counter.error is not None
+
+
+@pytest.mark.parametrize("recomputes", ["blocks", "selective"])
+def test_what_is_computed_again_counts_once(recomputes: Selection) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), *(Products() for _ in range(2)))
+
+    counts = []
+    for model in (build(), with_blocks(build, recomputes=recomputes)()):
+        with FlopCounter() as counter:
+            gradients(model, torch.randn(2, 5, 6))
+        counts.append(counter.flops)
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.slow
-def test_compiled_code_is_compiled_as_without_a_counter_and_makes_the_count_unknown() -> None:
+def test_code_that_the_job_compiles_is_compiled_as_without_a_counter_and_makes_the_count_unknown() -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:

@@ -78,6 +78,12 @@ def record(
             "try train.global_batch_size=1024, or a larger model",
         ),
         (
+            {"bubble_pct": 91.0, "bubble_theory_pct": 20.0, "busiest_worker_pct": 10.0},
+            record("pipeline", microbatches=4),
+            "limited by idle stages, 91% of a step (20% in theory), because its micro-batches are small; "
+            "try a larger model",
+        ),
+        (
             {"comm_pct": 2.0, "effective_time_pct": 60.0, "restarts": 3},
             record("ddp", recovery__spares=0),
             "limited by failures, 40% of the time; try recovery.spares=1",

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.cases import Case, assignment
+from helpers.quick_jobs import digits
+from helpers.training import make
+from orchestrator.config.redact import Redactor
 from orchestrator.strategies.prefetch import SideStream, prefetched
+from orchestrator.worker.control import Outbox, StepGate
+from orchestrator.worker.job_data import JobData
+from orchestrator.worker.warner import Warner
 
 
 def logged_copies(log: list[str]) -> Callable[[Any], Callable[[], Any]]:
@@ -106,4 +113,38 @@ def test_the_computing_stream_waits_for_the_copy_and_keeps_its_memory(log: list[
 def test_a_sparse_batch_is_copied_where_it_is_used(log: list[str]) -> None:
     batch = (torch.eye(2).to_sparse(), torch.ones(2))
     assert SideStream(torch.device("cpu"))(batch)() is batch
+    assert log == []
+
+
+def evaluated_on(device: str) -> Iterator[tuple[Any, int]]:
+    """The batches of an evaluation of 130 samples, of which a batch has 64."""
+    case = Case(job=digits(val_size=130))
+    orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=case)
+    outbox = Outbox(Redactor())
+    data = JobData(
+        case.job,
+        orders,
+        strategy=make(case, 0),
+        device=torch.device(device),
+        gate=StepGate(timeout_s=5),
+        outbox=outbox,
+        warner=Warner(outbox),
+    )
+    return data.eval_batches()
+
+
+def test_the_next_batch_of_an_evaluation_is_copied_while_one_computes(log: list[str]) -> None:
+    copies = []
+    for (inputs, target), valid in evaluated_on("meta"):
+        log.append(f"evaluate {valid}")
+        copies += [inputs, target]
+    assert {tensor.device.type for tensor in copies} == {"meta"}
+    copy, use = ["enter side", "leave side", "side records"], ["main waits for event"] + ["used on main"] * 2
+    assert log == [
+        *copy, *use, *copy, "evaluate 64", *use, *copy, "evaluate 64", *use, "evaluate 2"
+    ]  # fmt: skip
+
+
+def test_an_evaluation_on_a_cpu_copies_nothing(log: list[str]) -> None:
+    assert [valid for _, valid in evaluated_on("cpu")] == [64, 64, 2]
     assert log == []

@@ -449,7 +449,7 @@ def test_the_records_of_a_new_run(tmp_path: Path) -> None:
         redactor=Redactor(),
     )
     record = run.read_record()
-    assert (record["state"], record["uid"], record["name"]) == ("running", uid, "digits-ddp")
+    assert (record["state"], record["uid"], record["name"]) == ("waiting", uid, "digits-ddp")
     assert is_alive(record["driver"])
     assert record["plan"]["world_size"] == 2
     assert record["sweep"] == {"id": "s", "name": "sweep"}
@@ -487,7 +487,7 @@ def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
     found, _ = resume(config)
     run, uid = open_run(config, JOB, plan_of(config), found, command="", sweep=None, redactor=Redactor())
     assert (run, uid) == (earlier, "first")
-    assert run.read_record()["state"] == "running"
+    assert run.read_record()["state"] == "waiting"
 
 
 def test_two_runs_are_told_apart(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from helpers.queue_entries import entry
 from orchestrator.display.queue_table import queue_table
 from orchestrator.driver.run_queue import SETTLE_S, STALE_S, RunQueue
-from orchestrator.policy.queue import find_entries, free_room, line, may_reserve, victims
+from orchestrator.policy.queue import find_entries, free_room, line, marked_unfit, may_reserve, victims, why_waiting
+from orchestrator.policy.shortage import ClusterState, NodeState
 from orchestrator.protocol.queue import NodeResources, QueueEntry
 from orchestrator.queue import main
 
@@ -72,7 +73,37 @@ def test_what_ray_reports_late_is_not_given_twice() -> None:
 def test_a_run_with_the_queue_to_itself_reserves_whatever_is_free() -> None:
     """Then the wait for resources says what it waits for, and for how long at most."""
     full = {"a": NodeResources(cpus=4, gpus=0, free_cpus=0, free_gpus=0)}
-    assert admitted([entry("alone", workers=8)], full) == ["alone"]
+    assert admitted([entry("alone", workers=4)], full) == ["alone"]
+
+
+def test_a_run_for_which_the_cluster_is_too_small_is_not_in_the_line() -> None:
+    large, small = entry("large", priority=1, workers=5), entry("small", at=1)
+    assert states_of(large, small) == ["unfit", "waiting"]
+    assert states_of(replace(large, autoscaling=True), replace(large, state="running")) == ["waiting", "running"]
+    assert states_of(replace(large, state="reserving")) == ["unfit"], "it gives its turn to the next one"
+    assert states_of(replace(large, workers=4)) == ["waiting"]
+    assert states_of(entry("running", workers=4, state="running"), entry("waiting")) == ["running", "waiting"]
+    marked = marked_unfit([large, small], FOUR_CPUS)
+    assert admitted(marked) == ["small"]
+    nodes = {n: NodeResources(cpus=3, gpus=0, free_cpus=3, free_gpus=0) for n in "ab"}
+    assert states_of(large, nodes=nodes) == ["waiting"]
+    assert states_of(replace(large, one_node=True), nodes=nodes) == ["unfit"]
+
+
+def states_of(*entries: QueueEntry, nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
+    return [e.state for e in marked_unfit(entries, nodes)]
+
+
+def test_a_run_that_waits_says_what_it_needs_and_why_it_has_to_wait() -> None:
+    four = NodeState(node_id="a", name="one", address="10.0.0.1", total={"CPU": 4, "GPU": 1}, free={"CPU": 4, "GPU": 1})
+    state = ClusterState(nodes=[four])
+    waiting = entry("waiting", workers=2, cpus_per_worker=0.5)
+    assert why_waiting(waiting, state, now=0) == "need 2 x {CPU: 0.5}; free 8; another run goes first"
+    assert why_waiting(replace(waiting, state="reserving"), state, now=0).endswith("; Ray is about to place them")
+    unfit = replace(waiting, gpus_per_worker=1.0, one_node=True)
+    assert why_waiting(unfit, state, now=0).startswith(
+        "need 2 x {CPU: 0.5, GPU: 1} on one node; free 1; the cluster has room for 1 in all: add nodes, or lower "
+    )
 
 
 def test_a_cluster_that_adds_nodes_is_asked_for_them() -> None:
@@ -124,14 +155,15 @@ def test_no_run_makes_room_in_vain() -> None:
 
 
 class Parts:
-    """A queue with a clock that the test sets, on a cluster of four CPUs."""
+    """A queue with a clock that the test sets, on nodes that it sets too: at first, one of four CPUs."""
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.nodes = FOUR_CPUS
         self.queue = self.new()
 
     def new(self, *, settle_s: float = 0.0) -> RunQueue:
-        self.queue = RunQueue(settle_s=settle_s, clock=lambda: self.now, nodes=lambda: FOUR_CPUS)
+        self.queue = RunQueue(settle_s=settle_s, clock=lambda: self.now, nodes=lambda: self.nodes)
         return self.queue
 
 
@@ -154,6 +186,20 @@ def test_a_run_learns_its_place_and_gets_its_turn(parts: Parts) -> None:
     assert (answer.may_reserve, answer.ahead, answer.running) == (False, (), ("first",))
     parts.queue.leave("first")
     assert parts.queue.poll(second).may_reserve
+
+
+def test_a_cluster_that_shrinks_leaves_the_turn_to_a_run_that_still_fits(parts: Parts) -> None:
+    large, small = entry("large", at=1, workers=4), entry("small", at=2)
+    assert parts.queue.poll(large).may_reserve
+    assert parts.queue.poll(small).ahead == ("large",)
+    parts.nodes = {"a": NodeResources(cpus=1, gpus=0, free_cpus=1, free_gpus=0)}
+    answer = parts.queue.poll(replace(large, state="reserving"))
+    assert (answer.may_reserve, answer.unfit, answer.ahead) == (False, True, ())
+    assert parts.queue.poll(small).may_reserve
+    assert [(e.name, e.state) for e in parts.queue.entries()] == [("small", "reserving"), ("large", "unfit")]
+    parts.nodes = FOUR_CPUS
+    assert not parts.queue.poll(large).unfit
+    assert not parts.queue.poll(small).may_reserve, "the other one was submitted earlier"
 
 
 def test_a_run_whose_driver_is_silent_blocks_nobody(parts: Parts) -> None:
@@ -211,6 +257,18 @@ def test_a_run_is_found_by_its_name_or_the_end_of_its_location() -> None:
         assert find_entries(runs, text) == [runs[0]]
     assert find_entries(runs, "mine") == [runs[1]]
     assert find_entries(runs, "digits") == []
+    one, two = (entry("gpt", uid=uid, state="running") for uid in ("ab12cd34ef", "77e01b34ef"))
+    assert find_entries([one, two], "gpt") == [one, two]
+    assert find_entries([one, two], "77e01b") == find_entries([one, two], "gpt-77e01b") == [two]
+
+
+def test_a_run_learns_of_others_of_its_name_but_not_of_those_of_its_sweep(parts: Parts) -> None:
+    parts.queue.poll(entry("gpt", uid="other"))
+    parts.queue.poll(entry("digits", uid="third"))
+    assert parts.queue.poll(entry("gpt", uid="mine")).namesakes == ("other",)
+    parts.queue.poll(entry("gpt", uid="other", sweep="s1"))
+    assert parts.queue.poll(entry("gpt", uid="mine", sweep="s1")).namesakes == ()
+    assert parts.queue.poll(entry("gpt", uid="mine", sweep="s2")).namesakes == ("other",)
 
 
 def test_an_address_without_ray_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,8 +280,10 @@ def test_the_table_has_places_and_needs() -> None:
     runs = [
         entry("gpt", priority=2, workers=4, gpus_per_worker=1.0, state="running"),
         entry("digits", at=30, workers=2),
+        entry("large", at=30, workers=2000, state="unfit"),
     ]
-    head, _, first, second = queue_table(runs, now=90).splitlines()
-    assert head.split() == ["place", "state", "priority", "run", "user", "needs", "since"]
-    assert " ".join(first.split()) == "- running 2 2026-05-01/gpt ada on laptop 4 x 1 CPU and 1 GPU 1m30s"
-    assert " ".join(second.split()) == "1 waiting 0 2026-05-01/digits ada on laptop 2 x 1 CPU 1m00s"
+    head, _, first, second, third = queue_table(runs, now=90).splitlines()
+    assert head.split() == ["place", "state", "priority", "run", "id", "user", "needs", "since"]
+    assert " ".join(first.split()) == "- running 2 2026-05-01/gpt gpt ada on laptop 4 x 1 CPU and 1 GPU 1m30s"
+    assert " ".join(second.split()) == "1 waiting 0 2026-05-01/digits digits ada on laptop 2 x 1 CPU 1m00s"
+    assert third.split()[:2] == ["-", "unfit"]

@@ -14,9 +14,9 @@ from helpers.cases import having
 from helpers.quick_jobs import digits
 from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
+from orchestrator.model.blocks import blocks_of, with_blocks
 from orchestrator.model.meta import on_meta_device
-from orchestrator.model.recompute import blocks_of, recomputing
-from orchestrator.strategies.constructor import recompute_note
+from orchestrator.strategies.constructor import blocks_note
 
 
 class Block(nn.Module):
@@ -61,7 +61,7 @@ def trained(model: nn.Module) -> tuple[list[Tensor], list[Tensor], int]:
 
 def test_gradients_and_statistics_are_equal_and_less_is_kept() -> None:
     gradients, buffers, size_bytes = trained(build())
-    recomputed = recomputing(build)()
+    recomputed = with_blocks(build, recomputes="blocks")()
     own_gradients, own_buffers, own_size_bytes = trained(recomputed)
     assert len(own_gradients) == len(gradients) == len(list(recomputed.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(own_gradients, gradients, strict=True)), "dropout should be repeated"
@@ -80,14 +80,14 @@ def test_selective_repeats_no_matrix_product_and_keeps_less_than_everything() ->
         return counter.get_total_flops(), [p.grad for p in model.parameters()]
 
     flops, gradients = measured(build())
-    selected, own_gradients = measured(recomputing(build, selective=True)())
-    recomputed, _ = measured(recomputing(build)())
-    assert selected == flops < recomputed
+    selected, own_gradients = measured(with_blocks(build, recomputes="selective")())
+    again, _ = measured(with_blocks(build, recomputes="blocks")())
+    assert selected == flops < again
     assert all(torch.equal(a, b) for a, b in zip(own_gradients, gradients, strict=True)), "dropout should be repeated"
 
 
 def test_a_model_looks_as_before() -> None:
-    plain, recomputed = build(), recomputing(build)()
+    plain, recomputed = build(), with_blocks(build, recomputes="blocks")()
     assert repr(recomputed) == repr(plain)
     assert recomputed.state_dict().keys() == plain.state_dict().keys()
     assert isinstance(recomputed[1], Block)
@@ -129,8 +129,11 @@ def test_the_outermost_repeated_blocks_are_found(model, count: int) -> None:
 
 def test_a_model_without_blocks_is_noted() -> None:
     train = having(activation_checkpointing="blocks")
-    note = recompute_note(digits(), train)
+    note = blocks_note(digits(), train)
     assert note is not None
     assert note.startswith("train.activation_checkpointing=blocks has no effect: ")
-    assert recompute_note(GPT(layers=2), train) is None
-    assert recompute_note(digits(), having()) is None
+    note = blocks_note(digits(), having(train, compile=True))
+    assert note is not None
+    assert note.startswith("train.compile=true with train.activation_checkpointing=blocks has no effect: ")
+    assert blocks_note(GPT(layers=2), train) is None
+    assert blocks_note(digits(), having()) is None

@@ -82,6 +82,7 @@ def test_a_run_in_the_queue_is_shown_as_waiting(
 
 def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(output_dir, "12-34-01-a", state="failed", mlflow_run_id="abc", tracking={"uri": "http://host"})
+    (run_dir.path / "auto.md").write_text("auto chooses ddp\n")
     summary = run_dir.read_record()["summary"]
     run_dir.update_record(summary={**summary, "queue_s": 25.0, "waited_s": 5.0})
     lost = {"rank": 1, "display_name": "rank 1", "step": 412, "traceback": "", "log": "", "log_tail": ""}
@@ -105,6 +106,7 @@ def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys:
         "healing rank 1 lost at step 412: SIGKILL",
         "continued at step 412 after 0.2s, 3 steps repeated",
         "checkpoint step 400, 2.1 MB: /c/step-400",
+        "auto.md why strategy=auto chose this strategy",
         "MLflow run abc on http://host",
         f"next python -m orchestrator.launch strategy=ddp resume={run_dir.path}",
     ):

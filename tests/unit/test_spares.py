@@ -15,8 +15,8 @@ from orchestrator.driver.spares import START_ATTEMPTS, Spares
 from orchestrator.protocol.messages import WorkerInfo
 
 
-def info(slot: int, node_id: str = "a") -> WorkerInfo:
-    return WorkerInfo(node_id=node_id, node_ip="10.0.0.1", hostname=node_id, pid=slot)
+def info(slot: int, node_id: str = "a", **gpu: str) -> WorkerInfo:
+    return WorkerInfo(node_id=node_id, node_ip="10.0.0.1", hostname=node_id, pid=slot, **gpu)
 
 
 class Call:
@@ -168,3 +168,23 @@ def test_a_slot_is_given_up_after_some_workers_have_died_there(parts: Parts) -> 
         assert parts.spares.fit([]) == []
     assert parts.spares.num_given_up == 1
     assert "died while they started" in parts.warnings[0]
+
+
+def test_a_replacement_that_cannot_use_its_gpu_keeps_its_slot_and_another_is_sought(parts: Parts) -> None:
+    members = [info(0, gpu_uuid="GPU-0")]
+    parts.spares.vacate(1, "a")
+    parts.spares.seek(1)
+    parts.slots.started[1].result = info(1, gpu_error="GPU 1: no kernel image is available")
+    assert parts.spares.fit(members) == []
+    assert parts.warnings == ["an additional worker on a can take no rank: GPU 1: no kernel image is available"]
+    parts.spares.seek(1)
+    assert list(parts.slots.started) == [1, 3], "in the same slot it would be on the same GPU"
+    parts.slots.started[3].result = info(3, gpu_uuid="GPU-2")
+    assert parts.spares.fit(members) == [3]
+    assert len(parts.warnings) == 1
+
+
+def test_a_run_on_cpus_takes_a_replacement_that_cannot_use_its_gpu(parts: Parts) -> None:
+    parts.spares.begin({1: info(1, gpu_error="GPU 1: no kernel image is available")})
+    assert parts.spares.fit([info(0)]) == [1]
+    assert not parts.warnings

@@ -108,7 +108,7 @@ def test_a_run_is_on_the_store_before_it_trains(tmp_path: Path) -> None:
     run_dir = start(config)
     run = stored(run_dir, tmp_path)
     record = json.loads((run / "run.json").read_text())
-    assert (record["state"], record["location"]) == ("running", run_dir.url)
+    assert (record["state"], record["location"]) == ("waiting", run_dir.url)
     assert (run / "config.yaml").is_file()
     assert run_dir.path.is_relative_to(tmp_path / "here")
     assert run_dir.location_of(run_dir.log_file(0)) == f"{run_dir.url}/logs/rank-0.log"
@@ -225,6 +225,7 @@ def test_records_that_cannot_be_uploaded_are_named_at_the_end(tmp_path: Path) ->
         redactor=Redactor(),
         resume_command="",
         origin=HERE,
+        in_sweep=False,
     )
     result = ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, url=run_dir.url))
     assert (result.status, result.exit_code) == ("FINISHED", 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -33,12 +32,6 @@ def test_only_helpers_are_imported_by_other_modules(path: Path) -> None:
 def test_every_test_file_has_a_name_of_its_own() -> None:
     names = Counter(path.name for path in MODULES if path.name.startswith("test_"))
     assert [name for name, number in names.items() if number > 1] == [], "pytest cannot collect two files of one name"
-
-
-def test_the_guarantees_name_tests_that_exist() -> None:
-    named = re.findall(r"`(tests/[^`]+)`", (TESTS.parent / "docs" / "guarantees.md").read_text())
-    assert named
-    assert [path for path in named if not (TESTS.parent / path).is_file()] == []
 
 
 def test_every_folder_has_its_place_in_the_order(pytestconfig: pytest.Config) -> None:

@@ -24,7 +24,7 @@ from orchestrator.tuning.profile import (
     interpolate,
 )
 from orchestrator.tuning.proposals import proposals, stage_counts, worker_counts
-from orchestrator.tuning.report import table, verdict
+from orchestrator.tuning.report import columns, markdown, verdict
 
 NOTHING = Affine(overhead_ms=0.0, ms_per_unit=0.0)
 LAYER = LayerProfile(
@@ -231,7 +231,7 @@ def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> 
         Contender(overrides=("strategy=pipeline",), prediction=prediction(25)),
     ]
     measured = []
-    for step_ms in (28.0, 22.0):
+    for step_ms in (32.0, 22.0):
         index = next_to_measure(contenders, 2)
         assert index is not None
         measured.append(index)
@@ -240,11 +240,29 @@ def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> 
     assert next_to_measure(contenders, 2) is None
     winner = best(contenders)
     assert winner is contenders[3]
-    assert "1.27 times as fast as that of ddp" in reason(contenders)
-    assert verdict(contenders).startswith("auto chooses pipeline")
-    lines = table(contenders).splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:5]] == ["pipeline", "ddp", "single"]
-    assert lines[-1] == "- dp: refused: too large"
+    choice = (
+        "auto chooses strategy=pipeline: 22 ms per step (measured), 1.45 times as fast as ddp, which spends 100% of a "
+    )
+    assert verdict(contenders) == f"{choice}step on compute"
+    assert columns(contenders)[0] == ("strategy", "pipeline", "ddp", "single")
+    assert markdown(contenders).splitlines()[2:] == [
+        "| strategy | predicted ms | compute | exchange | idle | input | memory MB | measured ms | error |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| pipeline | 25 | 25 | 0 | 0 | 0 | 0 | 22 | +14% |",
+        "| ddp | 20 | 20 | 0 | 0 | 0 | 0 | 32 | -38% |",
+        "| single | 30 | 30 | 0 | 0 | 0 | 0 |  |  |",
+        "",
+        "- dp: refused: too large",
+        "",
+        verdict(contenders),
+    ]
+
+
+def test_a_report_has_no_empty_columns_and_explains_none() -> None:
+    predicted, unknown = ([Contender(overrides=("strategy=single",), prediction=p)] for p in (prediction(30), None))
+    assert [head for head, *_ in columns(predicted)][-1] == "memory MB"
+    assert columns(unknown) == [("strategy", "single")]
+    assert markdown(unknown).splitlines()[:3] == ["| strategy |", "| --- |", "| single |"]
 
 
 def test_more_are_measured_while_one_may_be_faster_than_the_best_measurement() -> None:
@@ -287,3 +305,8 @@ def test_no_contender_is_the_best_of_none() -> None:
     assert best([Contender(overrides=("strategy=single",), refused="no")]) is None
     only = [Contender(overrides=("strategy=single",), prediction=prediction(1))]
     assert reason(only) == "no other strategy can train this job here"
+
+
+def test_a_choice_without_any_time_does_not_claim_one() -> None:
+    unknown = [Contender(overrides=(f"strategy={name}",)) for name in ("single", "ddp")]
+    assert reason(unknown) == "it is the first that fits; this job cannot be predicted, and nothing was measured"

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from orchestrator.policy.verdict import RESULT_LOST, Verdict, completed, stopped
+from orchestrator.launch import BAD_INPUT
+from orchestrator.policy.verdict import RESULT_LOST, Verdict, completed, refused, stopped
 
 
 def test_a_run_whose_last_checkpoint_is_missing_has_not_finished() -> None:
@@ -17,6 +18,10 @@ def test_a_run_whose_last_checkpoint_is_missing_has_not_finished() -> None:
         "all 10 steps are done, but their result is lost: the checkpoint of step 10 could not be written: "
         "the disk is full"
     )
+
+
+def test_a_run_that_has_not_begun_is_refused_like_wrong_arguments() -> None:
+    assert refused("too small") == Verdict("FAILED", BAD_INPUT, "too small")
 
 
 @pytest.mark.parametrize(

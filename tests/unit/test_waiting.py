@@ -11,10 +11,10 @@ from helpers.plans import config_of
 from helpers.recorder import Recorder
 from orchestrator.config.redact import Redactor
 from orchestrator.driver import waiting
-from orchestrator.driver.calls import NoWorkersError
+from orchestrator.driver.calls import NoWorkersError, UnfitError
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.signals import StopSignals
-from orchestrator.driver.waiting import Interrupted, ResourceWait, WaitMonitor
+from orchestrator.driver.waiting import Interrupted, ResourceWait, UnfitLimit, WaitMonitor
 from orchestrator.policy.shortage import ClusterState, NodeState, Request
 from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import SupersededError
@@ -44,9 +44,12 @@ class Parts:
         monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
         monkeypatch.setattr(waiting, "cluster_state", lambda **_: STATE)
         self.recorder, self.lease, self.stop = Recorder(), FakeLease(), StopSignals()
-        monitor = WaitMonitor(EventStream([self.recorder], Redactor()), self.lease, self.stop)  # type: ignore[arg-type]
-        config = config_of("cluster.pending_timeout_s=60").cluster
-        self.wait = ResourceWait("3 workers", REQUEST, config, monitor, label="run", trouble=dict)
+        self._monitor = WaitMonitor(EventStream([self.recorder], Redactor()), self.lease, self.stop)  # type: ignore[arg-type]
+        self.wait = self.new_wait()
+
+    def new_wait(self, *words: str) -> ResourceWait:
+        config = config_of("cluster.pending_timeout_s=60", *words).cluster
+        return ResourceWait("3 workers", REQUEST, config, self._monitor, label="run", trouble=dict, unfit_timeout_s=10)
 
 
 @pytest.fixture
@@ -71,6 +74,32 @@ def test_a_wait_ends_after_its_timeout_and_says_why(parts: Parts) -> None:
         parts.wait.check()
     assert f"no room for 3 workers within 61 s: {WHY}; free some" in str(error.value)
     assert "cluster.pending_timeout_s" in str(error.value)
+
+
+def test_a_cluster_that_is_too_small_for_too_long_ends_a_wait(parts: Parts) -> None:
+    limit = UnfitLimit(10.0)
+    for parts.now, is_unfit in ((0.0, True), (9.0, True), (9.5, False), (10.0, True), (20.0, True)):
+        limit.check(is_unfit, str)
+    parts.now = 20.5
+    UnfitLimit(None).check(True, str)
+    with pytest.raises(
+        UnfitError, match=r"the cluster has been too small for 10 s \(cluster\.unfit_timeout_s\): need 8"
+    ):
+        limit.check(True, lambda: "need 8")
+
+
+def test_a_wait_for_resources_ends_when_the_cluster_shrinks_and_adds_no_nodes(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed, growing = parts.new_wait(), parts.new_wait("cluster.autoscaling=true")
+    monkeypatch.setattr(waiting, "cluster_state", lambda **_: ClusterState(nodes=[]))
+    for parts.now in (3.0, 9.0):
+        fixed.check()
+        growing.check()
+    parts.now = 15.0
+    growing.check()
+    with pytest.raises(UnfitError, match="the cluster has room for 0 in all"):
+        fixed.check()
 
 
 def test_a_wait_ends_at_a_signal(parts: Parts) -> None:

@@ -28,7 +28,7 @@ from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
-_RECORDED_TRACKING = ("uri", "experiment", "request_timeout_s", "flush_timeout_s", "log_model")
+_RECORDED_TRACKING = ("uri", "experiment", "request_timeout_s", "flush_timeout_s", "log_model", "log_dataset")
 
 
 def open_run(
@@ -64,7 +64,7 @@ def open_run(
     tracking = recorded["tracking"]
     record = {
         "name": plan.run_name,
-        "state": "running",
+        "state": "waiting",
         "driver": this_process(),
         "command": command,
         "strategy": plan.strategy,

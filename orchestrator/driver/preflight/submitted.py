@@ -11,6 +11,7 @@ from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import expand_sweep, values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.config.search_space import example, is_search
 from orchestrator.config.secret_names import is_secret
 from orchestrator.driver.packages import module_paths, size_errors
 from orchestrator.strategies import registry
@@ -28,7 +29,7 @@ def checked(words: Sequence[str], working_dir: Path, redactor: Redactor, *, swee
         raise ConfigError([f"--working-dir={working_dir}: no such directory"])
     errors: list[str] = []
     configs: list[Config] = []
-    for run in expand_sweep(words) if sweep else [words]:
+    for run in _runs(words, sweep=sweep):
         config, job = compose(run, errors, registry.config_class)
         if job is not None and working_dir == Path.cwd():
             load_job(job, errors, redactor)
@@ -41,6 +42,12 @@ def checked(words: Sequence[str], working_dir: Path, redactor: Redactor, *, swee
     if errors:
         raise ConfigError(list(dict.fromkeys(map(redactor.text, errors))))
     return configs
+
+
+def _runs(words: Sequence[str], *, sweep: bool) -> Sequence[Sequence[str]]:
+    if not sweep:
+        return [words]
+    return [example(words)] if is_search(words) else expand_sweep(words)
 
 
 def visible_secrets(words: Sequence[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,12 +12,14 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.cut import balance, cut_at
+from orchestrator.model.flops import forward_flops
 from orchestrator.model.layers import flow
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
+from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.datasets import example_batch
@@ -63,7 +67,10 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
             if cut is not None:
                 boundaries_of(sequence, flow(sequence, inputs, precision=precision), cut)
         errors += layer_errors
-        return tuple(notes_of(sequence.whole, plan, rows))
+        notes = notes_of(sequence.whole, plan, rows)
+        if config.plan and (note := _note_on_size(sequence, inputs, plan, precision)) is not None:
+            notes.append(note)
+        return tuple(notes)
     except ValueError as e:
         errors.append(str(e) if str(e).startswith("strategy.") else f"strategy={strategy.name}: {e}")
         return ()
@@ -87,6 +94,13 @@ def notes_of(whole: FakeModel, plan: Plan, rows: int) -> list[str]:
             f"strategy=single those of {slice_size}: expect another loss curve; GroupNorm and LayerNorm are unaffected"
         )
     return notes
+
+
+def _note_on_size(sequence: LayerSequence, inputs: Any, plan: Plan, precision: Precision) -> str | None:
+    try:
+        return note_on_size(plan, forward_flops(sequence, inputs, precision=precision))
+    except Exception:  # whatever the model raises with fake tensors, the plan holds without the note
+        return None
 
 
 def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[str]:

@@ -27,6 +27,8 @@ from orchestrator.compat.torch import (
 )
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
 from orchestrator.job import Job, has_training_step
+from orchestrator.model.meta import on_meta_device
+from orchestrator.model.precision import Precision
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.state.train_state import TrainState
@@ -34,6 +36,7 @@ from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.fused_updates import sparse_parameters
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_mb_for
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
 from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
@@ -50,7 +53,10 @@ class DDPConfig(StrategyConfig):
     elastic = True
 
     name: Literal["ddp"]
-    bucket_mb: float = option("size of the gradient buckets, in MiB", above=0)
+    bucket_mb: float | Literal["auto"] = option(
+        "size of the gradient buckets, in MiB; auto: 25 on CPUs, on GPUs an eighth of the gradients, from 25 to 200",
+        above=0,
+    )
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("compression of the gradients that are exchanged")
     powersgd_rank: int = option("rank of the approximation with comm_hook=powersgd", minimum=1)
     find_unused_parameters: bool = option("allow parameters that do not contribute to the loss of every step")
@@ -80,12 +86,14 @@ class DDP(WholeModel):
             )
         if options.static_graph:
             errors += _not_static(options, config.train)
-        if config.train.compile is not False and options.bucket_mb < SMALLEST_COMPILED_BUCKET_MB:
+        too_small = options.bucket_mb != "auto" and options.bucket_mb < SMALLEST_COMPILED_BUCKET_MB
+        if config.train.compile is not False and too_small:
             errors.append(
                 f"strategy.bucket_mb={options.bucket_mb:g}: torch.compile cuts the backward pass at the buckets, which "
                 f"have to be larger than the first one; set it to {SMALLEST_COMPILED_BUCKET_MB:g} or more"
             )
-        return check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
+        notes = check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
+        return (*notes, *_bucket_notes(options, config.train, job, plan))
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:
@@ -119,7 +127,7 @@ class DDP(WholeModel):
         replica = DistributedDataParallel(
             forward_module(self.job, self.model),
             device_ids=None if self.context.device.type == "cpu" else [self.context.device],
-            bucket_cap_mb=options.bucket_mb,
+            bucket_cap_mb=bucket_mb_for(self.parameters, options.bucket_mb, device=self.context.device.type),
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=True,
@@ -227,6 +235,15 @@ class DDP(WholeModel):
         super().forget_step()
         if self._powersgd is not None:
             self._powersgd.forget()
+
+
+def _bucket_notes(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) -> tuple[str, ...]:
+    """Return a note if ``strategy.bucket_mb=auto`` chooses other buckets than torch does."""
+    if options.bucket_mb != "auto" or plan.device == "cpu" or has_training_step(job):
+        return ()
+    model = on_meta_device(Precision.named(train.precision, plan.device).converted(job.model))
+    chosen_mb = SMALLEST_MB if model is None else bucket_mb_for(model.parameters(), "auto", device=plan.device)
+    return () if chosen_mb == SMALLEST_MB else (f"strategy.bucket_mb=auto: gradient buckets of {chosen_mb:g} MiB",)
 
 
 def _not_static(options: DDPConfig, train: TrainConfig) -> list[str]:

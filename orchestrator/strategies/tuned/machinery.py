@@ -76,7 +76,7 @@ def machinery_cost(context: Context, control: dist.ProcessGroup) -> MachineryCos
     ddp = DDPConfig(
         name="ddp",
         num_workers=n,
-        bucket_mb=25,
+        bucket_mb="auto",
         comm_hook="none",
         powersgd_rank=1,
         find_unused_parameters=False,

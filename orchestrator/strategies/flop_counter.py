@@ -1,0 +1,142 @@
+"""Counts the floating-point operations of what a rank computes for its model, each of them once.
+
+The matrix products, convolutions and attention operators are counted by torch's own formulas, while they run. Two
+things count otherwise. Activations that are computed again are no work of the model. And of compiled code only some
+operators can be seen, so the code from which it was compiled runs too, with fake tensors, which takes no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.compat.torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    flop_formula,
+    next_node_number,
+    running_node_number,
+)
+from orchestrator.model.batch import map_tensors, tensors_in
+from orchestrator.model.buffers import ReplacedBuffers
+from orchestrator.model.recompute import is_recomputing
+from orchestrator.model.recorder import fake_like
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+"""What matrix products and convolutions are computed in. ``tf32``: float32, in TF32 if the device has it."""
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts FLOPs by the type of the operands, in its own thread and in the backward passes that this starts.
+
+    Attributes:
+        active: the counter that is counting; None if there is none.
+        flops: the operations by precision; None for a type without one, such as float64.
+        error: why the count is incomplete; None if it is not.
+    """
+
+    supports_higher_order_operators = True
+    active: ClassVar[FlopCounter | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops: Counter[Precision | None] = Counter()
+        self.error: Exception | None = None
+        self._runs_compiled = False
+        self._compiled_nodes: list[range] = []  # the numbers of the autograd nodes that compiled code has made
+        self._known: dict[Hashable, Counter[Precision | None]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let code be compiled as without a counter."""
+        return True
+
+    def __enter__(self) -> FlopCounter:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        FlopCounter.active = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        FlopCounter.active = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (formula := flop_formula(func)) is not None and not self._counts_otherwise():
+            try:
+                self.flops[_precision_of(func, args[0])] += formula(*args, **kwargs, out_val=out)
+            except Exception as e:
+                self.error = e
+        return out
+
+    @contextlib.contextmanager
+    def running_compiled(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """Count ``forward(module, *args, **kwargs)`` and its backward pass, in place of the compiled code that runs.
+
+        Args:
+            forward: what was compiled.
+            module: the module whose parameters it uses.
+            args: the inputs.
+            kwargs: further inputs.
+        """
+        if not is_recomputing():
+            try:
+                self._count_with_fakes(forward, module, args, kwargs)
+            except Exception as e:  # fake tensors have no values, which the code may ask for
+                self.error = e
+        first = next_node_number()
+        self._runs_compiled = True
+        try:
+            yield
+        finally:
+            self._runs_compiled = False
+            self._compiled_nodes.append(range(first, next_node_number()))
+
+    def _counts_otherwise(self) -> bool:
+        if self._runs_compiled or is_recomputing():
+            return True
+        node = running_node_number()
+        return node is not None and any(node in numbers for numbers in self._compiled_nodes)
+
+    def _count_with_fakes(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        tensors = tensors_in((args, kwargs))
+        key = forward, torch.is_grad_enabled(), *((t.shape, t.dtype, t.requires_grad) for t in tensors)
+        if (known := self._known.get(key)) is not None:
+            self.flops += known
+            return
+        before = self.flops.copy()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def fake(tensor: Tensor) -> Tensor:
+            return fake_like(tensor, mode).requires_grad_(tensor.requires_grad)
+
+        fake_args, fake_kwargs = map_tensors(fake, (args, kwargs))
+        with ReplacedBuffers(module, fake), mode:
+            outputs = [t for t in tensors_in(forward(module, *fake_args, **fake_kwargs)) if t.requires_grad]
+            leaves = [t for t in (*tensors_in((fake_args, fake_kwargs)), *module.parameters()) if t.requires_grad]
+            if outputs:
+                torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True)
+        self._known[key] = self.flops - before
+
+
+def _precision_of(operator: Any, operand: Tensor) -> Precision | None:
+    match operand.dtype:
+        case torch.bfloat16:
+            return "bf16"
+        case torch.float16:
+            return "fp16"
+        case torch.float32:
+            backends: Any = torch.backends
+            settings = backends.cudnn.conv if "convolution" in str(operator) else backends.cuda.matmul
+            return "tf32" if settings.fp32_precision == "tf32" else "fp32"
+    return None

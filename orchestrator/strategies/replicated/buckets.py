@@ -1,0 +1,31 @@
+"""The size of the buckets in which ``DistributedDataParallel`` exchanges gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from torch import Tensor
+
+SMALLEST_MB, LARGEST_MB = 25.0, 200.0
+"""Limits of ``auto`` in MiB: torch's default, and somewhat more than that of Megatron-LM, 40 million gradients."""
+BUCKETS = 8
+"""The buckets of a model that is large enough. Li et al., VLDB 2020, "PyTorch Distributed: Experiences on Accelerating
+Data Parallel Training": few large messages use the network best, but the exchange overlaps with the backward pass only
+from the first complete bucket on. So the best size grows with the model under NCCL."""
+
+
+def bucket_mb_for(parameters: Iterable[Tensor], option: float | Literal["auto"], *, device: str) -> float:
+    """Return the size of the buckets in MiB.
+
+    Args:
+        parameters: those of the model; a gradient has the size of its parameter.
+        option: the value of ``strategy.bucket_mb``.
+        device: the type of the device; on CPUs, ``auto`` is torch's default.
+    """
+    if option != "auto":
+        return option
+    if device == "cpu":
+        return SMALLEST_MB
+    gradients_mb = sum(p.nbytes for p in parameters if p.requires_grad) / 2**20
+    return float(round(min(LARGEST_MB, max(SMALLEST_MB, gradients_mb / BUCKETS))))

@@ -1,0 +1,41 @@
+"""The Ray that a run embeds: it starts the processes of the workers in advance, and no more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import environment
+
+SCRIPT = """
+import multiprocessing
+
+import psutil
+
+from helpers.cases import CLUSTER
+from orchestrator.driver.cluster import embedded
+
+multiprocessing.cpu_count = lambda: 16  # Ray starts no more processes at once than there are cores
+
+
+def is_worker(process):
+    command = process.cmdline()
+    return "ray::IDLE" in command or any(part.endswith("default_worker.py") for part in command)
+
+
+with embedded(CLUSTER, num_cpus=2 * 4, num_gpus=0, num_processes=2):
+    (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+    print("started in advance:", sum(map(is_worker, raylet.children())))
+"""
+
+
+@pytest.mark.timeout(100)
+def test_no_more_processes_are_started_in_advance_than_there_are_workers(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "started in advance: 2\n"

@@ -1,0 +1,41 @@
+"""Other runs of the same name that have not ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir
+
+
+def make(folder: Path, uid: str, **record: Any) -> RunDir:
+    values = {"uid": uid, "name": "gpt", "state": "waiting", "driver": this_process(), "sweep": None} | record
+    run = rundir.create(folder, values["name"])
+    run.update_record(**values)
+    return run
+
+
+def test_only_active_runs_of_the_same_name_are_found(tmp_path: Path) -> None:
+    run, other = make(tmp_path, "mine"), make(tmp_path, "other", state="running")
+    make(tmp_path, "ended", state="finished")
+    make(tmp_path, "died", driver={**this_process(), "start_ticks": -1})
+    make(tmp_path, "longer", name="my-gpt")
+    make(tmp_path, "damaged").record_file.write_text("{")
+    assert active_namesakes(run) == {"other": other.location}
+
+
+def test_the_runs_of_a_sweep_share_their_name(tmp_path: Path) -> None:
+    run = make(tmp_path, "mine", sweep={"id": "s1", "name": "lr"})
+    make(tmp_path, "of the same sweep", sweep={"id": "s1", "name": "lr"})
+    make(tmp_path, "of another", sweep={"id": "s2", "name": "lr"})
+    assert active_namesakes(run).keys() == {"of another"}
+
+
+def test_the_warning_says_what_to_do() -> None:
+    assert namesake_warning("gpt", "/my runs/1") == (
+        "another run named gpt has not ended: /my runs/1; name=... tells them apart, and "
+        "`orchestrator stop '/my runs/1'` ends the other one"
+    )
