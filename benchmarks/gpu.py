@@ -85,7 +85,10 @@ COMPARISONS = (
     Comparison(name="1.0B parameters", workload=LARGE, rounds=2, memory_gb=60),
     Comparison(name="1.0B parameters, compiled", workload=LARGE, rounds=1, compile=True, memory_gb=60),
 )
-SMOKE = (Comparison(name="a tiny model", workload=TINY, rounds=1),)
+SMOKE = (
+    Comparison(name="a tiny model", workload=TINY, rounds=1),
+    Comparison(name="a tiny model, compiled", workload=TINY, rounds=1, compile=True),
+)
 
 
 def main() -> int:

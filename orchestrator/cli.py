@@ -32,7 +32,7 @@ VERBS: Mapping[str, Verb] = {
     "stop": Verb("orchestrator.stop", "stop a run, whose driver may be on another host"),
     "queue": Verb("orchestrator.queue", "list the runs that share a cluster, cancel them, or change their priority"),
     "logs": Verb("orchestrator.logs", "show what the ranks of a run have written"),
-    "runs": Verb("orchestrator.runs", "list the newest runs: state, speed, loss, age"),
+    "runs": Verb("orchestrator.runs", "list the newest runs, here or on a cluster: state, speed, loss, age"),
     "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow"),
     "doctor": Verb("orchestrator.doctor", "check this machine and its cluster, with a remedy for each fault"),
     "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page"),

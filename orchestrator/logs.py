@@ -1,6 +1,6 @@
-"""Show what the ranks of a run have written: ``orchestrator logs <run directory> --rank 1 --follow``.
+"""Show what the ranks of a run have written: ``orchestrator logs <run> --rank 1 --follow``.
 
-Exit codes: 0 done; 2 no such run or rank.
+Exit codes: 0 done; 2 no such run or rank; 4 the connection to the cluster was lost; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from orchestrator.config.options import add_run
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.text import clean, refuse, writable
 from orchestrator.records.log_reader import LogLine, LogReader
-from orchestrator.records.output_dir import fetch, look_up_run, refresh
+from orchestrator.records.output_dir import fetch, refresh
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import RunSearch
+from orchestrator.run_verbs import run_verb
 
 _POLL_S = 0.5
 _POLL_REMOTE_S = 5.0
@@ -29,18 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; repeatable")
     parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines of each rank")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
-    options = parser.parse_args(argv)
-    try:
-        with masked_output(Redactor.of_process()):
-            return _show(options)
-    except (OSError, ValueError) as e:
-        return refuse("logs", e)
-    except KeyboardInterrupt:
-        return 130
+    with masked_output(Redactor.of_process()):
+        return run_verb("logs", parser, _show, argv)
 
 
-def _show(options: argparse.Namespace) -> int:
-    run_dir = look_up_run(options.run, options.output_dir)
+def _show(options: argparse.Namespace, search: RunSearch) -> int:
+    run_dir = search.look_up(options.run)
     reader = LogReader(run_dir, options.rank)
     _fetch_logs(run_dir)
     missing = sorted(set(options.rank) - set(reader.ranks()))

@@ -1,6 +1,7 @@
-"""List the newest runs: ``orchestrator runs``.
+"""List the newest runs, here or on a cluster: ``orchestrator runs --address http://HEAD:8265``.
 
-Exit codes: 0 done, also if there are no runs; 2 wrong arguments, or the directory cannot be read.
+Exit codes: 0 done, also if there are no runs; 2 wrong arguments, or the directory cannot be read; 4 the connection to
+the cluster was lost.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.config.options import add_output_dir, positive
+from orchestrator.config.options import add_run_search, positive
 from orchestrator.display.comparison import CompareError, Run, read_run
 from orchestrator.display.run_list import plain, run_list
-from orchestrator.display.text import refuse, writable
-from orchestrator.records.output_dir import OutputDir
+from orchestrator.display.text import writable
 from orchestrator.records.run_dir import ACTIVE_STATES, state_of
-from orchestrator.storage.remote import StorageError
+from orchestrator.records.run_search import RunSearch
+from orchestrator.run_verbs import run_verb
 
 STATES = (*ACTIVE_STATES, "finished", "failed", "killed", "died")
 
@@ -29,27 +30,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="orchestrator runs", description="List the newest runs, the newest first.")
     parser.add_argument("--last", type=positive, default=20, metavar="N", help="number of runs (default: 20)")
     parser.add_argument("--state", choices=STATES, help="only runs in this state; died: without an end and a driver")
-    add_output_dir(parser)
+    add_run_search(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args(argv)
-    try:
-        found = list(itertools.islice(_runs(OutputDir.of(options.output_dir), options.state), options.last))
-    except StorageError as e:
-        return refuse("runs", e)
+    return run_verb("runs", parser, _list, argv)
+
+
+def _list(options: argparse.Namespace, search: RunSearch) -> int:
+    found = list(itertools.islice(_runs(search, options.state), options.last))
     if options.json:
         print(json.dumps(plain(found), indent=2))
     elif found:
         print(writable(run_list(found, now=time.time()), sys.stdout))
     else:
-        print(f"no runs in {options.output_dir}; start one with `python -m orchestrator.launch`", file=sys.stderr)
+        print(f"no runs in {search}; start one with `python -m orchestrator.launch`", file=sys.stderr)
     return 0
 
 
-def _runs(output: OutputDir, state: str | None) -> Iterator[Run]:
+def _runs(search: RunSearch, state: str | None) -> Iterator[Run]:
     """The runs in this state, the newest first; an unreadable one is reported and left out."""
-    for run_dir in output.runs():
+    for run_dir in search.runs():
         try:
-            run = replace(read_run(run_dir.path), state=state_of(run_dir), location=run_dir.location)
+            name, location = search.name_of(run_dir), run_dir.location
+            run = replace(read_run(run_dir.path), state=state_of(run_dir), name=name, location=location)
         except (CompareError, ValueError) as e:
             print(writable(f"warning: {e}", sys.stderr), file=sys.stderr)
             continue

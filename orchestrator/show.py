@@ -1,6 +1,6 @@
 """Tell what a run was and how it went: ``orchestrator show <run>``.
 
-Exit codes: 0 done; 2 wrong arguments, or no such run.
+Exit codes: 0 done; 2 wrong arguments, or no such run; 4 the connection to the cluster was lost.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Sequence
 
 from orchestrator.config.options import add_run
 from orchestrator.display.run_report import run_report
-from orchestrator.display.text import refuse, writable
-from orchestrator.records.output_dir import fetch, look_up_run
+from orchestrator.display.text import writable
+from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir, state_of
-from orchestrator.storage.remote import StorageError
+from orchestrator.records.run_search import RunSearch
+from orchestrator.run_verbs import run_verb
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator show", description="Tell what a run was and how it went.")
     add_run(parser, default="last")
-    options = parser.parse_args(argv)
-    try:
-        run_dir = look_up_run(options.run, options.output_dir)
-        fetch(run_dir)
-        print(writable(_report(run_dir), sys.stdout))
-    except (StorageError, ValueError) as e:
-        return refuse("show", e)
+    return run_verb("show", parser, _show, argv)
+
+
+def _show(options: argparse.Namespace, search: RunSearch) -> int:
+    run_dir = search.look_up(options.run)
+    fetch(run_dir)
+    print(writable(_report(run_dir), sys.stdout))
     return 0
 
 

@@ -1,6 +1,10 @@
-"""Stop a run from any host that reaches its directory: ``orchestrator stop <run directory>``.
+"""Stop a run from any host: ``orchestrator stop <run>``.
 
-Exit codes: 0 the run has stopped; 1 it is still running, and the request stays; 2 no such run, or it is not running.
+The request is a file in the directory of the run. With ``--address``, a run whose directory this process cannot reach
+or write, such as that of another user or host, is asked through the queue of the cluster.
+
+Exit codes: 0 the run has stopped; 1 it is still running, and the request stays; 2 no such run, or it is not running;
+4 the connection to the cluster was lost.
 """
 
 from __future__ import annotations
@@ -8,18 +12,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orchestrator.config.options import add_run
 from orchestrator.display.text import refuse
-from orchestrator.records.output_dir import look_up_run, refresh
-from orchestrator.records.run_dir import state_of
+from orchestrator.records.output_dir import refresh
+from orchestrator.records.run_dir import RunDir, state_of
+from orchestrator.records.run_search import NEWEST, NoSuchRunError, RunSearch
 from orchestrator.records.stop_request import request_stop
+from orchestrator.run_verbs import run_verb
 
 _POLL_S = 0.5
 _DEFAULT_WAIT_S = 60.0
 _DESCRIPTION = """\
-Stop a run as SIGTERM to its driver would: it saves a checkpoint and can be resumed. The driver may be on another host.
+Stop a run as SIGTERM to its driver would: it saves a checkpoint and can be resumed. The driver may be on another host,
+and with --address the run may be that of another user.
 """
 
 
@@ -30,24 +37,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--wait", type=float, default=_DEFAULT_WAIT_S, metavar="S", help="seconds to wait for the end (default: 60)"
     )
-    options = parser.parse_args(argv)
+    return run_verb("stop", parser, _stop, argv)
+
+
+def _stop(options: argparse.Namespace, search: RunSearch) -> int:
+    if options.address and options.run == NEWEST:
+        return refuse("stop", "the newest run on a cluster may be another person's; name it, as `runs` does")
     try:
-        run_dir = look_up_run(options.run, options.output_dir)
-        if run_dir.driver_if_running() is None:
-            return refuse("stop", f"{run_dir.location} is not running: its state is {state_of(run_dir)}")
-        request_stop(run_dir)
-        deadline = time.monotonic() + options.wait
-        while run_dir.driver_if_running() is not None:
-            if time.monotonic() >= deadline:
-                print(f"{run_dir.location} still runs; it is asked to stop, which takes up to cluster.stop_grace_s")
-                return 1
-            time.sleep(_POLL_S)
-            refresh(run_dir)
-        record = run_dir.read_record()
-    except (OSError, ValueError) as e:
-        return refuse("stop", e)
+        return _stop_by_file(search.look_up(options.run), options.wait)
+    except (NoSuchRunError, PermissionError) as e:
+        if not options.address:
+            raise
+        return _stop_by_queue(options, e)
+
+
+def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
+    if run_dir.driver_if_running() is None:
+        return refuse("stop", f"{run_dir.location} is not running: its state is {state_of(run_dir)}")
+    request_stop(run_dir)
+
+    def is_running() -> bool:
+        refresh(run_dir)
+        return run_dir.driver_if_running() is not None
+
+    if _lasts(is_running, wait_s):
+        return _still_runs(run_dir.location)
+    record = run_dir.read_record()
     print(f"{run_dir.location}: {record.get('reason') or record.get('state')}")
     return 0
+
+
+def _stop_by_queue(options: argparse.Namespace, unreachable: Exception) -> int:
+    """Cancel the run in the queue of the cluster; ``unreachable`` says why its directory cannot be used."""
+    from orchestrator.driver.queue_control import QueueControl, QueueError
+
+    try:
+        with QueueControl(options.address) as queue:
+            if not queue.has(options.run):
+                return refuse("stop", f"{unreachable}; nor is it in the queue of the cluster")
+            name = queue.cancel(options.run)
+            if _lasts(lambda: queue.has(options.run), options.wait):
+                return _still_runs(name)
+    except QueueError as e:
+        return refuse("stop", e)
+    print(f"{name}: stopped through the queue of the cluster")
+    return 0
+
+
+def _lasts(is_running: Callable[[], bool], wait_s: float) -> bool:
+    """Wait until the run has ended; returns whether it still runs after ``wait_s`` seconds."""
+    deadline = time.monotonic() + wait_s
+    while is_running():
+        if time.monotonic() >= deadline:
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _still_runs(run: str) -> int:
+    print(f"{run} still runs; it is asked to stop, which takes up to cluster.stop_grace_s")
+    return 1
 
 
 if __name__ == "__main__":

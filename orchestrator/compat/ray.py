@@ -58,6 +58,7 @@ _JOB_INFO_KEY = "ray.dashboard.modules.job.common.JobInfoStorageClient.JOB_DATA_
 _JOB_INFO_NAMESPACE = "ray._private.ray_constants.KV_NAMESPACE_JOB"
 _READ_VALUE = "ray.experimental.internal_kv._internal_kv_get"
 _WRITE_VALUE = "ray.experimental.internal_kv._internal_kv_put"
+_GCS_CLIENT = "ray._raylet.GcsClient"
 _NEVER_PACKAGED = "ray._private.ray_constants.get_runtime_env_default_excludes"
 _CREATE_PACKAGE = "ray._private.runtime_env.packaging.create_package"
 _PACKAGE_URI = "ray._private.runtime_env.packaging.get_uri_for_package"
@@ -94,6 +95,7 @@ INTERNALS = (
     _JOB_INFO_NAMESPACE,
     _READ_VALUE,
     _WRITE_VALUE,
+    _GCS_CLIENT,
     _NEVER_PACKAGED,
     _CREATE_PACKAGE,
     _PACKAGE_URI,
@@ -482,6 +484,22 @@ def add_job_metadata(values: Mapping[str, str]) -> None:
     info = json.loads(stored)
     info["metadata"] = {**(info.get("metadata") or {}), **values}
     find_internal(_WRITE_VALUE)(key, json.dumps(info).encode(), overwrite=True, namespace=namespace)
+
+
+def put_cluster_value(namespace: str, key: str, value: bytes) -> None:
+    """Store a value in the GCS server of the connected cluster, which keeps it as long as it lives."""
+    find_internal(_WRITE_VALUE)(key, value, overwrite=True, namespace=namespace)
+
+
+def cluster_values(address: str, namespace: str, prefix: str, *, timeout_s: float) -> list[bytes]:
+    """Return the values whose keys begin with ``prefix``, in the order of the keys.
+
+    This process need not be connected to the cluster; ``address`` is ``host:port`` of its GCS server.
+    """
+    client = find_internal(_GCS_CLIENT)(address=address)
+    keys: list[bytes] = sorted(client.internal_kv_keys(prefix.encode(), namespace.encode(), timeout_s))
+    values: dict[bytes, bytes] = client.internal_kv_multi_get(keys, namespace.encode(), timeout_s) if keys else {}
+    return [values[key] for key in keys if key in values]
 
 
 def _owner(name: str) -> tuple[Any, str]:

@@ -31,6 +31,7 @@ Train a PyTorch job on Ray actors; strategy=<name> selects how it is parallelise
   python -m orchestrator.launch resume=auto                  continue the newest unfinished run
   python -m orchestrator.launch -m strategy=single,ddp       several runs, and their comparison
   python -m orchestrator.launch -m experiment=compare        every strategy that fits here
+  python -m orchestrator.launch strategy=auto job=gpt        the fastest strategy for the job
   ray job submit --working-dir . -- python -m orchestrator.launch strategy=ddp
 
 The command `orchestrator` is short for `python -m orchestrator.launch`.
@@ -44,7 +45,8 @@ Options
                                           eval "$(orchestrator --shell-completion install=bash)"
 
 Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, nothing was
-started; 130 and 143 interrupted after a checkpoint."""
+started; 3 all steps are done, but the last checkpoint or the upload of the records is missing;
+130 and 143 stopped by SIGINT or SIGTERM, after a checkpoint if training had begun."""
 
 
 def help_text(overrides: Sequence[str], strategy_config: StrategyConfigs) -> str:

@@ -9,7 +9,7 @@ DEFAULT_OUTPUT_DIR = "outputs"
 
 
 def add_run(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
-    """Add the argument that names a run, and the option that says where the runs are.
+    """Add the argument that names a run, and the options that say where the runs are.
 
     ``default``: the run if none is given; None if one has to be given.
     """
@@ -20,11 +20,25 @@ def add_run(parser: argparse.ArgumentParser, *, default: str | None = None) -> N
         help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last`"
         + ("" if default is None else f" (default: {default})"),
     )
-    add_output_dir(parser)
+    add_run_search(parser)
+
+
+def add_run_search(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where runs are looked for, here or on a cluster."""
+    parser.add_argument(
+        "--output-dir",
+        help="directory or URL with the runs (default: outputs, and ~/orchestrator/outputs of submitted jobs; with "
+        "--address also the others in which runs of the cluster are)",
+    )
+    parser.add_argument(
+        "--address",
+        help="the cluster whose runs are meant: http://HEAD:8265, Ray's dashboard, or on one of its nodes "
+        "host:port of Ray or auto (default: RAY_API_SERVER_ADDRESS, unless --output-dir or the path of a run is given)",
+    )
 
 
 def add_output_dir(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says where the runs are."""
+    """Add the option that names one directory with runs."""
     parser.add_argument(
         "--output-dir", default=DEFAULT_OUTPUT_DIR, help="directory or URL with the runs (default: %(default)s)"
     )

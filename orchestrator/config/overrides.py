@@ -158,6 +158,8 @@ def group_error(override: Override) -> str | None:
     group, name = override.key_or_group, override.value()
     if group not in GROUPS or name in choices(group) or (group == "experiment" and name is None):
         return None
+    if group == "job" and "." in str(name):
+        return f"{_typed(override)}: unknown; for a class of your own, write {format_override('job._target_', name)}"
     hint, valid = did_you_mean(str(name), choices(group)), f"valid: {', '.join(choices(group))}"
     return f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
 

@@ -171,8 +171,9 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _distinctive_key(runs: Sequence[Run]) -> str | None:
-    """The one setting in which all these runs differ; None if there is none or several."""
-    keys = [k for k in runs[0].params if len({str(run.params.get(k)) for run in runs}) == len(runs)]
+    """The one setting in which all these runs differ, apart from those of a sweep; None if there is none or several."""
+    own = [key for key in runs[0].params if not key.startswith("sweep.")]
+    keys = [key for key in own if len({str(run.params.get(key)) for run in runs}) == len(runs)]
     return keys[0] if len(keys) == 1 else None
 
 

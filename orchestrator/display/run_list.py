@@ -19,11 +19,11 @@ def run_list(runs: Sequence[Run], *, now: float) -> str:
     """Return a table with one row per run. A narrow terminal leaves out columns.
 
     Args:
-        runs: in the order of the rows.
+        runs: in the order of the rows. Their names are those by which other commands find them.
         now: seconds since the epoch, for the ages.
     """
     columns = [
-        TableColumn(heading="run", justify="left", cells=[place(run) for run in runs]),
+        TableColumn(heading="run", justify="left", cells=[run.name for run in runs]),
         TableColumn(heading="state", justify="left", cells=[run.state for run in runs]),
         TableColumn(heading="strategy", justify="left", priority=3, cells=[run.strategy for run in runs]),
         TableColumn(heading="workers", priority=1, cells=[str(run.workers or "-") for run in runs]),
@@ -36,16 +36,11 @@ def run_list(runs: Sequence[Run], *, now: float) -> str:
     return "\n".join(text_lines(without_least(columns, width), unicode=takes_unicode(sys.stdout)))
 
 
-def place(run: Run) -> str:
-    """Return ``<date>/<time>-<name>``, by which other commands find the run."""
-    return "/".join(run.location.rstrip("/").split("/")[-2:])
-
-
 def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the values of the list for other programs."""
     return [
         {
-            "run": place(run),
+            "run": run.name,
             "location": run.location,
             "state": run.state,
             "strategy": run.strategy,

@@ -118,6 +118,14 @@ def address_error(address: str, *, key: str | None = None) -> str | None:
     return error and f"{_to_cli(address) if key is None else f'{key}={address}'}: {error}"
 
 
+def gcs_address(address: str) -> str | None:
+    """Return host:port; for ``auto`` that of the Ray that ``ray start`` started here, None if there is none.
+
+    Ray's own ``auto`` would also take a Ray that is embedded in another run on this machine.
+    """
+    return address if address != "auto" else address_of_ray_start()
+
+
 @contextlib.contextmanager
 def connected(address: str, *, metadata: dict[str, str] | None = None) -> Iterator[None]:
     """Join the cluster at ``address``, for which :func:`address_error` returns None; leave it on exit.
@@ -133,7 +141,7 @@ def connected(address: str, *, metadata: dict[str, str] | None = None) -> Iterat
         return
     with _shut_down_afterwards():
         try:
-            _init(address=_gcs_address(address), job_config=JobConfig(metadata=metadata))
+            _init(address=gcs_address(address), job_config=JobConfig(metadata=metadata))
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
             raise ConfigError([f"{_to_cli(address)}: {version_error(str(e)) or ' '.join(str(e).split())[:500]}"]) from e
         yield
@@ -211,21 +219,13 @@ def _error(address: str) -> str | None:
         )
     if separator:
         return f"{scheme} is for `ray job submit`; give host:port of the cluster, or cluster=local to embed Ray"
-    gcs = _gcs_address(address)
+    gcs = gcs_address(address)
     if gcs is None:
         return "no Ray runs on this machine; start one with `ray start --head`, give host:port, or use cluster=local"
     host, _, port = gcs.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         return "expected auto, local or host:port"
     return _gcs_error(gcs)
-
-
-def _gcs_address(address: str) -> str | None:
-    """Return host:port; for ``auto`` that of the Ray that ``ray start`` started here, None if there is none.
-
-    Ray's own ``auto`` would also take a Ray that is embedded in another run on this machine.
-    """
-    return address if address != "auto" else address_of_ray_start()
 
 
 def _gcs_error(gcs: str) -> str | None:

@@ -49,8 +49,8 @@ class RunEnding:
     console: Sink
     redactor: Redactor
     resume_command: str
-    origin: Origin
     in_sweep: bool
+    origin: Origin
 
     def finish(self, result: RunResult) -> RunResult:
         """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
@@ -172,7 +172,7 @@ class RunEnding:
         if self.in_sweep:
             return tuple(commands)
         commands.append(compare_command(self.origin, OutputDir.containing(self.run_dir)))
-        return (*commands, *commands_for_page(self.origin, self.tracking))
+        return (*commands, *commands_for_page(self.tracking, self.origin))
 
 
 def compare_command(origin: Origin, output_dir: OutputDir) -> str:
@@ -183,7 +183,7 @@ def compare_command(origin: Origin, output_dir: OutputDir) -> str:
     return origin.verb("compare", "--last", "5", *where, *no_picture)
 
 
-def commands_for_page(origin: Origin, tracking: TrackingConfig) -> list[str]:
+def commands_for_page(tracking: TrackingConfig, origin: Origin) -> list[str]:
     """Return the command that serves the page of MLflow; none if a server does."""
     if tracking.uri is None or not tracking.uri.startswith("sqlite"):
         return []

@@ -36,11 +36,6 @@ def job_metadata(configs: Sequence[Config], redactor: Redactor) -> dict[str, str
     return {key: redactor.text(value) for key, value in metadata.items()}
 
 
-def add_tracking_page(page: str) -> None:
-    """Add the address of the page with the charts of a run on the tracking server."""
-    add_job_metadata({"mlflow": page})
-
-
 def job_state(event: Event) -> str | None:
     """Return the state of a run after ``event``, with what it waits for; None if the event does not change it."""
     match event:
@@ -75,3 +70,8 @@ class JobStateSink:
 
     def close(self) -> None:
         """Do nothing: every change has been written."""
+
+
+def add_tracking_page(page: str) -> None:
+    """Add the address of the page with the charts of a run on the tracking server."""
+    add_job_metadata({"mlflow": page})

@@ -45,7 +45,7 @@ class Submission:
     Attributes:
         id: the readable submission id.
         entrypoint: the shell command.
-        working_dir: the directory that travels to the cluster.
+        working_dir: the directory that travels to the cluster; None if the job needs none.
         py_modules: the paths of modules that travel too.
         env: environment variables of the job.
         metadata: shown by ``ray job list`` and the dashboard.
@@ -53,7 +53,7 @@ class Submission:
 
     id: str
     entrypoint: str
-    working_dir: Path
+    working_dir: Path | None = None
     py_modules: Sequence[Path] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -153,7 +153,9 @@ class JobServer:
         Raises:
             ConfigError: Ray refuses it.
         """
-        runtime_env: dict[str, Any] = {"working_dir": str(submission.working_dir), "env_vars": dict(submission.env)}
+        runtime_env: dict[str, Any] = {"env_vars": dict(submission.env)}
+        if submission.working_dir is not None:
+            runtime_env["working_dir"] = str(submission.working_dir)
         if submission.py_modules:
             runtime_env["py_modules"] = [str(module) for module in submission.py_modules]
         try:
@@ -193,11 +195,22 @@ class JobServer:
                     deadline = math.inf
                 if self._client.get_job_status(submission_id).is_terminal():
                     return self._exit_code(submission_id, out)
+            except BrokenPipeError:  # nobody reads ``out``
+                raise
             except Exception as e:  # aiohttp, requests and Ray raise errors of many types
                 deadline = min(deadline, time.monotonic() + RECONNECT_TIMEOUT_S)
                 if time.monotonic() > deadline:
                     raise ConnectionError(_one_line(e)) from e
             time.sleep(_RETRY_EVERY_S)
+
+    def remove(self, submission_id: str) -> None:
+        """Stop a job if it runs, and remove it from the list of jobs, unless the server does not answer."""
+        deadline = time.monotonic() + _STATUS_TIMEOUT_S
+        with contextlib.suppress(Exception):  # aiohttp, requests and Ray raise errors of many types
+            self._client.stop_job(submission_id)
+            while not self._client.get_job_status(submission_id).is_terminal() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            self._client.delete_job(submission_id)
 
     def _output(self, submission_id: str, *, skip: int) -> Iterator[str]:
         """Yield what the job writes, without its first ``skip`` characters, until the job or the connection ends."""

@@ -54,6 +54,10 @@ class QueueControl:
         """Return why a run without workers has none, as one sentence."""
         return why_waiting(entry, cluster_state(own_label=entry.label), now=time.time())
 
+    def has(self, run: str) -> bool:
+        """Return whether a run in the queue is named so."""
+        return bool(find_entries(self.entries(), run))
+
     def cancel(self, run: str) -> str:
         """Let the driver of a run stop it; returns the name of the run.
 

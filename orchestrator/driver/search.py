@@ -7,7 +7,6 @@ results. From these, a search that was stopped goes on.
 from __future__ import annotations
 
 import importlib.util
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +49,6 @@ class Search:
     """A search in progress.
 
     Args:
-        words: the overrides as typed, for the command that continues the search.
         fixed: the overrides of all runs.
         space: the values that may be tried.
         options: how to search, and for how many runs.
@@ -60,7 +58,6 @@ class Search:
         started: the directories of the runs that an earlier command has started, by number.
     """
 
-    words: Sequence[str]
     fixed: Sequence[str]
     space: Space
     options: SweepConfig
@@ -84,7 +81,7 @@ class Search:
         finally:
             self.sweep.end()
         if stopped is not None:
-            self._say_how_to_continue()
+            self.sweep.say(f"continue the search with: {self.sweep.continue_command}")
             return stopped.exit_code
         return self._say_best(study)
 
@@ -190,11 +187,6 @@ class Search:
         except OSError as e:
             raise ConfigError([f"{self.sweep.directory.path}: cannot be written ({e.strerror or e})"]) from e
 
-    def _say_how_to_continue(self) -> None:
-        again = [masked(word, self.sweep.redactor) for word in self.words if not word.startswith("resume=")]
-        command = shlex.join(["python", "-m", "orchestrator.launch", "-m", *again, "resume=auto"])
-        self.sweep.say(f"continue the search with: {command}")
-
     def _say_best(self, study: Any) -> int:
         done = [trial for trial in study.trials if trial.value is not None]
         if not done:
@@ -230,7 +222,6 @@ def open_search(words: Sequence[str], preset: Mapping[str, str], redactor: Redac
     if errors or config is None:
         raise ConfigError(errors)
     search = Search(
-        words=words,
         fixed=[word for word in fixed if not word.startswith("resume=")],
         space=space,
         options=config.sweep,

@@ -28,6 +28,7 @@ from orchestrator.driver.ending import RunEnding, commands_for_page
 from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import JobStateSink, job_metadata
+from orchestrator.driver.known_outputs import enter_output
 from orchestrator.driver.origin import this_origin
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
@@ -169,7 +170,7 @@ def run_search(search: Search) -> int:
 def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
     """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
     report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
-    for command in commands_for_page(this_origin(), candidate.config.tracking):
+    for command in commands_for_page(candidate.config.tracking, this_origin()):
         sweep.say(f"next: {command}")
     if page := last.summary.get("mlflow_page"):
         sweep.say(f"charts: {page}")
@@ -323,6 +324,7 @@ def _run(
     command = command_line(candidate.overrides, redactor, job=as_job)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
     add_job_metadata({"run_dir": run_dir.location})
+    enter_output(run_dir, redactor)
     if candidate.decision is not None:
         candidate.decision.write_to(run_dir)
     lease = Lease(run_dir)
@@ -364,8 +366,8 @@ def _run(
         resume_command=command_line(
             (*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job, origin=origin
         ),
-        origin=origin,
         in_sweep=sweep is not None,
+        origin=origin,
     )
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     try:

@@ -25,6 +25,7 @@ from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import markdown, table
 from orchestrator.display.report import errors_text
 from orchestrator.display.text import count, duration, writable
+from orchestrator.driver.origin import this_origin
 from orchestrator.driver.preflight.paths import absolute_paths, output_dir
 from orchestrator.driver.result import RunResult
 from orchestrator.records.output_dir import OutputDir, fetch
@@ -161,9 +162,15 @@ class Sweep:
         except (OSError, CompareError) as e:
             self.say(f"warning: no report of the sweep was written: {e}")
         if self._unfinished:
-            again = [masked(word, self.redactor) for word in self.words if not word.startswith("resume=")]
-            command = shlex.join(["python", "-m", "orchestrator.launch", "-m", *again, "resume=auto"])
-            self.say(f"not finished: {count(len(self._unfinished), 'run')}; continue the sweep with: {command}")
+            self.say(
+                f"not finished: {count(len(self._unfinished), 'run')}; continue the sweep with: {self.continue_command}"
+            )
+
+    @property
+    def continue_command(self) -> str:
+        """The command line that continues the sweep after a stop."""
+        again = [masked(word, self.redactor) for word in self.words if not word.startswith("resume=")]
+        return shlex.join(this_origin().relaunch(["-m", *again, "resume=auto"]))
 
     def _report(self) -> None:
         runs = self._runs()

@@ -135,28 +135,6 @@ def find_run(text: str) -> RunDir | None:
     return run_dir if run_dir.record_file.is_file() else None
 
 
-def look_up_run(text: str, output_dir: str) -> RunDir:
-    """Return the run that a user names, with its present record.
-
-    Args:
-        text: a path, a URL, ``<date>/<time>-<name>`` or ``<time>-<name>`` below ``output_dir``, or ``last`` for the
-            newest run there.
-        output_dir: the directory or URL with the runs.
-
-    Raises:
-        ValueError: there is no such run.
-        StorageError: the store cannot be used.
-    """
-    found = None if text == "last" else find_run(text)
-    if found is None and not is_url(text):
-        runs = OutputDir.of(output_dir).runs()
-        names = (run for run in runs if text in ("last", run.path.name, "/".join(run.path.parts[-2:])))
-        found = next(names, None)
-    if found is None:
-        raise ValueError(f"{text}: no such run in {output_dir}; `orchestrator runs` lists them")
-    return found
-
-
 def split_run(
     url: str, *, staging_dir: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[OutputDir, str]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from orchestrator.compat.torch import (
     FakeTensorMode,
@@ -121,12 +122,17 @@ class FlopCounter(TorchDispatchMode):
             return fake_like(tensor, mode).requires_grad_(tensor.requires_grad)
 
         fake_args, fake_kwargs = map_tensors(fake, (args, kwargs))
-        with ReplacedBuffers(module, fake), mode:
+        # Without the hooks of activation checkpointing, which would compute what the fake pass keeps again.
+        with ReplacedBuffers(module, fake), saved_tensors_hooks(_unchanged, _unchanged), mode:
             outputs = [t for t in tensors_in(forward(module, *fake_args, **fake_kwargs)) if t.requires_grad]
             leaves = [t for t in (*tensors_in((fake_args, fake_kwargs)), *module.parameters()) if t.requires_grad]
             if outputs:
                 torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True)
         self._known[key] = self.flops - before
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _precision_of(operator: Any, operand: Tensor) -> Precision | None:

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ray.cluster_utils import Cluster
 from helpers.queue_entries import entry
 from helpers.recorder import Recorder
 from helpers.runs import events, last_step, losses, wait_for
+from orchestrator import stop
 from orchestrator.config.redact import Redactor
 from orchestrator.driver import queue_place
 from orchestrator.driver.calls import GangError
@@ -169,6 +171,23 @@ def test_a_run_that_reserves_gives_way_to_a_more_urgent_one(cluster: Cluster, pl
         again.join(TIMEOUT_S)
         assert not again.is_alive()
         first.check_turn()
+
+
+def test_a_run_whose_directory_is_not_here_is_stopped_through_the_queue(
+    cluster: Cluster, queue: QueueControl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signals = StopSignals()
+    words = ["far-away", "--address", cluster.address]
+    with ThreadPoolExecutor(1) as pool:
+        with QueuePlace(entry("far-away"), RunDir(tmp_path), EventStream([]), signals, timeout_s=None):
+            wait_for(lambda: queue.has("far-away"), "the run in the queue")
+            stopped = pool.submit(stop.main, words)
+            wait_for(lambda: signals.received, "the signal")
+            assert not stopped.done()
+        assert stopped.result(TIMEOUT_S) == 0
+    assert capsys.readouterr().out == "far-away: stopped through the queue of the cluster\n"
+    assert stop.main(words) == 2
+    assert "nor is it in the queue of the cluster" in capsys.readouterr().err
 
 
 def lost_turn(run: QueuePlace) -> bool:

@@ -211,9 +211,8 @@ def check_what_ray_shows(head: Head, submission_id: str, run_dir: Path) -> None:
     wait_for(lambda: "mlflow" in dashboard(head, f"/api/jobs/{submission_id}")["metadata"])
     metadata = dashboard(head, f"/api/jobs/{submission_id}")["metadata"]
     assert metadata["mlflow"].startswith("http://127.0.0.1:5000/#/experiments/")
-    assert (
-        metadata.items() >= {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir), "state": "running"}.items()
-    )
+    expected = {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir), "state": "running"}
+    assert metadata.items() >= expected.items()
     before = pids_by_title("stopped")
     assert before.keys() == {"ray::rank-0 stopped", "ray::rank-1 stopped"}
     running = "filter_keys=state&filter_predicates=%3D&filter_values=RUNNING"
@@ -279,6 +278,46 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
     compared = command(head, *compare, cwd=ROOT)
     assert compared.returncode == 0, compared.stdout + compared.stderr
     assert run_dir.name.removesuffix("-stopped") in compared.stdout
+
+
+@pytest.mark.timeout(240)
+def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: Path) -> None:
+    """By a person with another home and directory, who has the address and the token. No job of a verb remains."""
+    laptop = tmp_path / "laptop"
+    laptop.mkdir()
+    token = (head.home / ".ray" / "auth_token").read_text().strip()
+    elsewhere = {"HOME": str(laptop), "RAY_AUTH_TOKEN": token}
+
+    def verb(*words: str, address: str = head.dashboard) -> subprocess.CompletedProcess[str]:
+        program = (sys.executable, "-m", "orchestrator", *words, "--address", address)
+        return command(head, *program, cwd=laptop, **elsewhere)
+
+    sent = submit(
+        head, "--no-wait", "strategy=single", "name=far", "train.steps=1000000", "tracking=none",
+        "job._target_=tests.helpers.faulty_jobs.Environed", "job.variables=[LANG]", "cluster.env.LANG=C.utf8",
+        f"output_dir={tmp_path}/outputs",
+    )  # fmt: skip
+    assert sent.returncode == 0, sent.stderr
+    run_dir = wait_for_step(tmp_path, 10)
+    listed = verb("runs", "--state", "running", "--json")
+    assert listed.returncode == 0, listed.stderr
+    assert [(run["location"], run["state"]) for run in json.loads(listed.stdout)] == [(str(run_dir), "running")]
+    program = (sys.executable, "-m", "orchestrator.logs", run_dir.name, "--rank", "0", "--follow")
+    env = {**head.env, **elsewhere, "RAY_API_SERVER_ADDRESS": head.dashboard}
+    followed = subprocess.Popen(program, cwd=laptop, env=env, text=True, stdout=subprocess.PIPE)
+    try:
+        refused = verb("stop", "last", address=head.gcs)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        stopped = verb("stop", run_dir.name)
+        assert stopped.returncode == 0, stopped.stderr
+        assert stopped.stdout.startswith(f"{run_dir}: stopped by `orchestrator stop` of ")
+        log, _ = followed.communicate(timeout=60)
+    finally:
+        followed.kill()
+    assert followed.returncode == 0
+    assert "LANG=C.utf8" in log.splitlines()
+    assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
+    assert not [job for job in dashboard(head, "/api/jobs/") if "verb_in_job" in job["entrypoint"]]
 
 
 @pytest.mark.timeout(240)

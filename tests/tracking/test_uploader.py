@@ -143,8 +143,8 @@ def ending_of(run_dir, config, uploader, journal, console):
         journal=journal,
         console=console,
         resume_command="",
-        origin=HERE,
         in_sweep=False,
+        origin=HERE,
         redactor=Redactor(),
     )
 

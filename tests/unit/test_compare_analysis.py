@@ -42,6 +42,11 @@ def run(
     )
 
 
+def test_the_keys_of_a_sweep_are_no_label_of_a_run() -> None:
+    kept, skipped = run("ddp", 2, sweep__unfit="refuse"), run("ddp", 2, sweep__unfit="skip")
+    assert list(Comparison([kept, skipped]).names.values()) == [f"ddp x2, {r.name}" for r in (kept, skipped)]
+
+
 def efficiencies(*runs: Run) -> list[float | None]:
     comparison = Comparison(runs)
     found = [comparison.scaling_efficiency(run) for run in runs]

@@ -284,6 +284,7 @@ def test_the_key_of_another_strategy_names_its_owner() -> None:
         ("strategy=zzz", f"strategy=zzz: unknown; valid: {', '.join(choices('strategy'))}"),
         ("strategy=null", f"strategy=null: unknown; valid: {', '.join(choices('strategy'))}"),
         ("strategy=[ddp,single]", f"strategy=[ddp,single]: unknown; valid: {', '.join(choices('strategy'))}"),
+        ("job=mine.Line", "job=mine.Line: unknown; for a class of your own, write job._target_=mine.Line"),
         ("job=gptt", f"job=gptt: unknown; did you mean gpt? (valid: {', '.join(choices('job'))})"),
         (
             "experiment=qick",
@@ -400,6 +401,12 @@ def test_a_preset_adds_its_keys_to_a_sweep_unless_they_are_given() -> None:
         ["seed=1", f"strategy={name}", "train.steps=5"] for name in ("single", "ddp")
     ]
     assert expand_sweep(["strategy=dp"], preset) == [["strategy=dp", "train.steps=5"]]
+
+
+def test_the_comparison_has_every_strategy_and_begins_with_the_baseline() -> None:
+    (first, *_) = strategies = preset_sweep(["experiment=compare"])["strategy"].split(",")
+    assert first == "single"
+    assert set(strategies) == set(choices("strategy")) - {"auto"}
 
 
 @pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "quick"])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestrator.compat import torch as compat
-from orchestrator.model.blocks import with_blocks
+from orchestrator.model.blocks import Block, with_blocks
 from orchestrator.model.recompute import Selection
 from orchestrator.strategies.flop_counter import FlopCounter, Precision
 from orchestrator.worker.flops import FlopMeter, step_flops
@@ -167,6 +167,30 @@ def test_what_is_computed_again_counts_once(recomputes: Selection) -> None:
             gradients(model, torch.randn(2, 5, 6))
         counts.append(counter.flops)
     assert counts[0] == counts[1]
+
+
+def run_as_compiled(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Stand for compiled code that shows all that it does."""
+    assert FlopCounter.active is not None
+    with FlopCounter.active.running_compiled(Products.forward, module, (inputs,), {}):
+        return Products.forward(module, inputs)
+
+
+def test_compiled_blocks_that_are_computed_again_count_once() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), *(Products() for _ in range(2)), nn.Linear(6, 6))
+
+    plain, recomputed, inputs = build(), with_blocks(build, recomputes="blocks")(), torch.randn(2, 5, 6)
+    for block in recomputed.modules():
+        if isinstance(block, Block):
+            block.compiled = run_as_compiled
+    with FlopCounter() as expected:
+        plain_gradients = gradients(plain, inputs)
+    with FlopCounter() as counter:
+        torch.testing.assert_close(gradients(recomputed, inputs), plain_gradients, rtol=0, atol=0)
+    assert counter.error is None
+    assert counter.flops == expected.flops
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers.cases import having
 from helpers.quick_jobs import digits
 from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
+from orchestrator.model import blocks
 from orchestrator.model.blocks import blocks_of, with_blocks
 from orchestrator.model.meta import on_meta_device
 from orchestrator.strategies.constructor import blocks_note
@@ -137,3 +139,25 @@ def test_a_model_without_blocks_is_noted() -> None:
     assert note.startswith("train.compile=true with train.activation_checkpointing=blocks has no effect: ")
     assert blocks_note(GPT(layers=2), train) is None
     assert blocks_note(digits(), having()) is None
+
+
+@pytest.mark.parametrize(
+    ("compiles", "recomputes", "in_blocks"),
+    [(False, "blocks", False), (True, "none", False), (True, "blocks", True), ("blocks", "none", True)],
+)
+def test_what_is_computed_again_is_compiled_block_by_block(compiles: Any, recomputes: Any, in_blocks: bool) -> None:
+    assert having(compile=compiles, activation_checkpointing=recomputes).compiles_blocks == in_blocks
+
+
+def test_results_inside_of_compiled_blocks_cannot_be_kept() -> None:
+    with pytest.raises(ValueError, match=r"train\.activation_checkpointing=selective: .* set it to blocks"):
+        having(compile="blocks", activation_checkpointing="selective")
+
+
+def test_blocks_are_alike_if_they_differ_only_in_numbers() -> None:
+    model = with_blocks(build)()
+    (first, second, third, fourth) = (block for block in model if isinstance(block, blocks.Block))
+    second.dropout.p = 0.1
+    third.first.weight.requires_grad_(False)
+    assert first.likeness() == fourth.likeness()
+    assert len({block.likeness() for block in (first, second, third, fourth)}) == 3

@@ -224,8 +224,8 @@ def test_records_that_cannot_be_uploaded_are_named_at_the_end(tmp_path: Path) ->
         console=console,
         redactor=Redactor(),
         resume_command="",
-        origin=HERE,
         in_sweep=False,
+        origin=HERE,
     )
     result = ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, url=run_dir.url))
     assert (result.status, result.exit_code) == ("FINISHED", 3)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from orchestrator.config.schema import Config
 from orchestrator.records.output_dir import OutputDir
+from orchestrator.records.run_search import submitted_base_dir
 from orchestrator.storage.remote import StorageError, is_url
 from orchestrator.tracking.uri import absolute_uri, validate_uri
 
@@ -21,7 +22,7 @@ def base_dir() -> Path:
     will delete it afterwards.
     """
     here = Path.cwd()
-    return Path.home() / "orchestrator" if "runtime_resources" in here.parts else here
+    return submitted_base_dir() if "runtime_resources" in here.parts else here
 
 
 def absolute_paths(config: Config) -> Config:

@@ -1,0 +1,82 @@
+"""Where runs are looked for that a user names or lists: one output directory, or all that are known."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.records.output_dir import OutputDir, find_run
+from orchestrator.records.run_dir import RunDir
+from orchestrator.storage.remote import is_url
+
+DEFAULT_OUTPUT_DIR = "outputs"
+NEWEST = "last"
+"""What a user types for the newest run."""
+
+
+class NoSuchRunError(ValueError):
+    """No run is named as the user has typed it."""
+
+
+def submitted_base_dir() -> Path:
+    """Return the directory that the paths of a submitted job start from; Ray deletes the job's working directory."""
+    return Path("~/orchestrator").expanduser()
+
+
+@dataclass(frozen=True)
+class RunSearch:
+    """The output directories in which runs are looked for, each once."""
+
+    outputs: Sequence[OutputDir]
+
+    @classmethod
+    def of(cls, output_dir: str | None, known: Sequence[str] = ()) -> RunSearch:
+        """Return the search in ``output_dir``, a path or URL.
+
+        If it is None, the search is in ``outputs``, in the ``outputs`` of submitted jobs if there are any, and in the
+        directories ``known`` from elsewhere.
+        """
+        if output_dir is not None:
+            return cls((OutputDir.of(output_dir),))
+        submitted = submitted_base_dir() / DEFAULT_OUTPUT_DIR
+        outputs: dict[str, OutputDir] = {}
+        for text in (DEFAULT_OUTPUT_DIR, *([str(submitted)] if submitted.is_dir() else []), *known):
+            outputs.setdefault(text if is_url(text) else str(Path(text).resolve()), OutputDir.of(text))
+        return cls(tuple(outputs.values()))
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.outputs))
+
+    def runs(self) -> Iterator[RunDir]:
+        """Yield every run, the newest first, with its present record.
+
+        Raises:
+            StorageError: a store cannot be used.
+        """
+        return heapq.merge(*(output.runs() for output in self.outputs), key=lambda r: r.path.parts[-2:], reverse=True)
+
+    def name_of(self, run_dir: RunDir) -> str:
+        """Return ``<date>/<time>-<name>`` of a run in the first directory, and the location of another one."""
+        first, name = self.outputs[0].path.resolve(), "/".join(run_dir.path.parts[-2:])
+        return name if run_dir.path.parents[1] == first else run_dir.location
+
+    def look_up(self, text: str) -> RunDir:
+        """Return the run that a user names, with its present record.
+
+        Args:
+            text: a path, a URL, ``<date>/<time>-<name>`` or ``<time>-<name>`` below one of the directories, or ``last``
+                for the newest run there.
+
+        Raises:
+            NoSuchRunError: there is no such run.
+            StorageError: a store cannot be used.
+        """
+        found = None if text == NEWEST else find_run(text)
+        if found is None and not is_url(text):
+            names = (run for run in self.runs() if text in (NEWEST, run.path.name, "/".join(run.path.parts[-2:])))
+            found = next(names, None)
+        if found is None:
+            raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them")
+        return found

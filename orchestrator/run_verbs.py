@@ -1,0 +1,75 @@
+"""What the verbs on runs have in common: they act on the runs here, or on those of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from orchestrator.display.text import refuse, writable
+from orchestrator.records.run_search import RunSearch
+from orchestrator.storage.remote import is_url
+from orchestrator.submit import CONNECTION_LOST
+
+
+def run_verb(
+    verb: str,
+    parser: argparse.ArgumentParser,
+    act: Callable[[argparse.Namespace, RunSearch], int],
+    argv: Sequence[str] | None,
+) -> int:
+    """Run a verb on the runs here or, as ``--address`` says, on those of a cluster; returns the exit code.
+
+    Args:
+        verb: its name.
+        parser: of its arguments, with those of :func:`orchestrator.config.options.add_run_search`.
+        act: does the work and returns the exit code; a :class:`ValueError` or an :class:`OSError` is reported.
+        argv: the arguments; None for those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(words)
+    options.address = address = _address(options)
+    try:
+        if not address:
+            return act(options, RunSearch.of(options.output_dir))
+        if not is_url(address):
+            known = _outputs_of(address) if options.output_dir is None else ()
+            return act(options, RunSearch.of(options.output_dir, known))
+        return _run_as_job(verb, words, address)
+    except (OSError, ValueError) as e:
+        return refuse(verb, e)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _address(options: argparse.Namespace) -> str | None:
+    """The address of the cluster; None or empty for the runs here."""
+    if options.address is not None:
+        return str(options.address)
+    run = getattr(options, "run", None)
+    is_here = options.output_dir is not None or (run is not None and Path(run).exists())
+    return None if is_here else os.environ.get("RAY_API_SERVER_ADDRESS")
+
+
+def _outputs_of(address: str) -> list[str]:
+    """The output directories of the runs on the cluster of which this machine is a node, as far as it can read them."""
+    from orchestrator.driver.known_outputs import known_outputs, readable
+
+    directories, notes = readable(known_outputs(address))
+    for note in notes:
+        print(writable(f"note: {note}", sys.stderr), file=sys.stderr)
+    return directories
+
+
+def _run_as_job(verb: str, words: Sequence[str], address: str) -> int:
+    from orchestrator.driver.verb_job import run_as_job
+
+    only_address = argparse.ArgumentParser(add_help=False)
+    only_address.add_argument("--address")
+    _, others = only_address.parse_known_args(words)
+    try:
+        return run_as_job(verb, others, address)
+    except ConnectionError as e:
+        return refuse(verb, f"the connection to {address} was lost ({e})", code=CONNECTION_LOST)
