@@ -28,7 +28,6 @@ def commands(run_dir: RunDir, status: Literal["FINISHED", "FAILED"], *, in_sweep
         console=nothing,
         redactor=nothing,
         resume_command="continue it",
-        origin=HERE,
         in_sweep=in_sweep,
         origin=HERE,
     )
