@@ -270,7 +270,8 @@ def _ray(
     metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
     if address is not None:
         with cluster.connected(address, metadata=metadata):
-            _warn_of_strangers(config)
+            if not config.plan and membership() is None:
+                _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)
             if not config.plan:
                 nodes = fit_nodes(nodes, candidates, codes.get(config.cluster))
@@ -292,12 +293,10 @@ def _ray(
         yield (machine,), planned
 
 
-def _warn_of_strangers(config: Config) -> None:
-    """Print a warning if others may use the cluster; not again in each of the runs that share it side by side."""
-    if config.plan or membership() is not None:
-        return
-    address = ray.get_runtime_context().gcs_address
-    if (warning := exposure_warning(address, required=cluster.asks_for_token())) is not None:
+@functools.cache
+def _warn_of_strangers(gcs_address: str) -> None:
+    """Print a warning, once, if everybody may use the Ray at ``gcs_address``, which is connected."""
+    if (warning := exposure_warning(gcs_address, required=cluster.asks_for_token())) is not None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
