@@ -234,8 +234,8 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     cluster: Cluster, queue: QueueControl, start: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The queue is killed, and so is a driver that waits, and the cluster shrinks, while all CPUs are taken."""
-    taken = ray.remote(num_cpus=2)(Recorder).remote()
-    ray.get(taken.close.remote())
+    taken = ray.remote(num_cpus=2)(threading.Event).remote()  # any class that a worker of Ray can import
+    ray.get(taken.is_set.remote())
     node = cluster.add_node(num_cpus=2)
     large = start("large", "train.steps=120", "cluster.cpus_per_worker=2", "cluster.unfit_timeout_s=1")
     large.wait_for(lambda: states(queue) == {"large": "reserving"}, "the run that fits at first")
