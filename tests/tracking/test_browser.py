@@ -159,7 +159,7 @@ def test_the_table_has_the_figures_of_the_runs(page: Page, uploaded: Uploaded) -
     page.resize(1700, 520)
     page.open("about:blank")
     page.open(link_of(uploaded.runs[0]).replace("&compareRunsMode=CHART", ""))
-    page.wait_for("document.querySelectorAll('[role=row]').length >= 6 && document.body.innerText.includes('workers')")
+    page.wait_for("document.querySelectorAll('[role=row]').length >= 5 && document.body.innerText.includes('workers')")
     heads = page.evaluate("[...document.querySelectorAll('[role=columnheader]')].map(head => head.innerText.trim())")
     summaries = [f"summary/{key}" for key in ("samples_per_s", "final_loss", "val_accuracy", "startup_s")]
     shown = list(dict.fromkeys(head for head in heads if head in ("strategy", "workers", *summaries)))
