@@ -60,8 +60,8 @@ def run_tags(record: Mapping[str, Any], run_id: str) -> dict[str, str]:
 
 
 def picture(run_id: str, path: str) -> str:
-    """Return the Markdown that shows the artifact ``path`` of a run on its page."""
-    return f"![{path}](get-artifact?{urlencode({'path': path, 'run_uuid': run_id})})"
+    """Return a link to the picture ``path`` among the artifacts of a run: shown in place, it would widen the page."""
+    return f"[{path}](get-artifact?{urlencode({'path': path, 'run_uuid': run_id})})"
 
 
 def shortened(text: str, length: int, *, rest_in: str) -> str:

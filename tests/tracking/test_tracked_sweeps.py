@@ -60,7 +60,7 @@ def test_the_report_becomes_the_description_and_is_uploaded_when_it_changes(tmp_
         assert sync.main([str(run_dir.path)]) == 0
         own = own_run(uri, sweep)
         description = own.data.tags["mlflow.note.content"]
-        picture = f"![compare.png](get-artifact?path=compare.png&run_uuid={own.info.run_id})"
+        picture = f"[compare.png](get-artifact?path=compare.png&run_uuid={own.info.run_id})"
         if number == 0:
             assert description == f"ddp is fastest.\n\n{picture}\n\n| password=*** |"
     assert picture in description
