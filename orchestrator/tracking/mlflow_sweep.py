@@ -72,7 +72,7 @@ def close_sweep(
 
 
 def _description(report: str, run_id: str, files: Sequence[str]) -> str:
-    """The report with its picture before the table."""
+    """The report, with a link to its picture before the table."""
     pictures = [picture(run_id, name) for name in files if name.endswith(".png")]
     verdict, rule, table = report.partition("\n|")
     return shortened("\n".join([verdict, *pictures, f"{rule}{table}"]), MAX_LENGTH, rest_in=TEXT)

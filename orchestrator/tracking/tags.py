@@ -73,7 +73,7 @@ def shortened(text: str, length: int, *, rest_in: str) -> str:
 
 
 def _description(record: Mapping[str, Any], run_id: str) -> str:
-    """The end of the run in words, its command, and its pictures."""
+    """The end of the run in words, its command, and links to its pictures."""
     command = [f"`{record['command']}`"] if record.get("command") else []
     pictures = [picture(run_id, f"{PLOTS}/{name}") for name in record.get("plots") or ()]
     below = "\n\n".join([*command, *pictures])
