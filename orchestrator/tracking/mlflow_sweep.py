@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.tracking.sweep_report import TEXT
-from orchestrator.tracking.tags import COLOR, DESCRIPTION, MAX_LENGTH, SWEEP_ID, UID_TAG, picture, shortened
-from orchestrator.tracking.views import NOTE_BEGINS, experiment_tags, note, obsolete_tags, page, sweep_view
+from orchestrator.tracking.tags import COLOR, DESCRIPTION, MAX_LENGTH, SWEEP_ID, picture, shortened
+from orchestrator.tracking.views import ALL_RUNS, NOTE_BEGINS, experiment_tags, note, obsolete_tags, page, sweep_view
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -33,17 +33,15 @@ def open_sweep(
     """
     own = _own_run(client, experiment_id, sweep)
     if own is None:
+        experiment = client.get_experiment(experiment_id)
+        for key, value in experiment_tags([sweep_view(sweep["id"], sweep["name"], created_ms=start_ms)]).items():
+            client.set_experiment_tag(experiment_id, key, value)
+        for key in obsolete_tags(experiment.tags):
+            client.delete_experiment_tag(experiment_id, key)
         tags = {_OWN_RUN: sweep["id"], SWEEP_ID: sweep["id"], "sweep": sweep["name"], COLOR: _BLACK}
-        own = client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=f"sweep: {sweep['name']}")
+        client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=f"sweep: {sweep['name']}")
     elif running and own.info.status != "RUNNING":
         client.update_run(own.info.run_id, status="RUNNING")
-    existing = client.get_experiment(experiment_id).tags
-    view = sweep_view(sweep["id"], sweep["name"], created_ms=start_ms, own_run=own.info.run_id)
-    for key, value in experiment_tags([view]).items():
-        if key not in existing:
-            for obsolete in obsolete_tags(existing):
-                client.delete_experiment_tag(experiment_id, obsolete)
-            client.set_experiment_tag(experiment_id, key, value)
 
 
 def end_sweep(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]) -> None:
@@ -69,24 +67,27 @@ def close_sweep(
         client.log_artifact(run_id, str(file))
     if report:
         client.set_tag(run_id, DESCRIPTION, _description(report, run_id, [file.name for file in files]))
-        _name_in_experiment(client, experiment_id, sweep, report)
+        _name_in_experiment(client, experiment_id, sweep, report, run_id)
     _log_fastest(client, experiment_id, own, sweep)
 
 
 def _description(report: str, run_id: str, files: Sequence[str]) -> str:
-    """The report with its picture before the table."""
+    """The report, with a link to its picture before the table."""
     pictures = [picture(run_id, name) for name in files if name.endswith(".png")]
     verdict, rule, table = report.partition("\n|")
     return shortened("\n".join([verdict, *pictures, f"{rule}{table}"]), MAX_LENGTH, rest_in=TEXT)
 
 
-def _name_in_experiment(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], report: str) -> None:
+def _name_in_experiment(
+    client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], report: str, run_id: str
+) -> None:
     """Add the verdict of the newest sweep to the description of the experiment, unless a user has written that."""
     described = client.get_experiment(experiment_id).tags.get(DESCRIPTION, "")
     if described.startswith(NOTE_BEGINS):
         view = sweep_view(sweep["id"], sweep["name"], created_ms=0)
         verdict = next((line for line in report.splitlines() if line and not line.startswith(("#", "|"))), "")
-        newest = f"Newest sweep: [{sweep['name']}]({page('.', experiment_id, view)}). {verdict}"
+        charts, whole = page(".", experiment_id, view), f"./#/experiments/{experiment_id}/runs/{run_id}"
+        newest = f"Newest sweep: [{sweep['name']}]({charts}). {verdict} [Report]({whole})"
         client.set_experiment_tag(experiment_id, DESCRIPTION, f"{note(experiment_id)}\n\n{newest}")
 
 
@@ -94,7 +95,7 @@ def _log_fastest(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapp
     """Give the sweep's own run the summary of its fastest run, and its name."""
     from mlflow.entities import Metric
 
-    found = client.search_runs([experiment_id], f"tags.{SWEEP_ID} = '{sweep['id']}' AND tags.`{UID_TAG}` LIKE '%'")
+    found = client.search_runs([experiment_id], f"tags.{SWEEP_ID} = '{sweep['id']}' AND {ALL_RUNS}")
     finished = [run for run in found if run.info.status == "FINISHED" and _RATE in run.data.metrics]
     if finished:
         fastest = max(finished, key=lambda run: run.data.metrics[_RATE])

@@ -60,8 +60,8 @@ def run_tags(record: Mapping[str, Any], run_id: str) -> dict[str, str]:
 
 
 def picture(run_id: str, path: str) -> str:
-    """Return the Markdown that shows the artifact ``path`` of a run on its page."""
-    return f"![{path}](get-artifact?{urlencode({'path': path, 'run_uuid': run_id})})"
+    """Return a link to the picture ``path`` among the artifacts of a run: shown in place, it would widen the page."""
+    return f"[{path}](get-artifact?{urlencode({'path': path, 'run_uuid': run_id})})"
 
 
 def shortened(text: str, length: int, *, rest_in: str) -> str:
@@ -73,7 +73,7 @@ def shortened(text: str, length: int, *, rest_in: str) -> str:
 
 
 def _description(record: Mapping[str, Any], run_id: str) -> str:
-    """The end of the run in words, its command, and its pictures."""
+    """The end of the run in words, its command, and links to its pictures."""
     command = [f"`{record['command']}`"] if record.get("command") else []
     pictures = [picture(run_id, f"{PLOTS}/{name}") for name in record.get("plots") or ()]
     below = "\n\n".join([*command, *pictures])

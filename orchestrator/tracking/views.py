@@ -38,6 +38,10 @@ _OTHER_SECTIONS = (
 """The groups of all other metrics; they are below the charts of a view, and closed."""
 
 
+ALL_RUNS = f"tags.`{UID_TAG}` LIKE '%'"
+"""A filter: the own run of a sweep, whose figures are those of another run, would be a second bar in every chart."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart: a bar for the last value of ``metric`` in each run, or its lines over ``x``.
@@ -54,7 +58,7 @@ class Chart:
 class View:
     """A saved view of the runs that ``filter`` selects.
 
-    ``columns`` are tags and metrics, with the width of each in pixels. The charts leave out the run ``not_drawn``.
+    ``columns`` are tags and metrics, with the width of each in pixels.
     """
 
     id: str
@@ -62,8 +66,7 @@ class View:
     order_by: str
     columns: Mapping[str, int]
     charts: tuple[Chart, ...]
-    filter: str = f"tags.`{UID_TAG}` LIKE '%'"  # without the own runs of sweeps, whose figures are those of another run
-    not_drawn: str | None = None
+    filter: str = ALL_RUNS
     created_ms: int = _CREATED_MS
 
 
@@ -190,22 +193,14 @@ VIEWS = (COMPARE, SCALING, STEP_TIME, HEALTH)
 _SWEEP = "sweep-"
 
 
-def sweep_view(sweep_id: str, name: str, *, created_ms: int, own_run: str | None = None) -> View:
-    """Return the view that compares the runs of one sweep.
-
-    Args:
-        sweep_id: the id of the sweep.
-        name: its name.
-        created_ms: milliseconds since the epoch.
-        own_run: the id of the run with its report, which is in the table only.
-    """
+def sweep_view(sweep_id: str, name: str, *, created_ms: int) -> View:
+    """Return the view that compares the runs of one sweep. ``created_ms`` is in milliseconds since the epoch."""
     return replace(
         COMPARE,
         id=f"{_SWEEP}{sweep_id[:8]}",
         name=name,
-        filter=f"tags.{SWEEP_ID} = '{sweep_id}'",
+        filter=f"tags.{SWEEP_ID} = '{sweep_id}' AND {ALL_RUNS}",
         created_ms=created_ms,
-        not_drawn=own_run,
     )
 
 
@@ -248,7 +243,6 @@ def _state(view: View) -> dict[str, Any]:
         "selectedColumns": list(view.columns),
         "columnOrder": list(view.columns),
         "columnWidths": dict(view.columns),
-        "runsVisibilityMap": {} if view.not_drawn is None else {view.not_drawn: False},
         "compareRunCharts": [_chart(chart, f"{view.id}-{i}") for i, chart in enumerate(view.charts)],
         "compareRunSections": [_section(_MAIN_SECTION, view.name, display=True)]
         + [_section(name, name, display=False) for name in _OTHER_SECTIONS],

@@ -97,4 +97,4 @@ def test_the_pictures_of_a_run_are_on_its_page(tmp_path, uri, capsys):
     assert (run_dir.plots / "memory.png").stat().st_mtime_ns == drawn, "once"
     description = client_of(uri).get_run(run_id).data.tags["mlflow.note.content"]
     for name in ("memory", "step-time"):
-        assert f"![plots/{name}.png](get-artifact?path=plots%2F{name}.png&run_uuid={run_id})" in description
+        assert f"[plots/{name}.png](get-artifact?path=plots%2F{name}.png&run_uuid={run_id})" in description

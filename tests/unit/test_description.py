@@ -76,7 +76,7 @@ def test_the_tags_of_a_run() -> None:
         "sweep_id": "12",
         "mlflow.user": "ada",
         "mlflow.source.git.commit": "abc",
-        "mlflow.note.content": "Text.\n\n`go`\n\n![plots/a.png](get-artifact?path=plots%2Fa.png&run_uuid=77)",
+        "mlflow.note.content": "Text.\n\n`go`\n\n[plots/a.png](get-artifact?path=plots%2Fa.png&run_uuid=77)",
     }
     assert run_tags({}, "77") == {}
 
