@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 
-DEFAULT_OUTPUT_DIR = "outputs"
-
 
 def add_run(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
     """Add the argument that names a run, and the options that say where the runs are.
@@ -39,9 +37,7 @@ def add_run_search(parser: argparse.ArgumentParser) -> None:
 
 def add_output_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option that names one directory with runs."""
-    parser.add_argument(
-        "--output-dir", default=DEFAULT_OUTPUT_DIR, help="directory or URL with the runs (default: %(default)s)"
-    )
+    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
 
 
 def positive(text: str) -> int:

@@ -17,9 +17,6 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.tuning import report
 from orchestrator.tuning.choose import Contender
 
-RECORD, REPORT = "auto.json", "auto.md"
-"""The files in the directory of a run whose strategy was chosen."""
-
 _WIDTH_WITHOUT_TERMINAL = 160
 
 
@@ -69,13 +66,13 @@ class Decision:
     def write_to(self, run_dir: RunDir) -> None:
         """Keep the table and the choice in the directory of the run, and mark its record."""
         durations = {"planning_s": self.planning_s, "measuring_s": self.measuring_s}
-        write_json(run_dir.path / RECORD, {"overrides": self.overrides, **durations, **report.record(self.contenders)})
-        write_atomically(run_dir.path / REPORT, f"{report.markdown(self.contenders)}\n".encode())
+        write_json(run_dir.choice_record, {"overrides": self.overrides, **durations, **report.record(self.contenders)})
+        write_atomically(run_dir.choice_report, f"{report.markdown(self.contenders)}\n".encode())
         tags = run_dir.read_record().get("tags", {})
         run_dir.update_record(tags={**tags, "strategy.chosen_by": "auto"})
 
 
 def chosen_before(run_dir: RunDir) -> tuple[str, ...] | None:
     """Return the overrides of the strategy that was chosen for a run; None if it was not chosen by ``auto``."""
-    overrides = read_json(run_dir.path / RECORD).get("overrides")
+    overrides = read_json(run_dir.choice_record).get("overrides")
     return None if overrides is None else tuple(overrides)

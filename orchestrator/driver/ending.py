@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.options import DEFAULT_OUTPUT_DIR
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.choice import choice_in_words
@@ -27,6 +26,7 @@ from orchestrator.protocol.metrics import to_record
 from orchestrator.records.json_file import write_json
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import DEFAULT_OUTPUT_DIR
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader

@@ -10,9 +10,9 @@ from torch import Tensor
 SMALLEST_MB, LARGEST_MB = 25.0, 200.0
 """Limits of ``auto`` in MiB: torch's default, and somewhat more than that of Megatron-LM, 40 million gradients."""
 BUCKETS = 8
-"""The buckets of a model that is large enough. Li et al., VLDB 2020, "PyTorch Distributed: Experiences on Accelerating
-Data Parallel Training": few large messages use the network best, but the exchange overlaps with the backward pass only
-from the first complete bucket on. So the best size grows with the model under NCCL."""
+"""The buckets of a model that is large enough. Few large messages use the network best, but the exchange overlaps with
+the backward pass only from the first complete bucket on; see Li et al., VLDB 2020, "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training"."""
 
 
 def bucket_mb_for(parameters: Iterable[Tensor], option: float | Literal["auto"], *, device: str) -> float:
