@@ -174,12 +174,13 @@ def test_a_run_that_reserves_gives_way_to_a_more_urgent_one(cluster: Cluster, pl
 
 
 def test_a_run_whose_directory_is_not_here_is_stopped_through_the_queue(
-    cluster: Cluster, queue: QueueControl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, queue: QueueControl, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signals = StopSignals()
     words = ["far-away", "--address", cluster.address]
     with ThreadPoolExecutor(1) as pool:
-        with QueuePlace(entry("far-away"), RunDir(tmp_path), EventStream([]), signals, timeout_s=None):
+        events = EventStream([], Redactor())
+        with QueuePlace(entry("far-away"), events, signals, timeout_s=None, unfit_timeout_s=None):
             wait_for(lambda: queue.has("far-away"), "the run in the queue")
             stopped = pool.submit(stop.main, words)
             wait_for(lambda: signals.received, "the signal")
