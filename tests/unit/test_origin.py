@@ -45,9 +45,9 @@ def test_a_submitted_job_is_submitted_again_as_it_was() -> None:
 
 
 def test_what_reads_the_runs_of_a_submitted_job_is_sent_to_the_cluster() -> None:
-    assert compare_command(LAPTOP, OutputDir(Path("/root/orchestrator/outputs"))) == (
+    assert compare_command(LAPTOP, OutputDir(Path("/home/ada/orchestrator/outputs"))) == (
         "RAY_AUTH_MODE=token ray job submit --address http://head:8265 --working-dir code -- "
-        "python -m orchestrator.compare --last 5 --output-dir /root/orchestrator/outputs --no-picture"
+        "python -m orchestrator.compare --last 5 --output-dir /home/ada/orchestrator/outputs --no-picture"
     )
 
 
