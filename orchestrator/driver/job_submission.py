@@ -80,9 +80,8 @@ def make_submission(
         origin: how commands begin where the user is, for those that the run suggests.
         redactor: masks secrets in the metadata.
     """
-    if modules := module_paths(
-        configs[0].cluster.py_modules
-    ):  # they are in the job's environment, which workers inherit
+    modules = module_paths(configs[0].cluster.py_modules)
+    if modules:  # they are in the job's environment, which workers inherit
         words = [*(w for w in words if not w.startswith(PY_MODULES)), NO_PY_MODULES]
     grace_s = max(c.cluster.stop_grace_s for c in configs)
     return Submission(

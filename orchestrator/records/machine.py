@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 
-def this_machine() -> dict[str, str]:
+def machine_facts() -> dict[str, str]:
     """Return the name of the machine, its processor, and the number of cores that this process may use."""
     return {"host": socket.gethostname(), "processor": processor(), "cores": str(len(os.sched_getaffinity(0)))}
 

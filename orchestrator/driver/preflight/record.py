@@ -22,7 +22,7 @@ from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
 from orchestrator.driver.preflight.source import source_of
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
-from orchestrator.records.machine import this_machine
+from orchestrator.records.machine import machine_facts
 from orchestrator.records.output_dir import OutputDir, take_over
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
@@ -116,7 +116,7 @@ def _tags(plan: Plan) -> dict[str, str]:
         "device": plan.device,
         "backend": "nccl" if plan.device == "cuda" else "gloo",
         "generation": "1",
-        **this_machine(),
+        **machine_facts(),
         "version.python": platform.python_version(),
     }
     for package in VERSIONED:
