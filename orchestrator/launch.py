@@ -79,7 +79,9 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
     preset, given = preset_sweep(overrides), values(overrides)
     if not sweep and preset.keys() - given.keys():
         raise ConfigError([f"experiment={given['experiment']}: a sweep of several runs; add -m"])
-    if sweep and is_search(overrides):
+    if is_search(overrides, preset):
+        if not sweep:
+            raise ConfigError(["sweep.trials: a search of several runs; add -m"])
         if not given.get("plan"):
             return _search(overrides, preset, redactor)
         runs = [example(overrides, preset)]

@@ -77,9 +77,9 @@ def _values(override: Override, errors: list[str]) -> Interval | Choices | None:
     return Choices(listed) if listed else None
 
 
-def is_search(words: Sequence[str]) -> bool:
-    """Return whether a sweep with these overrides is a search."""
-    return values(words).get("sweep.trials") is not None
+def is_search(words: Sequence[str], preset: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Return whether a launch with these overrides is a search. The arguments are those of :func:`search_space`."""
+    return {**preset, **values(words)}.get("sweep.trials") is not None
 
 
 def example(words: Sequence[str], preset: Mapping[str, str] = MappingProxyType({})) -> list[str]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator import launch
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import values
 from orchestrator.config.redact import Redactor
-from orchestrator.config.search_space import Choices, Interval, example, search_space
+from orchestrator.config.search_space import Choices, Interval, example, is_search, search_space
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.search import NONE_FINISHED, Search, open_search
 from orchestrator.records.run_dir import RunDir
@@ -44,6 +45,13 @@ def test_the_space_is_what_has_several_values() -> None:
 def test_a_space_without_values_is_refused(words: list[str], error: str) -> None:
     with pytest.raises(ConfigError, match=error.replace("(", r"\(").replace(")", r"\)").replace("*", r"\*")):
         search_space(words)
+
+
+def test_a_search_needs_the_option_of_several_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["sweep.trials=2", "job.lr=0.1"]) == 2
+    assert "sweep.trials: a search of several runs; add -m" in capsys.readouterr().err
+    assert is_search(["job.lr=0.1"], {"sweep.trials": "5"})
+    assert not is_search(["sweep.trials=null"], {"sweep.trials": "5"})
 
 
 class Runs:
