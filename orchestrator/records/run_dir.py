@@ -207,14 +207,22 @@ class RunDir:
 
     def _lease_is_fresh(self) -> bool:
         """Whether the lease was renewed lately, by the clock that stamps the files."""
-        renewed = changed_at(self.record_file)
-        with contextlib.suppress(FileNotFoundError):
-            renewed = max(renewed, changed_at(self.lease_file))
         try:
             now = now_on(self.path)
         except OSError:
             now = time.time()  # this process may not write there; its clock is the only one available
-        return now - renewed < LEASE_S
+        return now - self.renewed_at() < LEASE_S
+
+    def renewed_at(self) -> float:
+        """Return when a driver last renewed its lease or wrote the record, by the clock that stamps the files.
+
+        Raises:
+            FileNotFoundError: there is no record.
+        """
+        renewed = changed_at(self.record_file)
+        with contextlib.suppress(FileNotFoundError):
+            renewed = max(renewed, changed_at(self.lease_file))
+        return renewed
 
     def read_record(self) -> dict[str, Any]:
         """Return the contents of ``run.json``; empty if it does not exist.

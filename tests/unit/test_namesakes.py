@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ def test_only_active_runs_of_the_same_name_are_found(tmp_path: Path) -> None:
     make(tmp_path, "ended", state="finished")
     make(tmp_path, "died", driver={**this_process(), "start_ticks": -1})
     make(tmp_path, "longer", name="my-gpt")
+    long_ago = make(tmp_path, "without a fresh lease", state="running")
+    os.utime(long_ago.record_file, (1e9, 1e9))
     make(tmp_path, "damaged").record_file.write_text("{")
     assert active_namesakes(run) == {"other": other.location}
 
