@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray import died_with_node, own_ray_has_died
+from orchestrator.compat.ray.cluster import died_with_node
+from orchestrator.compat.ray.connection import own_ray_has_died
 from orchestrator.policy.failure import CauseOfDeath
 
 CHECK_EVERY_S = 0.5

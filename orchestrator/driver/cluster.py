@@ -17,17 +17,19 @@ import ray
 import ray.exceptions
 from ray.job_config import JobConfig
 
-from orchestrator.compat.ray import (
+from orchestrator.compat.ray.connection import (
     address_of_ray_start,
-    environment_defaults,
     is_node_of,
     is_ray_client,
     loopback_accepted,
     probe_gcs,
+    use_token_of_user,
+)
+from orchestrator.compat.ray.process import (
+    environment_defaults,
     process_kept_from_ray,
     raylet_messages_muted,
     signals_kept_from_ray,
-    use_token_of_user,
 )
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import ray
 
-from orchestrator.compat.ray import free_resources, placed_actors, placed_bundles
+from orchestrator.compat.ray.cluster import free_resources, placed_actors, placed_bundles
 from orchestrator.policy.shortage import ClusterState, Holding, NodeState
 
 _OF_RUN = re.compile(r"(?P<run>.+)/\d+")

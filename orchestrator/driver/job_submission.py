@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from orchestrator.compat.ray import ray_logs_errors_only, use_token_of_user
+from orchestrator.compat.ray.connection import use_token_of_user
+from orchestrator.compat.ray.process import ray_logs_errors_only
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor

@@ -11,7 +11,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.compat.ray import pickled_by_value
+from orchestrator.compat.ray.process import pickled_by_value
 from orchestrator.driver.calls import answers_in_time, describe_error
 from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Node

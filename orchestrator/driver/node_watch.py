@@ -14,7 +14,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.compat.ray import draining_nodes
+from orchestrator.compat.ray.cluster import draining_nodes
 from orchestrator.protocol.messages import WorkerInfo
 
 DRAINING_CHECK_EVERY_S = 0.5

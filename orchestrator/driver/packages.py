@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.compat.ray import max_package_bytes, packaged_files
+from orchestrator.compat.ray.packages import max_package_bytes, packaged_files
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.display.text import size

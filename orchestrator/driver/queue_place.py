@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray import is_own_ray
+from orchestrator.compat.ray.connection import is_own_ray
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.driver.calls import GangError

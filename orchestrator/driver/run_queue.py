@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from orchestrator.compat.ray import free_resources, on_head
+from orchestrator.compat.ray.cluster import free_resources, on_head
 from orchestrator.driver import cluster
 from orchestrator.policy.queue import free_room, line, marked_unfit, may_reserve, namesakes, stale, victims
 from orchestrator.protocol.queue import NodeResources, QueueAnswer, QueueEntry

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.compat.ray import PIN_S, make_package, upload_package
+from orchestrator.compat.ray.packages import PIN_S, make_package, upload_package
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.calls import answers_in_time

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.compat import deferred_dynamo
-from orchestrator.compat.ray import keep_process_title
+from orchestrator.compat.ray.process import keep_process_title
 from orchestrator.compat.torch import flight_record
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import RedactingStream, Redactor

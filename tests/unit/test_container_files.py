@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from helpers.cluster_files import CLUSTER, check_ray_command, documents, ray_commands
 from helpers.runs import ROOT
-from orchestrator.compat.ray import CHECKED_VERSION
+from orchestrator.compat.ray.internals import CHECKED_VERSION
 from orchestrator.version import __version__
 
 DOCKERFILE = (CLUSTER / "container" / "Dockerfile").read_text()

@@ -51,7 +51,7 @@ KNOWS = {
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
     ("export", "mlflow"): {"export.loader"},
     ("worker", "ray"): {"worker.actor"},
-    ("compat", "ray"): {"compat.ray"},
+    ("compat", "ray"): {"compat.ray.internals", "compat.ray.process", "compat.ray.cluster"},
     ("compat", "hydra"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},
 }

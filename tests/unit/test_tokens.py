@@ -16,7 +16,7 @@ import pytest
 TOKEN = "a" * 40
 PROBE = """
 import os, sys
-from orchestrator.compat.ray import probe_gcs
+from orchestrator.compat.ray.connection import probe_gcs
 from orchestrator.driver.cluster import address_error
 for address in sys.argv[1:]:
     os.environ.pop("RAY_AUTH_MODE", None)

@@ -7,7 +7,7 @@ import platform
 import pytest
 import ray
 
-from orchestrator.compat.ray import find_internal
+from orchestrator.compat.ray.internals import find_internal
 from orchestrator.driver.cluster import version_error
 
 CHECK = "ray._private.utils.check_version_info"

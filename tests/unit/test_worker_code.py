@@ -12,7 +12,7 @@ import ray.exceptions
 
 from helpers.cases import Case, config_of, plan_of
 from helpers.quick_jobs import digits
-from orchestrator.compat.ray import make_package
+from orchestrator.compat.ray.packages import make_package
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.packages import module_paths, requirements
 from orchestrator.driver.start_wait import start_failure

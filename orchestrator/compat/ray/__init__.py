@@ -1,0 +1,1 @@
+"""Every use of Ray's private interfaces."""

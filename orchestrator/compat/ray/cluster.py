@@ -1,0 +1,113 @@
+"""What the GCS server knows about the nodes of the connected cluster, and about what runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray.exceptions
+
+from orchestrator.compat.ray.internals import Internal, find_internal
+
+NODE_HAS_DIED = "its node has died"
+"""Part of the message by which the GCS server explains the death of an actor. The exception has no field for it."""
+
+
+def on_head() -> dict[str, float]:
+    """Return the resources to ask for so that an actor is placed on the head node."""
+    return {find_internal(Internal.HEAD_RESOURCE): 0.001}
+
+
+def died_with_node(error: ray.exceptions.RayError) -> bool:
+    """Return whether ``error`` reports a worker that died because its node did."""
+    if isinstance(error, ray.exceptions.NodeDiedError):
+        return True
+    return isinstance(error, ray.exceptions.ActorDiedError) and NODE_HAS_DIED in str(error)
+
+
+def draining_nodes() -> Collection[str]:
+    """Return the ids of the nodes that have been told to drain. Blocks while the GCS server does not answer."""
+    ids: Collection[str] = find_internal(Internal.DRAINING_NODES)()
+    return ids
+
+
+def free_resources() -> Mapping[str, Mapping[str, float]]:
+    """Return the free resources of each living node by its id, as the GCS server has heard of them last."""
+    resources: Mapping[str, Mapping[str, float]] = find_internal(Internal.FREE_RESOURCES)()
+    return resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedBundle:
+    """Resources that a placement group has reserved on a node; ``placed_at`` is in seconds since the epoch."""
+
+    group: str
+    node_id: str
+    resources: Mapping[str, float]
+    placed_at: float
+
+
+def placed_bundles() -> Sequence[PlacedBundle]:
+    """Return all reserved bundles of the cluster. The public table of placement groups has no times."""
+    groups = map(
+        find_internal(Internal.PLACEMENT_GROUP).FromString,
+        find_internal(Internal.GCS_ACCESSOR)().get_placement_group_table(),
+    )
+    return [
+        PlacedBundle(
+            group=group.name,
+            node_id=bundle.node_id.hex(),
+            resources=dict(bundle.unit_resources),
+            placed_at=group.placement_group_final_bundle_placement_timestamp_ms / 1e3,
+        )
+        for group in groups
+        if group.state == group.CREATED
+        for bundle in group.bundles
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedActor:
+    """Resources that an actor outside of placement groups holds on a node.
+
+    Args:
+        job: the submission id of its Ray job, or the job's id and the process of its driver.
+        node_id: the node.
+        resources: what it holds there.
+        started_at: seconds since the epoch.
+    """
+
+    job: str
+    node_id: str
+    resources: Mapping[str, float]
+    started_at: float
+
+
+def placed_actors() -> Sequence[PlacedActor]:
+    """Return the living actors that hold resources of their own, from the GCS server.
+
+    Ray's public state API asks the dashboard, which a cluster may lack.
+    """
+    accessor = find_internal(Internal.GCS_ACCESSOR)()
+    actors = map(find_internal(Internal.ACTOR).FromString, accessor.get_actor_table(None, "ALIVE"))
+    holders = [actor for actor in actors if actor.required_resources and not actor.placement_group_id]
+    if not holders:
+        return []
+    table = accessor.get_job_table(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
+    jobs = {job.job_id: _describe_job(job) for job in map(find_internal(Internal.JOB).FromString, table)}
+    return [
+        PlacedActor(
+            job=jobs.get(actor.job_id, actor.job_id.hex()),
+            node_id=actor.node_id.hex(),
+            resources=dict(actor.required_resources),
+            started_at=actor.start_time / 1e3,
+        )
+        for actor in holders
+    ]
+
+
+def _describe_job(job: Any) -> str:
+    """Return what identifies a job to a user. Its entrypoint is left out, which may contain secrets."""
+    submission_id: str = job.config.metadata.get("job_submission_id", "")
+    return submission_id or f"{job.job_id.hex()} (pid {job.driver_pid} on {job.driver_address.ip_address})"

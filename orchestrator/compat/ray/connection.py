@@ -1,0 +1,86 @@
+"""The Ray to which this process is, or could be, connected."""
+
+from __future__ import annotations
+
+import contextlib
+
+import grpc
+
+from orchestrator.compat.ray.internals import Internal, find_internal, replaced
+from orchestrator.compat.ray.process import ray_logs_errors_only
+
+
+def own_ray_has_died() -> bool:
+    """Return whether this process started a Ray whose GCS server or raylet is dead; no call to it would return."""
+    node = find_internal(Internal.NODE)
+    return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+
+
+def is_own_ray() -> bool:
+    """Return whether this process started the Ray that it is connected to."""
+    node = find_internal(Internal.NODE)
+    return node is not None and bool(node.head)
+
+
+def is_ray_client() -> bool:
+    """Return whether this process is connected to a cluster through Ray Client."""
+    return bool(find_internal(Internal.RAY_CLIENT).is_connected())
+
+
+def address_of_ray_start() -> str | None:
+    """Return ``host:port`` of the Ray that ``ray start`` left running on this machine; None if there is none."""
+    address: str | None = find_internal(Internal.READ_ADDRESS)(None)
+    return address
+
+
+def loopback_accepted() -> contextlib.AbstractContextManager[None]:
+    """Let Ray bind a node that starts in this context to a loopback address.
+
+    Otherwise it takes an address to which the hostname resolves, which may not be on this machine.
+    """
+    return replaced(Internal.RESOLVE_LOCALHOST, lambda host: host)
+
+
+def use_token_of_user() -> None:
+    """Send the user's Ray token, if one is stored, to the Ray that this process talks to, as ``ray.init`` does.
+
+    Ray records this in ``RAY_AUTH_MODE``, and keeps it there.
+    """
+    with ray_logs_errors_only():
+        find_internal(Internal.USE_TOKEN)(warn_if_disabled=False)
+
+
+def probe_gcs(address: str, *, timeout_s: float, with_token: bool = True) -> str | None:
+    """Call a GCS server.
+
+    Args:
+        address: ``host:port`` of the server.
+        timeout_s: how long to wait for the answer.
+        with_token: present the token of this process, if it has one; otherwise the call does not use TLS either.
+
+    Returns:
+        None if it answers, or else the gRPC status in lower case: ``unavailable``, ``unauthenticated``, ...
+    """
+    request = find_internal(Internal.GCS_REQUEST)()
+    channel = find_internal(Internal.OPEN_CHANNEL)(address) if with_token else grpc.insecure_channel(address)
+    stub = find_internal(Internal.GCS_STUB)(channel)
+    try:
+        stub.GetClusterId(request, timeout=timeout_s)
+    except grpc.RpcError as e:
+        status: str = e.code().name.lower()
+        return status
+    return None
+
+
+def is_node_of(address: str, *, timeout_s: float) -> bool:
+    """Return whether a raylet of the cluster runs on this machine; ``address`` is that of its GCS server.
+
+    ``ray.init`` waits a minute for one. True if the server does not answer.
+    """
+    here = find_internal(Internal.FIND_NODE_IDS)()
+    stub = find_internal(Internal.GCS_STUB)(find_internal(Internal.OPEN_CHANNEL)(address))
+    try:
+        nodes = stub.GetAllNodeInfo(find_internal(Internal.GCS_NODES_REQUEST)(), timeout=timeout_s).node_info_list
+    except grpc.RpcError:
+        return True
+    return any(node.node_id.hex() in here for node in nodes)
