@@ -8,6 +8,7 @@ from typing import Any
 from helpers.cases import TRAIN
 from helpers.gang import Gang
 from helpers.normed_job import Normed
+from jobs.digits import Digits
 from jobs.names import Names
 from orchestrator.config.build import build
 from orchestrator.tuning.profile import Profile
@@ -78,3 +79,36 @@ def test_one_worker_measures_a_model_that_cannot_be_cut(gang: Gang) -> None:
     assert profile.passes
     assert not profile.groups
     assert profile.optimizer_bytes > 1, "Adam keeps two averages of each parameter"
+
+
+def moved_by_measuring(rank: int) -> list[float]:
+    """How far each model that is measured moves from its first weights."""
+    import copy
+
+    import torch
+    from torch import nn
+
+    built: list[tuple[nn.Module, nn.Module]] = []
+
+    class Recorded(Digits):
+        def model(self) -> nn.Module:
+            model = super().model()
+            built.append((model, copy.deepcopy(model)))
+            return model
+
+    measured(rank, Recorded(hidden=16), 1, 8)
+    return [
+        max(
+            float((after - before).abs().max())
+            for after, before in zip(now.parameters(), first.parameters(), strict=True)
+        )
+        for now, first in built
+        if all(type(p) is nn.Parameter and p.device == torch.device("cpu") for p in now.parameters())
+    ]
+
+
+def test_a_model_is_measured_with_its_first_weights(gang: Gang) -> None:
+    """Those that fit the batch would have denormal gradients, which are slow to compute."""
+    (moved,) = gang.run(moved_by_measuring, world_size=1)
+    assert moved
+    assert set(moved) == {0.0}

@@ -169,6 +169,7 @@ def whole_model_cost(
     strategy = Single(alone, job)
     strategy.setup(train_set)
     strategy.attach()
+    _keep_weights(strategy)
     sizes = sorted({max(1, math.ceil(largest / 2**i)) for i in range(NUM_SIZES)})
     batches = {rows: _batch(job, train_set, rows) for rows in sizes}
 
@@ -208,6 +209,13 @@ def whole_model_cost(
         gradient_bytes=sum(map(_bytes_of, gradients)),
         optimizer_bytes=sum(t.nbytes for t in state) / max(1, parameter_bytes),
     )
+
+
+def _keep_weights(strategy: Single) -> None:
+    """Let updates change nothing: weights that fit the batch would have denormal gradients, which compute slowly."""
+    strategy.scheduler = None
+    for group in strategy.optimizer.param_groups:
+        group["lr"] = 0.0
 
 
 def _arrangements(counts: Sequence[int], world_size: int, own_threads: int) -> list[tuple[int, int]]:
