@@ -52,7 +52,8 @@ class FollowerOptions:
 
     ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
     :func:`~orchestrator.records.process.this_process` there. ``log_model`` and ``log_dataset`` upload the model
-    and the dataset of a run that finishes, whose job is found in ``import_paths``.
+    and the dataset of a run that finishes, whose job is found in ``import_paths``. ``yields_cpu`` lets it run only
+    on CPUs that would idle, as long as the run trains.
     """
 
     uri: str
@@ -65,6 +66,7 @@ class FollowerOptions:
     log_model: bool = False
     log_dataset: bool = False
     import_paths: Sequence[str] = ()
+    yields_cpu: bool = True
 
 
 def main() -> int:
@@ -75,7 +77,7 @@ def main() -> int:
         return 1
     if os.fork():
         os._exit(0)  # the driver's child ends here; the follower is the orphaned grandchild
-    driver_pipe = _detach()
+    driver_pipe = _detach(yields_cpu=all_options[0].yields_cpu)
     uploads = list(zip(run_dirs, all_options, strict=True))
     if len(uploads) == 1:
         run_dir, options = uploads[0]
@@ -97,10 +99,11 @@ def _read_options(count: int) -> list[FollowerOptions]:
     return [FollowerOptions(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def _detach() -> int:
+def _detach(*, yields_cpu: bool) -> int:
     """Leave the driver's session and priority; returns a descriptor whose closing tells the driver to go on."""
-    os.nice(19)
-    _yield_cpu(True)
+    if yields_cpu:
+        os.nice(19)
+        _yield_cpu(True)
     os.write(sys.stdout.fileno(), f"{os.getpid()}\n".encode())  # at once, also with PYTHONUNBUFFERED
     # The duplicate keeps the pipe open as long as this process lives; output of libraries must not fill the pipe.
     driver_pipe = os.dup(sys.stdout.fileno())

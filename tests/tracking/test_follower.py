@@ -66,6 +66,38 @@ def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path,
     assert (upload.uploaded, upload.missing, upload.complete) == (6, 0, True)
 
 
+BUSY = """
+import time
+end = time.monotonic() + 90
+while time.monotonic() < end:
+    pass
+"""
+
+
+def test_a_follower_that_gets_no_cpu_does_not_wait_for_an_idle_one_after_the_training(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})  # the processes that are started here share one CPU
+    try:
+        uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))
+        journal = Journal(run_dir)
+        start(journal)
+        log(journal, range(1, 4))
+        wait_for(lambda: follower_of(run_dir))
+        busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(2)]
+    finally:
+        os.sched_setaffinity(0, cpus)
+    try:
+        end(journal, run_dir)
+        journal.close()
+        upload = uploader.finish(25)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert (upload.uploaded, upload.missing, upload.complete) == (6, 0, True)
+
+
 def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     uploader = Uploader.start(run_dir, tracking(uri))
