@@ -172,7 +172,8 @@ def test_a_node_without_the_token_does_not_join(head: Head, tmp_path: Path) -> N
 
 def test_submitted_job(head: Head) -> None:
     words = ("ray", "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT), "--",
-             "python", "-m", "orchestrator.launch", "strategy=ddp", "train.steps=20")  # fmt: skip
+             "python", "-m", "orchestrator.launch", "strategy=ddp", "train.steps=20",
+             "tracking.flush_timeout_s=60")  # fmt: skip
     done = command(head, *words, cwd=head.home)
     assert done.returncode == 0, done.stdout + done.stderr
     base = head.home / "orchestrator"
