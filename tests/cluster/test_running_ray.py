@@ -68,7 +68,7 @@ def ray_start(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[byt
     finally:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=5)
         for p in alive:
             p.kill()
 
