@@ -322,6 +322,7 @@ def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
     assert not [job for job in dashboard(head, "/api/jobs/") if "verb_in_job" in job["entrypoint"]]
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_runs_of_a_sweep_side_by_side(head: Head, tmp_path: Path) -> None:
     words = ("python", "-m", "orchestrator.launch", "-m", f"cluster.address={head.gcs}", "strategy=single", "name=a,b",

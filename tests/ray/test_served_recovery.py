@@ -26,7 +26,7 @@ WORDS = (
 SERVER = (*WORDS, "strategy=parameter_server", "strategy.num_workers=2", "strategy.num_shards=2")
 NO_CHECKPOINT = "checkpoint.every=0"
 NORMED = "job._target_=helpers.normed_job.Normed"
-"""A model with buffers; the same one in most tests, so that one run without faults is the reference of them all."""
+"""A model with buffers."""
 FIRST_SHARD = 2
 UNTRAINED_LOSS = math.log(10)
 
@@ -67,7 +67,7 @@ def recoveries(result: Any) -> list[tuple[list[int], bool]]:
     return [(e["replaced"], e["in_place"]) for e in events(result.run_dir, "recovered")]
 
 
-@pytest.mark.parametrize(("rank", "words"), [(0, (NORMED,)), *in_campaign((1, (NORMED,)), (0, ()), (1, ()))])
+@pytest.mark.parametrize(("rank", "words"), [(0, ()), *in_campaign((0, (NORMED,)), (1, (NORMED,)), (1, ()))])
 def test_a_killed_worker_of_synchronous_shards(
     run: Any, assert_undisturbed: Any, rank: int, words: tuple[str, ...]
 ) -> None:
@@ -117,6 +117,7 @@ def test_a_killed_shard_is_in_its_neighbours_memory(
         assert_undisturbed(result.run_dir)
 
 
+@pytest.mark.campaign
 def test_without_copies_a_killed_shard_comes_from_the_checkpoint(run: Any, assert_undisturbed: Any) -> None:
     result = run(*SERVER, NORMED, "checkpoint.every=8", f"recovery.chaos=[kill@15:{FIRST_SHARD}]")
     assert [in_place for _, in_place in recoveries(result)] == [False]
