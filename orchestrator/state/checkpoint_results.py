@@ -8,11 +8,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A checkpoint that is complete on disk at ``path``. ``seconds`` is the duration of the write, with its upload."""
+    """A checkpoint that is complete on disk at ``path``.
+
+    Attributes:
+        seconds: the duration of the write, with its upload.
+        stall_ms: how long training stood still for the snapshot.
+    """
 
     step: int
     path: Path
     seconds: float
+    stall_ms: float
     size_bytes: int
 
 

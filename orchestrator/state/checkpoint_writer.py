@@ -53,6 +53,7 @@ class CheckpointWriter:
         self._run_uid = run_uid
         self._changed = threading.Condition()
         self._pending: TrainState | None = None  # from submit() until the write has ended
+        self._stall_ms = 0.0
         self._progress = 0
         self._free: list[TrainState] = []
         self._results: list[Written | WriteFailed] = []
@@ -60,12 +61,20 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, state: TrainState, *, timeout_s: float = 60.0) -> Pending | None:
+    def submit(
+        self, state: TrainState, *, stalled_since: float | None = None, timeout_s: float = 60.0
+    ) -> Pending | None:
         """Queue ``state`` for writing. The writer owns it from here on.
+
+        Args:
+            state: the snapshot to write.
+            stalled_since: when training stopped for the snapshot, by ``time.perf_counter``; None if it stops now.
+            timeout_s: how long to wait for the previous write.
 
         Returns:
             None; or the previous checkpoint, still being written after ``timeout_s``, for which ``state`` is skipped.
         """
+        began = time.perf_counter() if stalled_since is None else stalled_since
         with self._changed:
             assert not self._closing, "submit() after close()"
             if not self._changed.wait_for(lambda: self._pending is None, timeout_s):
@@ -73,6 +82,7 @@ class CheckpointWriter:
                 self._free = [state]
                 return Pending(step=self._pending.step, progress=self._progress)
             self._pending = state
+            self._stall_ms = (time.perf_counter() - began) * 1e3
             self._changed.notify_all()
             return None
 
@@ -177,7 +187,9 @@ class CheckpointWriter:
         if self._uploader is None:
             with contextlib.suppress(OSError):  # the next checkpoint tries again
                 prune(self._root, self._keep)
-        return Written(step=state.step, path=path, seconds=seconds, size_bytes=state.size_bytes)
+        return Written(
+            step=state.step, path=path, seconds=seconds, stall_ms=self._stall_ms, size_bytes=state.size_bytes
+        )
 
     def _count_progress(self) -> None:
         self._progress += 1

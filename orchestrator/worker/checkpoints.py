@@ -36,7 +36,6 @@ class Checkpoints:
         self._outbox = outbox
         self._warner = warner
         self._timeout_s = config.recovery.hang_max_s
-        self._stall_ms = 0.0
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
         self._fence = Fence(
             run_dir.fence_file, assignment.fence, remote=run_dir.remote, restored_within_s=restored_within_s(run_dir)
@@ -81,10 +80,8 @@ class Checkpoints:
                 self.drain()
                 self._outbox.enter(step, "checkpoint")
             timeout_s = self._limit_s / 2 if last else min(BUSY_WAIT_S, self._limit_s / 2)
-            busy_with = self._writer.submit(state, timeout_s=timeout_s)
-            if busy_with is None:
-                self._stall_ms = (time.perf_counter() - began) * 1e3
-            else:
+            busy_with = self._writer.submit(state, stalled_since=began, timeout_s=timeout_s)
+            if busy_with is not None:
                 self._report_skipped(step, busy_with.step, timeout_s=timeout_s, last=last)
 
     def _report_skipped(self, step: int, before: int, *, timeout_s: float, last: bool) -> None:
@@ -108,7 +105,7 @@ class Checkpoints:
                         step=result.step,
                         path=self._run_dir.location_of(result.path),
                         seconds=result.seconds,
-                        stall_ms=self._stall_ms,
+                        stall_ms=result.stall_ms,
                         size_bytes=result.size_bytes,
                     )
                 )

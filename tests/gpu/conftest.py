@@ -53,11 +53,11 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_gpu_for_all() -> Iterator[None]:
-    """A Ray whose workers share one GPU."""
+def one_gpu_for_all() -> Iterator[int]:
+    """The number of GPUs of a Ray whose workers share one."""
     close_gangs()
     with shared_gpu_ray(MAX_RANKS):
-        yield
+        yield MAX_RANKS
 
 
 @pytest.fixture

@@ -55,11 +55,29 @@ def test_a_killed_process_is_the_reason(run: Callable[..., Any]) -> None:
     assert "killed by SIGKILL from outside" in result.reason
 
 
-def test_too_little_memory_is_the_reason(run: Callable[..., Any]) -> None:
+def test_too_little_memory_is_the_reason(run: Callable[..., Any], backend: Backend) -> None:
     result = run(*FAILING, "job._target_=helpers.gpu_jobs.Greedy")
     assert result.status == "FAILED"
     assert result.reason.startswith("rank 1 failed at step 0: ")
     assert "memory" in result.reason
+    if backend.device == "cuda":
+        assert "CUDA out of memory: tried to allocate 1048576.00 GiB, with " in result.reason
+        assert "largest tensors: " in result.reason
+        assert "lower train.global_batch_size=64" in result.reason
+
+
+def test_a_rank_that_is_slow_to_build_is_not_waited_for_in_a_collective_operation(run: Callable[..., Any]) -> None:
+    limits = ("recovery.max_failures=0", "recovery.hang_min_s=10", "recovery.hang_max_s=10")
+    slow = ("cluster.collective_timeout_s=41", "job._target_=helpers.faulty_jobs.SlowToBuild", "job.build_s=45")
+    result = run("strategy=ddp", "strategy.num_workers=2", "train.steps=2", *limits, *slow)
+    assert result.exit_code == 0, result.reason
+
+
+def test_auto_leaves_a_gpu_for_each_spare(run: Callable[..., Any], one_gpu_for_all: int) -> None:
+    result = run("strategy=ddp", "recovery.spares=1", "train.steps=2")
+    assert result.exit_code == 0, result.reason
+    (started,) = events(result.run_dir, "generation_started")
+    assert len(started["workers"]) == one_gpu_for_all - 1
 
 
 @pytest.fixture(scope="module")

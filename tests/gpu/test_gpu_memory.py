@@ -1,4 +1,5 @@
-"""The memory of a GPU: a generation gives back what it takes, and a resume needs no more than training."""
+"""The memory of a GPU: generations and discarded loops give back what they take, and a resume needs no more than
+training."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from helpers.cases import Case, having
+from helpers.discarded import built_three_times
 from helpers.gang import Gang
 from helpers.layouts import LAYOUTS
 from helpers.quick_jobs import AdamDigits, TinyGPT
@@ -38,6 +40,14 @@ def test_memory_stays_flat_over_three_new_groups(gang: Gang, name: str) -> None:
         after.append([a.value for a in gang.ask(allocated, world_size=layout.world_size, grouped=False)])
     for rank, first in enumerate(after[0]):
         assert max(later[rank] for later in after[1:]) <= first + MB, after
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
+def test_nothing_is_left_of_a_discarded_loop(gang: Gang, tmp_path: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    case = layout.of(Case(job=AdamDigits(hidden=24, depth=4), train=having(steps=4, global_batch_size=24)))
+    for left in gang.run(built_three_times, case, layout.world_size, str(tmp_path), world_size=layout.world_size):
+        assert left == []
 
 
 def peak_of_two_steps(rank: int, case: Case, checkpoint: str | None) -> int:

@@ -15,6 +15,7 @@ from helpers.gang import Backend
 from helpers.runs import events, losses, series
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
+from orchestrator.worker.process import interfaces
 
 STEPS = 12
 WORDS = (f"train.steps={STEPS}", "train.log_every=1", "checkpoint.every=6", "job._target_=helpers.gpu_jobs.Observing")
@@ -35,6 +36,28 @@ def test_one_worker_trains_from_the_command_to_the_checkpoint(run: Callable[...,
         assert set(series(result.run_dir, "train/visible_devices").values()) == {1.0}
         assert " gpu " in started["workers"][0]
     assert load(result.run_dir / "checkpoints" / f"step-{STEPS:08d}").meta["step"] == STEPS
+
+
+def test_a_strategy_for_cpus_leaves_the_gpu_unused(run: Callable[..., Any]) -> None:
+    result = run("cluster=local", "strategy=hogwild", "train.steps=2")
+    assert result.exit_code == 0, result.reason
+    (started,) = events(result.run_dir, "generation_started")
+    assert started["device"] == "cpu"
+    assert not any(" gpu " in worker for worker in started["workers"])
+
+
+def test_nccl_gets_the_interface_of_the_node_and_the_variables_of_the_shell(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = (interfaces.GLOO, interfaces.NCCL, "NCCL_DEBUG")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    job = ("job._target_=helpers.faulty_jobs.Environed", f"job.variables=[{','.join(names)}]")
+    result = run("cluster=local", "strategy=single", "train.steps=2", *job)
+    assert result.exit_code == 0, result.reason
+    log = RunDir(result.run_dir).log_file(0).read_text()
+    assert "GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME==lo NCCL_DEBUG=WARN" in log
 
 
 @pytest.mark.usefixtures("gpu")

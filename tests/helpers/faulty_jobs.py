@@ -87,6 +87,18 @@ class Slow(Digits):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlowToBuild(Digits):
+    """The last rank takes ``build_s`` to build its model."""
+
+    build_s: float
+
+    def model(self) -> nn.Module:
+        if dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(self.build_s)
+        return super().model()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Environed(Digits):
     """Prints environment variables where the model is built."""
 

@@ -366,6 +366,7 @@ def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path) -> None:
         step=1,
         path=tmp_path / "step-00000001",
         seconds=first.seconds,
+        stall_ms=first.stall_ms,
         size_bytes=states[0].size_bytes,
     )
     assert 0 < first.seconds < 60
