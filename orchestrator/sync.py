@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.redact import redact_text
@@ -19,9 +18,8 @@ from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError
 from orchestrator.tracking.backend import TrackingBackend
+from orchestrator.tracking.extras import Extra, missing_extras, upload_extra
 from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.model import exports_of, lacks_model, upload_model
-from orchestrator.tracking.plots import lacks_plots, upload_plots
 from orchestrator.tracking.transfer import (
     Transfer,
     count_points,
@@ -84,27 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     ending = final_ending(run_dir)
     if exit_code == 0 and ending is not None:
-        if lacks_plots(run_dir, ending):
-            exit_code |= _upload_extra("pictures", upload_plots, run_dir, backend, ending)
-        exports = exports_of(log_model=tracking.get("log_model", False), log_dataset=tracking.get("log_dataset", False))
-        if exports and lacks_model(run_dir, ending):
-            upload = functools.partial(upload_model, exports=exports)
-            exit_code |= _upload_extra(" and ".join(exports), upload, run_dir, backend, ending)
+        wanted = {key: tracking.get(key, False) for key in ("log_model", "log_dataset")}
+        for extra in missing_extras(run_dir, ending, **wanted):
+            exit_code |= _upload_extra(extra, run_dir, backend, ending)
     return exit_code
 
 
-def _upload_extra(
-    what: str,
-    upload: Callable[[RunDir, TrackingBackend, Ending], None],
-    run_dir: RunDir,
-    backend: TrackingBackend,
-    ending: Ending,
-) -> int:
+def _upload_extra(extra: Extra, run_dir: RunDir, backend: TrackingBackend, ending: Ending) -> int:
     """Upload what the server lacks of a run that has ended, beside its points; returns the exit code."""
     try:
-        upload(run_dir, backend, ending)
+        upload_extra(extra, run_dir, backend, ending)
     except Exception as e:  # of any type: the job's code, MLflow, database drivers, HTTP
-        print(f"{what}: not uploaded: {type(e).__name__}: {redact_text(str(e))}", file=sys.stderr)
+        print(f"{extra.name}: not uploaded: {type(e).__name__}: {redact_text(str(e))}", file=sys.stderr)
         return 1
     return 0
 

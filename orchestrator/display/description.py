@@ -74,6 +74,8 @@ def _limits(summary: Mapping[str, Any]) -> list[str]:
     bubble, theory = summary_value(summary, "bubble_pct"), summary_value(summary, "bubble_theory_pct")
     if bubble is not None and theory is not None:
         sentences.append(f"Pipeline bubble: {bubble:.0f}%, in theory {theory:.0f}%.")
+    if profiled := summary.get("profiled"):
+        sentences.append(f"Profiled {profiled}.")
     if (startup := summary_value(summary, "startup_s")) is not None:
         sentences.append(f"Start-up: {duration(startup)}.")
     return sentences

@@ -1,7 +1,7 @@
 """Pictures of one run: where the time of its steps went, and the memory of its ranks.
 
-``python -m orchestrator.display.run_pictures <run directory>`` draws them, in a process of its own: the import of
-matplotlib takes longer than the end of a run should.
+``python -m orchestrator.display.run_pictures <run directory>`` draws and records them, in a process of its own: the
+import of matplotlib takes longer than the end of a run should.
 """
 
 from __future__ import annotations
@@ -116,5 +116,11 @@ def _save(path: Path, draw: Callable[[Axes], None]) -> None:
         figure.savefig(path, dpi=120)
 
 
+def main(run_dir: RunDir) -> None:
+    """Draw the pictures, and record which there are."""
+    if pictures := draw_pictures(run_dir):
+        run_dir.update_record(plots=sorted(picture.name for picture in pictures))
+
+
 if __name__ == "__main__":
-    draw_pictures(RunDir(Path(sys.argv[1])))
+    main(RunDir(Path(sys.argv[1])))

@@ -99,6 +99,8 @@ def _speed(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"first step after {duration(startup_s)}"
     if limit := summary.get("limit"):
         yield str(limit)
+    if profiled := summary.get("profiled"):
+        yield f"profiled: {profiled}"
 
 
 def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:

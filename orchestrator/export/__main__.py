@@ -34,8 +34,10 @@ from orchestrator.export.dataset import dataset_facts
 from orchestrator.export.program import NotExportedError, export_program, prediction_inputs
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
+from orchestrator.records.output_dir import staged_run
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import checkpoint, tensor_file
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.strategies.datasets import is_stream
 
 MAX_BYTES = 1_000_000_000
@@ -85,18 +87,23 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
 
 
 def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor] | None]:
-    """Copy the weights of the newest checkpoint; returns them, or None and why there are none."""
-    newest = next(reversed(checkpoint.list_checkpoints(run_dir.checkpoints)), None)
+    """Copy the weights of the newest checkpoint; returns them, or None and why there are none.
+
+    Raises:
+        OSError, ValueError: the checkpoint cannot be read.
+    """
+    store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
+    newest = next(reversed(store.list()), None)
     if newest is None:
-        return Facts(problem="there is no checkpoint on the machine of the driver"), None
-    manifest = checkpoint.read_manifest(newest)
+        return Facts(problem="there is no checkpoint"), None
+    manifest = store.read_manifest(newest)
     name = checkpoint.FILES[0]
     size = manifest["files"][name]["bytes"]
     if size > MAX_BYTES:
         limit = f"the limit is {MAX_BYTES / 1e9:.1f} GB"
-        return Facts(problem=f"{newest.name}/{name} has {size / 1e9:.1f} GB, {limit}"), None
+        return Facts(problem=f"{newest}/{name} has {size / 1e9:.1f} GB, {limit}"), None
     copy = folder / "model.safetensors"
-    shutil.copyfile(newest / name, copy)
+    store.copy_file(newest, name, copy)
     tensors = tensor_file.read(copy, manifest["files"][name][checkpoint.HASH], size)
     return Facts(step=int(manifest["step"])), tensors
 
@@ -146,5 +153,5 @@ def _readme(spec: JobSpec, *, problem: str) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(RunDir(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:])
+    main(staged_run(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:])
     os._exit(0)  # threads of a dataset must not keep this process

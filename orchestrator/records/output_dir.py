@@ -135,6 +135,17 @@ def find_run(text: str) -> RunDir | None:
     return run_dir if run_dir.record_file.is_file() else None
 
 
+def staged_run(path: Path) -> RunDir:
+    """Return the run in the directory ``path``, with the store that it stages if its record names one.
+
+    Raises:
+        ValueError: the record is damaged.
+    """
+    run_dir = RunDir(path)
+    location = str(run_dir.read_record().get("location", ""))
+    return RunDir(path, Remote(location, DEFAULT_TIMEOUT_S)) if is_url(location) else run_dir
+
+
 def split_run(
     url: str, *, staging_dir: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[OutputDir, str]:

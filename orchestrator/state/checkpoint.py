@@ -139,11 +139,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: the manifest is missing, damaged, or of a format that this version cannot read.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         what = f"missing file {MANIFEST}" if path.is_dir() else "no such directory"
         raise CheckpointError(path, what) from None
-    except (OSError, ValueError, RecursionError) as e:
+    except OSError as e:
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: bytes, path: Path | str) -> dict[str, Any]:
+    """Verify the text of the manifest of the checkpoint at ``path``, a directory or a URL, and return its contents.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or of a format that this version cannot read.
+    """
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise CheckpointError(path, f"{MANIFEST} is unreadable: it is not a manifest")

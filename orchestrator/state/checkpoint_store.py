@@ -8,8 +8,9 @@ the manifest, which is written last.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from orchestrator.state.checkpoint import (
     FILES,
@@ -19,6 +20,7 @@ from orchestrator.state.checkpoint import (
     CheckpointError,
     find_newest,
     list_checkpoints,
+    parse_manifest,
     read_manifest,
     verify,
 )
@@ -91,7 +93,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
             (path / MANIFEST).write_bytes(manifest)
-            for file, stored in _stored_names(path).items():
+            for file, stored in _stored_names(read_manifest(path), path).items():
                 remote.fetch(stored, path / file, on_progress=on_progress)
             verify(path)
         except FileNotFoundError as e:
@@ -99,6 +101,33 @@ class CheckpointStore:
         except CheckpointError as e:
             raise CheckpointError(remote.url, e.reason) from e
         return path
+
+    def read_manifest(self, name: str) -> dict[str, Any]:
+        """Return the manifest of the checkpoint ``name``.
+
+        Raises:
+            CheckpointError: it is damaged or missing.
+        """
+        if self._remote is None:
+            return read_manifest(self._root / name)
+        remote = self._remote.child(name)
+        try:
+            return parse_manifest(remote.read(MANIFEST), remote.url)
+        except FileNotFoundError as e:
+            raise CheckpointError(remote.url, f"missing file: {e}") from e
+
+    def copy_file(self, name: str, file: str, target: Path) -> None:
+        """Copy one of ``FILES`` of the checkpoint ``name`` to ``target``. Its hash is not verified.
+
+        Raises:
+            CheckpointError: the manifest is damaged or missing.
+            OSError: the file cannot be copied.
+        """
+        if self._remote is None:
+            shutil.copyfile(self._root / name / file, target)
+        else:
+            remote = self._remote.child(name)
+            remote.fetch(_stored_names(self.read_manifest(name), remote.url)[file], target)
 
     def upload(self, name: str, *, fence: Fence | None, on_progress: Callable[[], None] = _nothing) -> None:
         """Copy the local checkpoint ``name`` to the store, where it replaces one of the same step.
@@ -110,7 +139,7 @@ class CheckpointStore:
         """
         assert self._remote is not None
         path, remote = self._root / name, self._remote.child(name)
-        for file, stored in _stored_names(path).items():
+        for file, stored in _stored_names(read_manifest(path), path).items():
             remote.put(path / file, stored, on_progress=on_progress)
         if fence is not None and not fence.may_save():
             raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
@@ -132,9 +161,8 @@ class CheckpointStore:
         return any(entry.name == MANIFEST for entry in remote.list(name))
 
 
-def _stored_names(path: Path) -> dict[str, str]:
-    """Return the name on the store of each file that the manifest in ``path`` lists."""
-    manifest = read_manifest(path)
+def _stored_names(manifest: Mapping[str, Any], path: Path | str) -> dict[str, str]:
+    """Return the name on the store of each file in the ``manifest`` of the checkpoint at ``path``."""
     names = {}
     for file in FILES:
         if file not in manifest["files"]:

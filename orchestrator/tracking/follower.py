@@ -32,9 +32,8 @@ from typing import Any
 from orchestrator.records.journal import Ending, read_ending
 from orchestrator.records.process import is_alive
 from orchestrator.records.run_dir import RunDir
+from orchestrator.tracking.extras import missing_extras, upload_extra
 from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.model import EXPORT_TIMEOUT_S, exports_of, lacks_model, upload_model
-from orchestrator.tracking.plots import DRAWING_TIMEOUT_S, lacks_plots, upload_plots
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed
 from orchestrator.tracking.uri import sqlite_path
 
@@ -181,16 +180,25 @@ def _upload_extras(run_dir: RunDir, options: FollowerOptions) -> None:
     if ending is None:
         return
     _yield_cpu(True)
-    deadline = _exit_after(DRAWING_TIMEOUT_S + EXPORT_TIMEOUT_S + _EXTRAS_UPLOAD_TIMEOUT_S)
+    extras = missing_extras(
+        run_dir,
+        ending,
+        log_model=options.log_model,
+        log_dataset=options.log_dataset,
+        import_paths=options.import_paths,
+    )
+    deadline = _exit_after(sum(extra.timeout_s for extra in extras) + _EXTRAS_UPLOAD_TIMEOUT_S)
     backend = MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s)
-    locking: Any = {"secrets": options.secrets, "lock_timeout_s": options.flush_timeout_s}
-    with contextlib.suppress(Exception):  # of any type: MLflow, database drivers, HTTP
-        if lacks_plots(run_dir, ending):
-            upload_plots(run_dir, backend, ending, **locking)
-    exports = exports_of(log_model=options.log_model, log_dataset=options.log_dataset)
-    with contextlib.suppress(Exception):  # of any type: the job's code, and those
-        if exports and lacks_model(run_dir, ending):
-            upload_model(run_dir, backend, ending, exports, import_paths=options.import_paths, **locking)
+    for extra in extras:
+        with contextlib.suppress(Exception):  # of any type: the job's code, MLflow, database drivers, HTTP
+            upload_extra(
+                extra,
+                run_dir,
+                backend,
+                ending,
+                secrets=options.secrets,
+                lock_timeout_s=options.flush_timeout_s,
+            )
     deadline.cancel()
 
 

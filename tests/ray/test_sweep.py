@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,9 @@ from mlflow import MlflowClient
 
 from helpers.runs import wait_for
 from orchestrator import compare, launch
+from orchestrator.driver.profile_report import MERGED
+from orchestrator.records.run_dir import RunDir
+from orchestrator.worker.profiling import PROFILED_STEPS
 
 
 def test_the_runs_of_a_sweep_are_side_by_side(
@@ -18,8 +22,9 @@ def test_the_runs_of_a_sweep_are_side_by_side(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32", "tracking.flush_timeout_s=60"]
-    assert launch.main([*words, "tracking.log_model=false", "tracking.log_dataset=false"]) == 0
-    records = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
+    assert launch.main([*words, "profile=true", "tracking.log_model=false", "tracking.log_dataset=false"]) == 0
+    run_dirs = [RunDir(p.parent) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
+    records = [run_dir.read_record() for run_dir in run_dirs]
     assert [r["strategy"] for r in records] == ["single", "ddp"]
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -41,10 +46,38 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     assert (sweep / "report.html").stat().st_size > 10_000
     wait_for(lambda: "mlflow.note.content" in client.get_run(own.info.run_id).data.tags, "the report in MLflow")
 
+    check_profile(run_dirs[1])
+    profiled = records[1]["summary"]["profiled"]
+    assert re.match(rf"{PROFILED_STEPS} steps of \S+ ms: \w+", profiled)
+    for part in ("computation ", "communication that nothing hides ", "optimizer "):
+        assert part in profiled
+    assert f"profiled: {profiled}" in " ".join(printed.split())
+    assert f"Profiled {profiled}." in runs[1].data.tags["mlflow.note.content"]
+    artifacts = {file.path for file in client.list_artifacts(runs[1].info.run_id, "profile")}
+    assert artifacts == {f"profile/{name}" for name in (MERGED, "rank-0.json", "rank-1.json")}
+
     assert compare.main(["--sweep", sweep.name[:8], "--no-picture"]) == 0
     table = capsys.readouterr().out
     for word in ("single", "ddp", "samples/s"):
         assert word in table
+
+
+def check_profile(run_dir: RunDir) -> None:
+    """Both ranks are on one clock: because they are synchronous, neither ends a step that the other has not begun."""
+    with gzip.open(run_dir.profile / MERGED, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(names.values()) == ["rank 0", "rank 1"]
+    steps: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in names.values()}
+    for event in events:
+        if event["name"].startswith("ProfilerStep#"):
+            steps[names[event["pid"]]][event["name"]] = (event["ts"], event["ts"] + event["dur"])
+    first, second = steps["rank 0"], steps["rank 1"]
+    assert first.keys() == second.keys()
+    assert len(first) == PROFILED_STEPS
+    for name, (begin, end) in first.items():
+        other_begin, other_end = second[name]
+        assert max(begin, other_begin) < min(end, other_end), name
 
 
 def test_a_search_trains_with_the_values_that_it_chooses(

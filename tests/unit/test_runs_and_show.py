@@ -84,7 +84,8 @@ def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys:
     run_dir = make_run(output_dir, "12-34-01-a", state="failed", mlflow_run_id="abc", tracking={"uri": "http://host"})
     (run_dir.path / "auto.md").write_text("auto chooses ddp\n")
     summary = run_dir.read_record()["summary"]
-    run_dir.update_record(summary={**summary, "queue_s": 25.0, "waited_s": 5.0})
+    profiled = "10 steps of 6.6 ms: computation 100%"
+    run_dir.update_record(summary={**summary, "queue_s": 25.0, "waited_s": 5.0, "profiled": profiled})
     lost = {"rank": 1, "display_name": "rank 1", "step": 412, "traceback": "", "log": "", "log_tail": ""}
     journal = Journal(run_dir)
     journal.emit(WorkerLost(reason="SIGKILL", **lost))
@@ -103,6 +104,7 @@ def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys:
         "plan strategy ddp, job digits, 500 steps of 64 samples",
         "result 500 steps, final loss 0.0015",
         "limited by computation",
+        f"profiled: {profiled}",
         "healing rank 1 lost at step 412: SIGKILL",
         "continued at step 412 after 0.2s, 3 steps repeated",
         "checkpoint step 400, 2.1 MB: /c/step-400",

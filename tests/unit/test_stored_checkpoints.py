@@ -74,6 +74,19 @@ def results(writer: CheckpointWriter) -> list[Written | WriteFailed]:
     return writer.results()
 
 
+def test_one_file_of_a_checkpoint_is_copied_without_the_others(here: Host, there: Host, tmp_path: Path) -> None:
+    here.save(1)
+    (name,) = there.store.list()
+    copy = tmp_path / "copy.safetensors"
+    there.store.copy_file(name, "model.safetensors", copy)
+    assert copy.read_bytes() == (here.root / name / "model.safetensors").read_bytes()
+    assert there.store.read_manifest(name) == read_manifest(here.root / name)
+    assert not there.root.exists()
+    (here.path(name) / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"checkpoint file://.*: manifest.json is unreadable"):
+        there.store.copy_file(name, "model.safetensors", copy)
+
+
 def test_what_is_written_is_uploaded_and_pruned(writer: CheckpointWriter, here: Host, there: Host) -> None:
     for step in (1, 2, 3):
         writer.submit(make_state(step, value=step))
