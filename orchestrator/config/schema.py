@@ -344,6 +344,11 @@ class Config:
         return self.job.target.rpartition(".")[2].lower()
 
     @property
+    def job_module(self) -> str:
+        """The module of the job's class."""
+        return self.job.target.rpartition(".")[0]
+
+    @property
     def run_name(self) -> str:
         """``name``, or ``<job>-<strategy>`` if it is null."""
         return self.name if self.name is not None else f"{self.job_name}-{self.strategy.name}"

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from orchestrator.driver.admission import Admission
 from orchestrator.driver.calls import (
     GangError,
     NoWorkersError,
@@ -68,6 +69,7 @@ class Gang:
         environment: WorkerEnvironment,
         code: WorkerCode,
         nodes: NodeWatch,
+        admission: Admission,
         monitor: WaitMonitor,
         *,
         variables: Variables,
@@ -78,6 +80,7 @@ class Gang:
         self.failed_heartbeats: dict[int, ray.exceptions.RayError] = {}
         self._plan = plan
         self._nodes = nodes
+        self._admission = admission
         self._monitor = monitor
         self._environment = environment
         self._code = code
@@ -86,13 +89,12 @@ class Gang:
         self._slots = Slots(
             plan,
             code,
-            exclude_nodes=self._config.exclude_nodes,
             start_timeout_s=self._config.start_timeout_s,
             heartbeat_timeout_s=self._config.heartbeat_timeout_s,
             variables=variables,
             label=label,
         )
-        self._spares = Spares(self._slots, nodes, environment, monitor, one_node=plan.one_node)
+        self._spares = Spares(self._slots, nodes, admission, environment, monitor, one_node=plan.one_node)
         self._lost: set[int] = set()  # ranks whose workers are lost or must leave, until ranks are assigned again
         self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
         self._last_heartbeats: dict[int, Heartbeat] = {}  # by rank: those that came with outcomes, to be returned
@@ -127,10 +129,11 @@ class Gang:
             GangError: not in time, a GPU cannot be used, or two workers landed on one GPU.
             Interrupted: a stop was requested.
         """
-        hosts = self._reserve(sizes)
-        slots, plan = list(hosts), self._plan
+        placed = self._reserve(sizes)
+        slots, plan = list(placed), self._plan
+        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
         infos = wait_for_actors(
-            {self._slots.start(slot): host for slot, host in hosts.items()},
+            {self._slots.start(slot): hosts[node_id] for slot, node_id in placed.items()},
             timeout_s=self._config.start_timeout_s,
             pip=self._code.pip,
             monitor=self._monitor,
@@ -146,8 +149,10 @@ class Gang:
     def _reserve(self, sizes: Sizes) -> dict[int, str]:
         """Reserve the slots of the largest size with room, or of the smallest one as soon as there is room for it.
 
+        Slots on a node that is not admitted are given back, and sought elsewhere.
+
         Returns:
-            The name of the node of each slot, node by node.
+            The id of the node of each slot, node by node.
         """
         least = sizes.smallest.world_size
         wanted = f"at least {_workers(least)}" if sizes.is_elastic else _workers(least)
@@ -155,16 +160,20 @@ class Gang:
         waited_before_s = self.waited_s
         while True:
             plan = self._plan
-            hosts = self._slots.reserve_all(
+            placed = self._slots.reserve_all(
                 plan.world_size + plan.spares,
                 one_node=plan.one_node,
+                avoid=self._admission.trouble().keys(),
                 wait=wait,
                 patience_s=math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S,
             )
             self.waited_s = waited_before_s + wait.waited_s
-            if hosts is not None:
-                return hosts
-            self._plan = sizes.fitting(room(self._request(1), wait.state()))
+            if placed is None:
+                self._plan = sizes.fitting(room(self._request(1), wait.state()))
+            elif self._admission.admits_all(set(placed.values())):
+                return placed
+            else:
+                self._slots.release()
 
     def lose(self, ranks: Collection[int]) -> None:
         """Take back the slots of workers that are lost or must leave, and kill what is left of them."""
@@ -361,7 +370,7 @@ class Gang:
             self._config,
             self._monitor,
             label=self._label,
-            trouble=self._nodes.trouble,
+            trouble=self._admission.trouble,
             unfit_timeout_s=unfit_timeout_s,
         )
 

@@ -27,29 +27,39 @@ def driver_report() -> NodeReport:
     return NodeReport(**node_facts.node_facts())
 
 
-def node_reports(
+def node_reports(nodes: Sequence[Node], *, timeout_s: float, **question: Any) -> list[NodeReport | NoReport]:
+    """Return a report for each node, in order.
+
+    Args:
+        nodes: the nodes to ask.
+        timeout_s: how long to wait for all of them.
+        question: see :func:`ask_nodes`.
+    """
+    reports = reports_in_time(ask_nodes(nodes, **question), timeout_s)
+    return [reports.get(node) or late_report(node, timeout_s) for node in nodes]
+
+
+def ask_nodes(
     nodes: Sequence[Node],
     *,
-    timeout_s: float,
     job_modules: Sequence[str],
     code: WorkerCode,
     output_dir: str | None = None,
     nonce: str | None = None,
     with_gpus: bool = False,
-) -> list[NodeReport | NoReport]:
-    """Return a report for each node, in order. Ray must be connected.
+) -> dict[Any, Node]:
+    """Ask each node for its report, and return the nodes by pending answer. Ray must be connected.
 
     The nodes have what the workers of a run will have: its ``code``, and the import paths of this process. What
     ``cluster.pip`` will install may be missing still, so the jobs are not imported then.
 
     Args:
         nodes: the nodes to ask.
-        timeout_s: how long to wait for all of them.
         job_modules: the modules of the jobs, to import them beside that of the workers.
         code: the code and the packages that travel to the workers.
         output_dir, nonce, with_gpus: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
     """
-    questions = {
+    facts_wanted = {
         "working_dir": str(Path.cwd()) if code.working_dir is None else None,
         "import_paths": [str(Path(path).resolve()) for path in sys.path],
         "modules": [WORKER, *([] if code.pip else job_modules)],
@@ -57,19 +67,27 @@ def node_reports(
         "nonce": nonce,
         "with_gpus": with_gpus,
     }
+    arguments = {node: {"address": node.address, **facts_wanted} for node in nodes}
+    return on_nodes(node_facts.node_facts, arguments, code.runtime_env())
+
+
+def reports_in_time(pending: dict[Any, Node], timeout_s: float) -> dict[Node, NodeReport | NoReport]:
+    """Return what comes within ``timeout_s``, and remove it from the ``pending`` answers of :func:`ask_nodes`."""
     errors: dict[Node, ray.exceptions.RayError] = {}
-    arguments = {n: {"address": n.address, **questions} for n in nodes}
-    pending = on_nodes(node_facts.node_facts, arguments, code.runtime_env())
     facts = answers_in_time(pending, timeout_s, errors=errors)
+    reports: dict[Node, NodeReport | NoReport] = {
+        node: NodeReport(**{**answer, "name": node.name}) for node, answer in facts.items()
+    }
+    return reports | {node: _no_report(node, describe_error(error)) for node, error in errors.items()}
 
-    def report(node: Node) -> NodeReport | NoReport:
-        if node in facts:
-            return NodeReport(**{**facts[node], "name": node.name})
-        late = f"did not answer within {timeout_s:g} s (cluster.rendezvous_timeout_s)"
-        reason = describe_error(errors[node]) if node in errors else late
-        return NoReport(name=node.name, address=node.address, reason=reason)
 
-    return [report(node) for node in nodes]
+def late_report(node: Node, timeout_s: float) -> NoReport:
+    """Return the report of a node that has not answered within ``timeout_s``."""
+    return _no_report(node, f"did not answer within {timeout_s:g} s (cluster.rendezvous_timeout_s)")
+
+
+def _no_report(node: Node, reason: str) -> NoReport:
+    return NoReport(name=node.name, address=node.address, reason=reason)
 
 
 def on_nodes(

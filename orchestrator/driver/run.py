@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
+from orchestrator.driver.admission import Admission
 from orchestrator.driver.calls import GangError, NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.event_stream import EventStream
 from orchestrator.driver.gang import Gang
@@ -122,6 +123,7 @@ class Run:
             self._environment,
             code,
             self._nodes,
+            Admission(spec, code, self._nodes, self._monitor),
             self._monitor,
             variables=worker_variables(self.config.cluster.env, os.environ),
             label=run_label(self._plan.run_name, spec.run_uid),

@@ -19,6 +19,7 @@ class RunSpec:
     ``started_at``: seconds since the epoch. ``secrets``: texts to mask in what other nodes upload.
     ``pickled_job``: see :class:`~orchestrator.protocol.messages.WorkerEnvironment`.
     ``queue_entry``: the run in the queue of the cluster; None if it does not queue.
+    ``checked_nodes``: the ids of the nodes of a cluster that have been found able to run its workers.
     ``known_namesakes``: the uids of other runs of its name that the user has been warned of.
     """
 
@@ -33,4 +34,5 @@ class RunSpec:
     secrets: tuple[str, ...] = ()
     pickled_job: bytes | None = None
     queue_entry: QueueEntry | None = None
+    checked_nodes: frozenset[str] = frozenset()
     known_namesakes: frozenset[str] = frozenset()

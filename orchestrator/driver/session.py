@@ -215,7 +215,7 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: C
         print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
         brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
-        return _run(brief, Sizes.of(plan), codes, stop, sweep=None, started_at=time.time(), console=console)
+        return _run(brief, Sizes.of(plan), nodes, codes, stop, sweep=None, started_at=time.time(), console=console)
 
     return Chooser(
         candidate.config,
@@ -252,7 +252,7 @@ def _choose_and_run(
     try:
         if candidate.is_auto:
             candidate, sizes = _chosen(candidate, sizes.initial, nodes, codes, stop)
-        return _run(candidate, sizes, codes, stop, sweep=sweep, started_at=started_at)
+        return _run(candidate, sizes, nodes, codes, stop, sweep=sweep, started_at=started_at)
     except NotMeasuredError as e:
         return e.result
 
@@ -303,6 +303,7 @@ def _warn_of_strangers(gcs_address: str) -> None:
 def _run(
     candidate: Candidate,
     sizes: Sizes,
+    nodes: tuple[Node, ...],
     codes: CodeCache,
     stop: StopSignals,
     *,
@@ -351,6 +352,7 @@ def _run(
         secrets=tuple(redactor.secrets),
         pickled_job=None if candidate.given is None else candidate.given.data,
         queue_entry=redactor.data(queued, by_key=False),
+        checked_nodes=frozenset(node.node_id for node in nodes),
         known_namesakes=frozenset(namesakes),
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)

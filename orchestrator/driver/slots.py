@@ -20,7 +20,6 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrator.driver.cluster import excluded_nodes
 from orchestrator.driver.waiting import ResourceWait
 from orchestrator.driver.worker_code import WorkerCode
 from orchestrator.planning.plan import Plan
@@ -40,7 +39,6 @@ class Slots:
         plan: Plan,
         code: WorkerCode,
         *,
-        exclude_nodes: Sequence[str],
         start_timeout_s: float,
         heartbeat_timeout_s: float,
         variables: Variables,
@@ -49,7 +47,6 @@ class Slots:
         self.resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
         if plan.gpus_per_worker:
             self.resources["GPU"] = plan.gpus_per_worker
-        self._exclude_nodes = exclude_nodes
         self._code = code
         self._start_timeout_s = start_timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -61,18 +58,18 @@ class Slots:
         self._started = 0
 
     def reserve_all(
-        self, count: int, *, one_node: bool, wait: ResourceWait, patience_s: float = math.inf
+        self, count: int, *, one_node: bool, avoid: Collection[str], wait: ResourceWait, patience_s: float = math.inf
     ) -> dict[int, str] | None:
-        """Reserve ``count`` slots and wait until they are available.
+        """Reserve ``count`` slots, none of them on a node whose id is in ``avoid``, and wait until they are available.
 
         Returns:
-            The name of the node of each slot, node by node. None if the slots are not available after ``patience_s``;
+            The id of the node of each slot, node by node. None if the slots are not available after ``patience_s``;
             nothing is reserved then.
 
         Raises:
             GangError, Interrupted: see :meth:`ResourceWait.check`.
         """
-        slots = self._reserve(count, "STRICT_PACK" if one_node else "PACK")
+        slots = self._reserve(count, "STRICT_PACK" if one_node else "PACK", avoid=avoid)
         group, _ = self._bundles[slots[0]]
         deadline = time.monotonic() + patience_s
         while not group.wait(timeout_seconds=0.5):
@@ -81,12 +78,17 @@ class Slots:
                 self._give_back(slots)
                 return None
         # Ray may place the bundles of a group in any order.
-        nodes = placement_group_table(group)["bundles_to_node_id"]
-        node_ids = {slot: nodes[self._bundles[slot][1]] for slot in slots}
-        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-        return {slot: names[node_ids[slot]] for slot in sorted(slots, key=lambda slot: (node_ids[slot], slot))}
+        return dict(sorted(self.placed(slots).items(), key=lambda placed: (placed[1], placed[0])))
 
-    def reserve(self, *, avoid: Collection[str] = ()) -> int:
+    def placed(self, slots: Iterable[int]) -> dict[int, str]:
+        """Return the id of the node of each of ``slots`` that Ray has placed."""
+        bundles = {slot: self._bundles[slot] for slot in slots}
+        groups = {group.id: group for group, _ in bundles.values()}
+        nodes = {id_: placement_group_table(group)["bundles_to_node_id"] for id_, group in groups.items()}
+        node_ids = {slot: nodes[group.id][index] for slot, (group, index) in bundles.items()}
+        return {slot: node_id for slot, node_id in node_ids.items() if node_id}
+
+    def reserve(self, *, avoid: Collection[str]) -> int:
         """Reserve one more slot and return it at once; it is available when the cluster has room.
 
         ``avoid``: the ids of nodes on which it must not be. Ray takes a minute to find out that a silent one is dead.
@@ -148,9 +150,9 @@ class Slots:
         self._give_back(list(self._bundles))
         self._actors = {}
 
-    def _reserve(self, count: int, strategy: str, *, avoid: Collection[str] = ()) -> list[int]:
+    def _reserve(self, count: int, strategy: str, *, avoid: Collection[str]) -> list[int]:
         slots = list(range(self._reserved, self._reserved + count))
-        avoided = ",".join(sorted({*avoid, *excluded_nodes(self._exclude_nodes)}))
+        avoided = ",".join(sorted(avoid))
         group: PlacementGroup = placement_group(
             [dict(self.resources) for _ in slots],
             strategy=strategy,

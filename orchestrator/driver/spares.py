@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import ray
 import ray.exceptions
 
+from orchestrator.driver.admission import Admission
 from orchestrator.driver.calls import answers_in_time, describe_error
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.slots import Slots
@@ -18,6 +20,8 @@ from orchestrator.protocol.messages import WorkerEnvironment, WorkerInfo
 
 START_ATTEMPTS = 3
 """Give a slot up after this many workers in a row died in it while they started."""
+LOOKED_UP_AT_ONCE = 64
+"""Look up the nodes of this many slots at a time, because each takes a call to Ray."""
 SPARE_TIMEOUT_S = 1.0
 """Discard spares that do not answer within this time."""
 
@@ -27,7 +31,7 @@ class Spares:
 
     A slot is vacant if its worker is gone. It is stranded if its node was lost: Ray moves it to another node when it
     has found the node dead and has room for all such slots that were reserved together. A worker that is started there
-    may come up late, or never.
+    may come up late, or never. A worker is started in a slot when Ray has placed it on a node that is admitted.
 
     ``infos``: the spares that have started, by slot. ``num_given_up``: the number of slots in which no worker starts.
     """
@@ -36,6 +40,7 @@ class Spares:
         self,
         slots: Slots,
         nodes: NodeWatch,
+        admission: Admission,
         environment: WorkerEnvironment,
         monitor: WaitMonitor,
         *,
@@ -43,6 +48,7 @@ class Spares:
     ):
         self._slots = slots
         self._nodes = nodes
+        self._admission = admission
         self._environment = environment
         self._monitor = monitor
         self._one_node = one_node
@@ -52,6 +58,7 @@ class Spares:
         """Forget all spares and slots, which the gang has released."""
         self.infos: dict[int, WorkerInfo] = {}
         self.num_given_up = 0
+        self._waiting: list[int] = []  # slots in which workers start when their nodes are known and admitted
         self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
         self._unprepared: set[int] = set()
         self._vacant: list[int] = []
@@ -93,18 +100,23 @@ class Spares:
             return
         for slot in filter(self._is_stranded, list(self._vacant)):
             self._vacant.remove(slot)
-            self._start(slot)
-        hopeful = sum(not self._is_stranded(slot) for slot in self._starting.values())
+            self._waiting.append(slot)
+        hopeful = sum(not self._is_stranded(slot) for slot in self._unready())
         for _ in range(missing - hopeful):
-            self._start(self._vacant.pop() if self._vacant else self._slots.reserve(avoid=self._nodes.trouble()))
+            slot = self._vacant.pop() if self._vacant else self._slots.reserve(avoid=self._admission.trouble())
+            self._waiting.append(slot)
+        self._start_admitted()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until one of those that are starting has started, or has failed to."""
+        """Wait until one of those that are starting has started or has failed to, or until it is time to look again."""
         if self._starting:
             ray.wait(list(self._starting), timeout=timeout_s)
+        else:
+            time.sleep(timeout_s)
 
     def fit(self, members: Sequence[WorkerInfo]) -> list[int]:
         """Return the slots of the spares that could take a rank beside ``members``, in ascending order."""
+        self._start_admitted()
         starting = list(self._starting)
         for reference in ray.wait(starting, num_returns=len(starting), timeout=0)[0] if starting else ():
             slot = self._starting.pop(reference)
@@ -114,7 +126,7 @@ class Spares:
                 self._record_failed_start(slot, e)
             else:
                 self._record_start(slot, info, members)
-        trouble = self._nodes.trouble()
+        trouble = self._admission.trouble()
         return sorted(s for s, info in self.infos.items() if info.node_id not in trouble and can_join(info, members))
 
     def alive(self, members: Sequence[WorkerInfo]) -> list[int]:
@@ -131,19 +143,41 @@ class Spares:
         # Workers that must share a node are of no use elsewhere.
         return not self._one_node and self._node_before.get(slot) in self._nodes.lost
 
-    def _start(self, slot: int) -> None:
-        self._slots.start(slot)
-        self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
+    def _unready(self) -> list[int]:
+        """Return the slots of workers that start, or will."""
+        return [*self._waiting, *self._starting.values()]
+
+    def _start_admitted(self) -> None:
+        """Start workers in the slots on admitted nodes, and leave those on refused ones."""
+        looked_up, later = self._waiting[:LOOKED_UP_AT_ONCE], self._waiting[LOOKED_UP_AT_ONCE:]
+        self._waiting = later + looked_up
+        for slot, node_id in self._slots.placed(looked_up).items():
+            admitted = self._admission.admits(node_id)
+            if admitted is None:
+                continue
+            self._waiting.remove(slot)
+            if admitted:
+                self._slots.start(slot)
+                self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
+            else:
+                self._slots.withdraw(slot)
+                self._node_before.pop(slot, None)
 
     def _end_starts(self) -> None:
-        for slot in self._starting.values():
+        for slot in self._unready():
             if self._slots.withdraw(slot):
                 self._node_before.pop(slot, None)
             else:
                 self._vacant.append(slot)
+        self._waiting.clear()
         self._starting.clear()
 
     def _record_start(self, slot: int, info: WorkerInfo, members: Sequence[WorkerInfo]) -> None:
+        if not self._admission.admits(info.node_id):
+            # Ray has moved the slot from a lost node while the worker was to start there.
+            self._slots.kill(slot)
+            self._waiting.append(slot)
+            return
         self.infos[slot] = info
         del self._failed_starts[slot]
         if info.node_id == self._node_before.pop(slot, None):

@@ -23,8 +23,12 @@ def without_excluded(nodes: Sequence[Node], excluded: Sequence[str]) -> tuple[No
 
 def node_errors(nodes: Sequence[NodeReport | NoReport], driver: NodeReport) -> list[str]:
     """Return why some nodes cannot run workers of this driver, one line for each reason; empty if all can."""
-    faults = (f for node in nodes for f in differences(node, driver) if f.level == "fault")
-    return [_error(finding) for finding in grouped(faults)]
+    return fault_lines(finding for node in nodes for finding in differences(node, driver))
+
+
+def fault_lines(findings: Iterable[Finding]) -> list[str]:
+    """Return one line for each fault among ``findings``: the nodes that have it, and the remedy."""
+    return [_line(fault) for fault in grouped(f for f in findings if f.level == "fault")]
 
 
 def grouped(findings: Iterable[Finding]) -> list[Finding]:
@@ -99,10 +103,11 @@ def _fault(text: str, remedy: str) -> Finding:
     return Finding(check="versions", level="fault", text=text, remedy=remedy)
 
 
-def _error(finding: Finding) -> str:
-    listed = first_few(finding.where, _MAX_LISTED)
-    verb = "has " if len(finding.where) == 1 else "have "
-    return f"{listed} {'' if finding.check == 'answer' else verb}{finding.text}; {finding.remedy}, or {LEAVE_OUT}"
+def _line(fault: Finding) -> str:
+    listed = first_few(fault.where, _MAX_LISTED)
+    verb = "has" if len(fault.where) == 1 else "have"
+    joint = {"answer": " ", "versions": f" {verb} "}.get(fault.check, f": {fault.check} ")
+    return f"{listed}{joint}{fault.text}; {fault.remedy}, or {LEAVE_OUT}"
 
 
 def _minor(version: str) -> list[str]:

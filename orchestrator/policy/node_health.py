@@ -59,15 +59,20 @@ def check_limits(node: NodeReport) -> Iterator[Finding]:
     yield _of(node, "memory", "ok", _gib(node.memory_bytes))
 
 
-def check_output_dir(node: NodeReport, output_dir: str) -> Iterator[Finding]:
-    """Yield whether the directory of runs is the driver's, can be written and has room."""
+def check_sharing(node: NodeReport, output_dir: str) -> Iterator[Finding]:
+    """Yield why workers on the node cannot write to the driver's directory of runs; nothing if they can."""
     if node.sees_output_dir is False:
         remedy = "use a directory that all nodes share, such as one on NFS, or a URL such as s3://bucket/runs"
         yield _of(node, "output_dir", "fault", f"{output_dir} is not the directory of the driver", remedy)
-        return
-    if node.write_error is not None:
+    elif node.write_error is not None:
         remedy = "let the user of Ray there write to it, or choose another output_dir"
         yield _of(node, "output_dir", "fault", f"{output_dir} cannot be written ({node.write_error})", remedy)
+
+
+def check_output_dir(node: NodeReport, output_dir: str) -> Iterator[Finding]:
+    """Yield whether the directory of runs is the driver's, can be written and has room."""
+    if faults := list(check_sharing(node, output_dir)):
+        yield from faults
         return
     if node.free_disk_bytes is None:
         return

@@ -1,4 +1,4 @@
-"""The Ray that a run embeds: it starts the processes of the workers in advance, and no more."""
+"""The Ray that a run embeds: what it starts in advance, and where it listens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,20 @@ def is_worker(process):
 with embedded(CLUSTER, num_cpus=2 * 4, num_gpus=0, num_processes=2):
     (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
     print("started in advance:", sum(map(is_worker, raylet.children())))
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    connections = [connection for process in processes for connection in process.net_connections("inet")]
+    print("listens on:", *{c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN})
 """
 
 
 @pytest.mark.timeout(100)
-def test_no_more_processes_are_started_in_advance_than_there_are_workers(tmp_path: Path) -> None:
+def test_it_starts_no_more_processes_in_advance_than_there_are_workers_and_listens_on_loopback(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=90
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "started in advance: 2\n"
+    in_advance, listening = done.stdout.splitlines()
+    assert in_advance == "started in advance: 2"
+    addresses = listening.removeprefix("listens on: ").split()
+    assert "127.0.0.1" in addresses
+    assert set(addresses) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}

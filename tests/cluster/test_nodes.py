@@ -18,6 +18,7 @@ from ray.cluster_utils import Cluster
 
 from helpers.disks import require_mounts
 from helpers.runs import events_below, last_step, wait_for
+from helpers.unfit import other_torch
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
 WORDS = (
@@ -81,6 +82,9 @@ class Run:
     def events(self, kind: str) -> Sequence[dict[str, Any]]:
         return events_below(self._folder, kind)
 
+    def warnings(self) -> list[str]:
+        return [event["message"] for event in self.events("warned")]
+
     def waiting_for(self, wanted: str) -> bool:
         return any(event["wanted"] == wanted for event in self.events("waiting_for_resources"))
 
@@ -132,6 +136,32 @@ def test_too_few_survivors_wait_for_the_workers_that_are_missing(cluster: Cluste
     summary = run.stop()
     (saved,) = run.events("checkpoint_saved")
     assert saved["step"] == summary["steps"] > run.events("recovered")[0]["step"]
+
+
+def test_nodes_that_join_later_are_checked_before_a_worker_starts_there(
+    cluster: Cluster, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """The first ones while the run waits for its workers, the last one while it trains."""
+    require_mounts()
+    outputs, other, excluded = tmp_path / "outputs", "127.0.0.2", "127.0.0.3"
+    words = ("strategy.num_workers=[2,3]", "cluster.autoscaling=true", f"cluster.exclude_nodes=[{excluded}]")
+    run = start(*words, "train.steps=100000")
+    run.wait_for(lambda: run.events("waiting_for_resources"))
+    cluster.add_node(num_cpus=1, node_ip_address=excluded)
+    cluster.add_node(num_cpus=1, node_ip_address=other, env_vars=other_torch(tmp_path / "packages"))
+    run.wait_for(run.warnings)
+    cluster.add_node(num_cpus=1)
+    run.wait_for_step(1)
+    with node_with_its_own(outputs, cluster):
+        run.wait_for(lambda: len(run.warnings()) == 2)
+        run.stop()
+    in_the_wait, in_training = run.warnings()
+    assert f"({other}) has torch 1.0.0, and the driver has" in in_the_wait
+    assert in_the_wait.endswith("install the same version there, or leave it out with cluster.exclude_nodes")
+    assert f": output_dir {outputs} is not the directory of the driver; use a directory that all" in in_training
+    (started,) = run.events("generation_started")
+    assert len(started["workers"]) == 2
+    assert not any(address in worker for worker in started["workers"] for address in (other, excluded))
 
 
 @pytest.mark.campaign
@@ -199,6 +229,7 @@ def node_with_its_own(folder: Path, cluster: Cluster) -> Iterator[None]:
         "--num-cpus=1",
         "--block",
     ]
+    num_nodes = len(cluster.global_state._live_node_ids())
     process = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', folder, *ray_start],
         stdout=subprocess.DEVNULL,
@@ -206,7 +237,7 @@ def node_with_its_own(folder: Path, cluster: Cluster) -> Iterator[None]:
         start_new_session=True,
     )
     try:
-        wait_for(lambda: len(cluster.global_state._live_node_ids()) == 2, "the node")
+        wait_for(lambda: len(cluster.global_state._live_node_ids()) > num_nodes, "the node")
         yield
     finally:
         process.terminate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -11,14 +12,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from helpers import commands
 from helpers.runs import events_below
+from helpers.unfit import other_torch
+from orchestrator.compat.ray import find_internal
 
 RUN = ("strategy=ddp", "strategy.num_workers=1", "train.steps=5", "tracking=none")
 OTHER = "127.0.0.2"
 """The address of the node that has another torch."""
+METADATA_KEY = "ray._common.usage.usage_constants.CLUSTER_METADATA_KEY"
+METADATA_NAMESPACE = "ray._private.ray_constants.KV_NAMESPACE_CLUSTER"
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -26,14 +32,11 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A head, and a node on which the metadata of another torch come first."""
-    packages = tmp_path_factory.mktemp("packages")
-    metadata = packages / "torch-1.0.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    env_vars = other_torch(tmp_path_factory.mktemp("packages"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-        made.add_node(num_cpus=1, node_ip_address=OTHER, env_vars={"PYTHONPATH": str(packages)})
+        made.add_node(num_cpus=1, node_ip_address=OTHER, env_vars=env_vars)
         yield made
         made.shutdown()
 
@@ -49,6 +52,24 @@ def test_a_node_with_another_torch_is_refused_by_its_name_or_left_out(cluster: C
     assert done.returncode == 0, done.stdout
     (started,) = events_below(tmp_path, "generation_started")
     assert OTHER not in started["workers"][0]
+
+
+def test_a_cluster_with_other_versions_is_refused_with_both_and_the_remedy(cluster: Cluster, tmp_path: Path) -> None:
+    """Ray compares its own versions with those that the GCS server stores."""
+    gcs = cluster.head_node.get_gcs_client()
+    key, namespace = map(find_internal, (METADATA_KEY, METADATA_NAMESPACE))
+    stored = gcs.internal_kv_get(key, namespace)
+    others = json.dumps(json.loads(stored) | {"ray_version": "2.50.1", "python_version": "3.9.7"})
+    gcs.internal_kv_put(key, others.encode(), True, namespace)
+    try:
+        words = (*RUN, f"cluster.address={cluster.address}")
+        refused = commands.run(*words, cwd=tmp_path, timeout_s=60, RAY_AUTH_MODE="disabled")
+    finally:
+        gcs.internal_kv_put(key, stored, True, namespace)
+    assert refused.returncode == 2, refused.stdout
+    here = f"Ray {ray.__version__} and Python {platform.python_version()}"
+    assert f"the cluster has Ray 2.50.1 and Python 3.9.7, this process {here}; use the environment" in refused.stdout
+    assert "Traceback" not in refused.stdout
 
 
 def test_the_doctor_names_the_node_and_measures_the_network(cluster: Cluster, tmp_path: Path) -> None:

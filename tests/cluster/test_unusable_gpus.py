@@ -1,4 +1,7 @@
-"""GPUs that Ray counts and torch cannot use: a run on GPUs is refused, and a run on any device trains on CPUs."""
+"""GPUs that Ray counts and torch cannot use, two on one node and one on another.
+
+A run on GPUs is refused, and a run on any device trains on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,55 @@ from ray.cluster_utils import Cluster
 
 from helpers.runs import events_below
 
+WORDS = ("tracking=none", "train.steps=2", "cluster.env.GLOO_SOCKET_IFNAME=lo", "cluster.env.NCCL_SOCKET_IFNAME=lo")
+OTHER = "127.0.0.2"
+"""The address of the node with one GPU."""
+NODE_BY_NODE = ([True, False, False], [False, False, True])
+"""For each rank, whether it is on the other node: in the order of the addresses of the nodes."""
 
-@pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A node that counts two GPUs which do not exist. It asks for no token, although this user may have one."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2})
-    yield cluster.address
-    cluster.shutdown()
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs exist")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs exist")
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A Ray that asks for no token, although this user may have one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2})
+        cluster.add_node(num_cpus=1, num_gpus=1, node_ip_address=OTHER)
+        yield cluster.address
+        cluster.shutdown()
+
+
+def on_other_node(folder: Path) -> list[bool]:
+    """Whether each rank of the run below ``folder`` is on the other node."""
+    (started,) = events_below(folder, "generation_started")
+    assert (started["backend"], started["device"]) == ("gloo", "cpu")
+    return [OTHER in worker for worker in started["workers"]]
+
+
 def test_a_run_on_gpus_is_refused_and_one_on_any_device_warns(
     launch: Callable[..., subprocess.Popen[str]], address: str, tmp_path: Path
 ) -> None:
-    words = ("strategy=ddp", "tracking=none", "train.steps=2", f"cluster.address={address}")
+    words = (*WORDS, "strategy=ddp", f"cluster.address={address}")
     refused = launch(*words, "cluster.device=cuda", RAY_AUTH_MODE="disabled")
     output, _ = refused.communicate(timeout=60)
     assert refused.returncode == 1, output
-    assert "cluster.device=cuda: 2 of 2 workers cannot use their GPU: " in output
+    assert "cluster.device=cuda: 3 of 3 workers cannot use their GPU: " in output
     assert ", GPU 0: " in output
     assert events_below(tmp_path, "generation_started") == []
     warned = launch(*words, RAY_AUTH_MODE="disabled")
     output, _ = warned.communicate(timeout=60)
     assert warned.returncode == 0, output
     assert "no worker can use the GPU that Ray has given it (GPU " in output
-    (started,) = events_below(tmp_path, "generation_started")
-    assert (started["backend"], started["device"]) == ("gloo", "cpu")
+    assert on_other_node(tmp_path) in NODE_BY_NODE
+
+
+def test_the_stages_of_a_pipeline_have_gpus_of_uneven_nodes(
+    launch: Callable[..., subprocess.Popen[str]], address: str, tmp_path: Path
+) -> None:
+    words = (*WORDS, "strategy=ddp_pipeline", "strategy.pipeline_parallel_size=3", f"cluster.address={address}")
+    run = launch(*words, RAY_AUTH_MODE="disabled")
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, output
+    assert on_other_node(tmp_path) in NODE_BY_NODE

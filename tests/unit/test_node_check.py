@@ -13,7 +13,8 @@ import psutil
 
 from orchestrator.driver.node_reports import driver_report
 from orchestrator.planning.plan import Node
-from orchestrator.policy.node_check import node_errors, without_excluded
+from orchestrator.policy.node_check import fault_lines, node_errors, without_excluded
+from orchestrator.policy.node_health import check_sharing
 from orchestrator.protocol.node_report import NodeReport, NoReport
 from orchestrator.worker.process import node_facts
 
@@ -57,6 +58,12 @@ def test_nodes_with_the_same_fault_share_a_line() -> None:
     assert error.startswith(
         "node2 (10.0.0.2), node3 (10.0.0.3), node4 (10.0.0.4), node5 (10.0.0.5), and 2 more have no"
     )
+
+
+def test_a_node_that_does_not_share_the_directory_of_runs_is_named() -> None:
+    faults = [*check_sharing(replace(NODE, sees_output_dir=False), "/runs"), *check_sharing(NODE, "/runs")]
+    (line,) = fault_lines(faults)
+    assert line.startswith("node2 (10.0.0.2): output_dir /runs is not the directory of the driver; use a directory")
 
 
 def test_nodes_are_excluded_by_name_or_address() -> None:

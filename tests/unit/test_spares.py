@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +27,17 @@ class Call:
 
 
 class FakeSlots:
-    """Slots 0 to 2 were reserved together, and each later one alone."""
+    """Slots 0 to 2 were reserved together, and each later one alone. ``nodes``: by slot, "a" if not given."""
 
     def __init__(self) -> None:
+        self.nodes: dict[int, str | None] = {}
         self.started: dict[int, Call] = {}
         self.avoided: list[set[str]] = []
         self.killed: list[int] = []
         self.withdrawn: list[int] = []
+
+    def placed(self, slots: Iterable[int]) -> dict[int, str]:
+        return {slot: node for slot in slots if (node := self.nodes.get(slot, "a")) is not None}
 
     def reserve(self, *, avoid: Collection[str]) -> int:
         self.avoided.append(set(avoid))
@@ -53,6 +57,21 @@ class FakeSlots:
         return slot > 2
 
 
+class FakeAdmission:
+    """Admits every node, except those that are ``unknown`` or ``refused``."""
+
+    def __init__(self, nodes: NodeWatch) -> None:
+        self.unknown: set[str] = set()
+        self.refused: set[str] = set()
+        self._nodes = nodes
+
+    def trouble(self) -> dict[str, str]:
+        return {**self._nodes.trouble(), **dict.fromkeys(self.refused, "is left out")}
+
+    def admits(self, node_id: str) -> bool | None:
+        return None if node_id in self.unknown else node_id not in self.refused
+
+
 def fake_wait(pending: Sequence[Call], *, num_returns: int = 1, timeout: float) -> tuple[list[Call], list[Call]]:
     return [c for c in pending if c.result is not None], [c for c in pending if c.result is None]
 
@@ -69,9 +88,11 @@ class Parts:
         monkeypatch.setattr(spares, "ray", fake)
         monkeypatch.setattr(calls, "ray", fake)
         self.slots, self.nodes, self.warnings = FakeSlots(), NodeWatch(3.0), list[str]()
+        self.admission = FakeAdmission(self.nodes)
         monitor: Any = SimpleNamespace(warn=self.warnings.append)
         slots: Any = self.slots
-        self.spares = Spares(slots, self.nodes, Any, monitor, one_node=one_node)  # type: ignore[arg-type]
+        admission: Any = self.admission
+        self.spares = Spares(slots, self.nodes, admission, Any, monitor, one_node=one_node)  # type: ignore[arg-type]
 
     def comes_up(self, slot: int, node_id: str) -> list[int]:
         self.slots.started[slot].result = info(slot, node_id)
@@ -131,6 +152,38 @@ def test_a_node_on_which_a_worker_starts_is_no_longer_lost(parts: Parts) -> None
     parts.spares.seek(1)
     assert parts.comes_up(1, "b") == [1]
     assert not parts.nodes.lost
+
+
+def test_no_worker_starts_before_its_slot_has_a_node_and_the_node_has_reported(parts: Parts) -> None:
+    parts.slots.nodes[3], parts.admission.unknown = None, {"new"}
+    parts.spares.seek(1)
+    parts.slots.nodes[3] = "new"
+    assert parts.spares.fit([]) == []
+    parts.spares.seek(1)
+    assert (list(parts.slots.started), len(parts.slots.avoided)) == ([], 1)
+    parts.admission.unknown.clear()
+    assert parts.spares.fit([]) == []
+    assert parts.comes_up(3, "new") == [3]
+
+
+def test_the_slot_on_a_node_that_is_refused_is_given_back_and_another_is_sought(parts: Parts) -> None:
+    parts.slots.nodes[3], parts.admission.refused = "unfit", {"unfit"}
+    parts.spares.seek(1)
+    assert (list(parts.slots.started), parts.slots.withdrawn) == ([], [3])
+    parts.spares.seek(1)
+    assert parts.slots.avoided == [{"unfit"}, {"unfit"}]
+    assert parts.comes_up(4, "a") == [4]
+
+
+def test_a_worker_that_ray_has_moved_to_a_node_without_a_report_starts_again_after_it(parts: Parts) -> None:
+    parts.spares.vacate(1, "b")
+    parts.spares.seek(1)
+    parts.admission.unknown, parts.slots.nodes[1] = {"new"}, "new"
+    assert parts.comes_up(1, "new") == []
+    assert parts.slots.killed == [1, 1]
+    parts.admission.unknown.clear()
+    assert parts.spares.fit([]) == []
+    assert parts.comes_up(1, "new") == [1]
 
 
 def test_spares_on_lost_and_draining_nodes_take_no_rank(parts: Parts) -> None:

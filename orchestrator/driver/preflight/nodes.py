@@ -30,7 +30,7 @@ def fit_nodes(nodes: tuple[Node, ...], candidates: Sequence[Candidate], code: Wo
     asked = [node for node in nodes if node.cpus >= config.cpus_per_worker]
     if {node.node_id for node in asked} <= {ray.get_runtime_context().get_node_id()}:
         return nodes
-    modules = {c.config.job.target.rpartition(".")[0] for c in candidates if c.given is None}
+    modules = {c.config.job_module for c in candidates if c.given is None}
     reports = node_reports(asked, timeout_s=config.rendezvous_timeout_s, job_modules=sorted(modules), code=code)
     alive = {node.node_id for node in cluster.nodes()}
     of_living = [report for node, report in zip(asked, reports, strict=True) if node.node_id in alive]
