@@ -1,7 +1,7 @@
 """The section "Two machines" of ``cluster/README.md``, followed from nothing to a finished run and to the end of Ray.
 
 The commands are those of the page, typed on two hosts that share nothing but the directory of the runs: each has a home
-of its own, with its own checkout and its own token.
+of its own, with its own checkout and its own token. The jobs are in the home of ``alpha`` alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from helpers import ssh
 from helpers.cluster_files import CLUSTER
 from helpers.hosts import Host, hosts
 from helpers.runs import ROOT, events
+from helpers.wheels import make_wheel
 
 CHECKOUT = ("cluster", "conf", "jobs", "orchestrator", "pyproject.toml", ".rayignore", ".gitignore")
 LIBRARIES = [path for path in sys.path if path.endswith("-packages")]
@@ -43,13 +44,24 @@ for name, module in {PROGRAMS}.items():
     program.write_text(f"#!{{sys.executable}}\\nimport sys\\nfrom {{module}} import main\\nsys.exit(main())\\n")
     program.chmod(0o755)
 """
-JOB = "from jobs.digits import Digits\n\nclass Mine(Digits): ...\n"
+JOB = """
+from jobs.digits import Digits
+
+import module_of_driver
+import wheel_of_driver
+
+class Mine(Digits):
+    def model(self):
+        print("loaded", __file__, module_of_driver.__file__, wheel_of_driver.__file__, flush=True)
+        return super().model()
+"""
 OPTIONS = {
     "cluster/start.sh": "--num-cpus=8",
-    "orchestrator doctor": "job._target_=mine.Mine cluster.rendezvous_timeout_s=100",
-    "python -m orchestrator.launch": "job._target_=mine.Mine train.steps=10 train.eval_every=0 tracking=none",
+    "orchestrator doctor": "job._target_=my_job.Mine cluster.rendezvous_timeout_s=100",
+    "python -m orchestrator.launch": "job._target_=my_other_job.Mine cluster.pip=../requirements.txt "
+    "cluster.py_modules=[../library/module_of_driver.py] train.steps=10 train.eval_every=0 tracking=none",
 }
-"""What is added to a command of the page: fewer steps, and a job whose code is on ``alpha`` alone."""
+"""What is added to a command of the page."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +106,9 @@ class Machines:
             text = text.replace(placeholder, value)
         for command, option in OPTIONS.items():
             text = re.sub(rf"^{re.escape(command)}.*", rf"\g<0> {option}", text, flags=re.MULTILINE)
-        clean = ("env", "-u", "PYTHONPATH", "-u", "RAY_AUTH_MODE")
         return self.by_name[name].run(
-            *clean, "bash", "-ec", SHELL + text, HOME=str(self.home), INSTALL=str(self.folder / "install.py"),
+            "env", "-u", "RAY_AUTH_MODE", "bash", "-ec", SHELL + text,
+            HOME=str(self.home), INSTALL=str(self.folder / "install.py"), PYTHONPATH=str(self.home / "library"),
             PATH=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", timeout_s=150,
         )  # fmt: skip
 
@@ -106,6 +118,18 @@ class Machines:
         assert code == 0, token
         script = 'umask 077 && mkdir -p ~/.ray && printf %s "$TOKEN" >~/.ray/auth_token'
         self.by_name["beta"].script(script, HOME=str(self.home), TOKEN=token)
+
+    def write_jobs(self) -> None:
+        """Write two jobs in the checkout of ``alpha``, and what one of them imports beside it."""
+        make_wheel(self.folder, "wheel_of_driver")
+        for path, text in {
+            "orchestrator/my_job.py": "from jobs.digits import Digits\n\nclass Mine(Digits): ...\n",
+            "orchestrator/my_other_job.py": JOB,
+            "library/module_of_driver.py": "",
+            "requirements.txt": f"--no-index\n--find-links={self.folder}\nwheel_of_driver\n",
+        }.items():
+            script = 'mkdir -p "$(dirname "$FILE")" && printf %s "$TEXT" >"$FILE"'
+            self.by_name["alpha"].script(script, FILE=str(self.home / path), TEXT=text)
 
 
 @pytest.fixture
@@ -131,14 +155,12 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 def processes(host: Host) -> list[str]:
     """The processes that run on a host, except for its first one and its ssh server."""
-    found = psutil.Process(host.pid).children(recursive=True)
-    names = [process.name() for process in found if process.status() != psutil.STATUS_ZOMBIE]
+    names = [process.name() for process in psutil.Process(host.pid).children(recursive=True)]
     return [name for name in names if name != "sshd"]
 
 
 @pytest.mark.timeout(400)
 def test_from_nothing_to_a_finished_run(machines: Machines) -> None:
-    """Also what the page says of code: that of a job of one's own need not be on ``beta``."""
     install, head, join, doctor, train, stop = steps()
     for name in install.machines:
         code, output = machines.type(name, install.lines)
@@ -160,7 +182,7 @@ def test_from_nothing_to_a_finished_run(machines: Machines) -> None:
     code, output = machines.type("beta", join.lines)
     assert code == 0, output
 
-    alpha.script('printf %s "$JOB" >~/orchestrator/mine.py', HOME=str(machines.home), JOB=JOB)
+    machines.write_jobs()
     code, output = machines.type("alpha", doctor.lines)
     assert "all-reduce across 2 nodes" in output
     assert code < 2, output  # at most warnings, such as a small /dev/shm
@@ -175,6 +197,11 @@ def test_from_nothing_to_a_finished_run(machines: Machines) -> None:
     places = [worker.partition(" pid ")[0] for worker in started["workers"]]
     assert places == [f"{host.name} ({host.address})" for host in (alpha, beta)]
     assert all(place in output for place in places)
+    (loaded,) = [s for s in (run_dir / "logs" / "rank-1.log").read_text().splitlines() if s.startswith("loaded ")]
+    job, module, wheel = loaded.split()[1:]
+    assert "/working_dir_files/" in job
+    assert "/py_modules_files/" in module
+    assert "/pip-" in wheel
 
     for name in stop.machines:
         # `ray stop` ends all processes of Ray that it sees: on a host, those in its own PID namespace.

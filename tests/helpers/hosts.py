@@ -125,8 +125,9 @@ def _require_namespaces() -> None:
 
 @contextlib.contextmanager
 def _first_process(*namespaces: str) -> Iterator[int]:
-    """The first process in new namespaces; all others in them are killed with it."""
-    unshare = subprocess.Popen(["unshare", *namespaces, "--fork", "--kill-child", "sleep", "infinity"])
+    """The first process in new namespaces; all others in them are killed with it, and leave no zombies to it."""
+    first = ["env", "--ignore-signal=CHLD", "sleep", "infinity"]
+    unshare = subprocess.Popen(["unshare", *namespaces, "--fork", "--kill-child", *first])
     try:
         yield wait_for(lambda: [c.pid for c in psutil.Process(unshare.pid).children() if c.name() == "sleep"])[0]
     finally:
