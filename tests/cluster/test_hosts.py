@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.hosts import Host, hosts, start_ray
+from helpers.hosts import NAME_SERVER, Host, hosts, start_ray
 from helpers.runs import events, losses
 from helpers.wheels import make_wheel
 
 WORDS = ("tracking=none", "train.steps=10", "train.log_every=1", "train.eval_every=0")
 LONGEST_RENDEZVOUS_S = 5.0
 """Less than the look-up of one name, for which the name server of the hosts is asked twice for 5 s."""
+PROBE = """
+import contextlib, os, socket, subprocess, sys
+from orchestrator.worker.network_probe import NetworkProbe
+
+address, probe, ports = os.environ["ADDRESS"], NetworkProbe(), sys.argv[1:]
+if not ports:
+    questions = socket.socket(type=socket.SOCK_DGRAM)
+    questions.bind((os.environ["NAME_SERVER"], 53))
+    questions.setblocking(False)
+port = int(ports[0]) if ports else probe.open_store(address, 60)
+other = None if ports else subprocess.Popen([sys.executable, "-c", os.environ["PROBE"], str(port)])
+probe.measure(rank=len(ports), world_size=2, store=(address, port), address=address, on_gpu=False, timeout_s=60)
+if other is not None:
+    assert other.wait() == 0
+    with contextlib.suppress(BlockingIOError):
+        print("asked", questions.recv(500))
+"""
+"""Two processes form a group where this one is the name server."""
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -61,6 +80,16 @@ def test_a_failure_names_the_host(two: tuple[Host, Host], tmp_path: Path) -> Non
     assert f"failed: {failed.replace(' failed', '')}" in output.splitlines()[-6:]
     (record,) = tmp_path.glob("outputs/*/*/run.json")
     assert json.loads(record.read_text())["reason"].startswith(failed)
+
+
+def test_the_doctor_asks_no_name_server_for_the_names_of_nodes() -> None:
+    """One that does not answer would delay its measurement of the network by 10 s."""
+    with hosts("alone") as (host,):
+        host.script(f"ip address add {NAME_SERVER}/24 dev eth0")
+        variables = {"PROBE": PROBE, "ADDRESS": host.address, "NAME_SERVER": NAME_SERVER}
+        code, output = host.run(sys.executable, "-c", PROBE, **variables)
+    assert code == 0, output
+    assert "asked" not in output
 
 
 def test_a_host_on_which_pip_fails_is_named_with_its_reason(two: tuple[Host, Host], tmp_path: Path) -> None:
