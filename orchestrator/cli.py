@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.text import did_you_mean
-from orchestrator.launch import BAD_INPUT, COMPLETION_OPTIONS, HELP_OPTIONS
+from orchestrator.exit_codes import BAD_INPUT
+from orchestrator.launch import COMPLETION_OPTIONS, HELP_OPTIONS
 
 
 @dataclass(frozen=True)

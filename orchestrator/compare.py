@@ -1,7 +1,7 @@
 """Show runs side by side: ``orchestrator compare --last 5``. As a table, as a picture and as a page.
 
 Exit codes: 0 done; 1 the picture or the page cannot be written, or the server cannot be reached; 2 wrong arguments, or
-no run that can be read.
+no run that can be read; 4 the connection to the cluster was lost.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from orchestrator.config.options import add_output_dir, finite, positive
+from orchestrator.config.options import add_run_search, finite, positive
 from orchestrator.display.comparison import CURVE_METRICS, CompareError, Curve, Run, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_page import write_page
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import rows, table
 from orchestrator.display.text import refuse, writable
-from orchestrator.records.output_dir import OutputDir, fetch, find_run
+from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
-from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.records.run_search import RunSearch
+from orchestrator.run_verbs import run_verb
 from orchestrator.tracking.mlflow_runs import TrackedRun, newest_runs
 from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
 
@@ -33,10 +34,13 @@ _TITLE = "Comparison of runs"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
-    options = _parser().parse_args(argv)
+    return run_verb("compare", _parser(), _compare, argv)
+
+
+def _compare(options: argparse.Namespace, search: RunSearch) -> int:
     try:
-        runs = _chosen_runs(options)
-    except (CompareError, StorageError) as e:
+        runs = _chosen_runs(options, search)
+    except CompareError as e:
         return refuse("compare", e)
     except _ServerError as e:
         return refuse("compare", e, code=1)
@@ -48,10 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_csv(shown)
     else:
         _print_table(shown, comparison)
-    if options.no_picture or (options.picture is None and (options.json or options.csv)):
+    if options.no_picture or (options.picture is None and (options.json or options.csv or options.address)):
         return 0
-    local = "" if is_url(options.output_dir) else options.output_dir
-    picture = options.picture or Path(local) / "compare.png"
+    picture = options.picture or _folder(search) / "compare.png"
     page = picture.with_suffix(".html")
     try:
         draw(comparison, picture)
@@ -60,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse("compare", f"cannot write the picture: {e}; choose --picture PATH", code=1)
     print(f"\npicture: {picture}\npage: {page}", file=sys.stderr if options.json or options.csv else sys.stdout)
     return 0
+
+
+def _folder(search: RunSearch) -> Path:
+    """The directory for the picture: that of the runs, if it is here."""
+    first = search.outputs[0]
+    return first.path if first.remote is None and first.path.is_dir() else Path()
 
 
 class _ServerError(Exception):
@@ -85,11 +94,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="orchestrator compare", description="Show runs side by side: as a table, as a picture and as a page."
     )
-    parser.add_argument("runs", nargs="*", help="run directories or their URLs (default: the newest runs)")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        help="run directories, their URLs, <date>/<time>-<name> or <time>-<name> (default: the newest runs)",
+    )
     parser.add_argument("--last", type=positive, default=5, metavar="N", help="number of newest runs (default: 5)")
     parser.add_argument("--sweep", metavar="ID", help="the runs of a sweep, by the beginning of its id; or `last`")
     parser.add_argument("--mlflow", metavar="URI", help="read the runs from this MLflow server instead")
-    add_output_dir(parser)
+    add_run_search(parser)
     parser.add_argument("--group", action="store_true", help="one row for the repeats of a run: mean and spread")
     parser.add_argument("--target-loss", type=finite, metavar="X", help="show the time to this training loss")
     form = parser.add_mutually_exclusive_group()
@@ -98,38 +111,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--picture",
         type=Path,
-        help="the file for the picture (default: <output-dir>/compare.png; for a URL, compare.png); "
-        "the page is beside it, as .html",
+        help="the file for the picture; the page is beside it, as .html (default: <output-dir>/compare.png; for a URL, "
+        "compare.png; with --address, none, because it would be on the cluster)",
     )
     parser.add_argument("--no-picture", action="store_true", help="write neither picture nor page")
     return parser
 
 
-def _chosen_runs(options: argparse.Namespace) -> list[Run]:
+def _chosen_runs(options: argparse.Namespace, search: RunSearch) -> list[Run]:
     """The given runs in their order, or the newest ones, oldest first."""
     if options.mlflow is not None:
         return _tracked_runs(options)
     if options.runs:
-        return [read_run(_local(text)) for text in options.runs]
-    output = OutputDir.of(options.output_dir)
+        return [_read(search.look_up(text)) for text in options.runs]
     if options.sweep is not None:
-        found = _sweep_runs(output.runs(), options.sweep)
-        missing = f"no runs of the sweep {options.sweep} in {_place(output)}"
+        found = _sweep_runs(search.runs(), options.sweep)
+        missing = f"no runs of the sweep {options.sweep} in {search}"
     else:
-        found = list(itertools.islice(output.runs(), options.last))
+        found = list(itertools.islice(search.runs(), options.last))
         missing = (
-            f"no runs in {_place(output)}; start one with "
+            f"no runs in {search}; start one with "
             "`python -m orchestrator.launch`, or pass another directory with --output-dir"
         )
     if not found:
         raise CompareError(missing)
-    for run in found:
-        fetch(run, [run.metrics_file.name])
-    return [read_run(run.path) for run in reversed(found)]
+    return [_read(run) for run in reversed(found)]
 
 
-def _place(output: OutputDir) -> str:
-    return str(output.path.resolve() if output.remote is None else output)
+def _read(run_dir: RunDir) -> Run:
+    fetch(run_dir, [run_dir.metrics_file.name])
+    return read_run(run_dir.path)
 
 
 def _sweep_runs(runs: Iterable[RunDir], sweep: str) -> list[RunDir]:
@@ -170,16 +181,6 @@ def _of_server(run: TrackedRun, uri: str) -> Run:
 
 def _tracked_curve(run: TrackedRun) -> Curve:
     return curve_of(run.points(*CURVE_METRICS))
-
-
-def _local(text: str) -> Path:
-    """Return the directory with the files of the run at a path or URL."""
-    if not is_url(text):
-        return Path(text)
-    if (run := find_run(text)) is None:
-        raise CompareError(f"{text}: not a run directory, it has no run.json")
-    fetch(run, [run.metrics_file.name])
-    return run.path
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.display.text import writable
+from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
 
 _DESCRIPTION = """\
 Check what a run needs: versions, Ray and its token, GPUs, the network with a real all-reduce, clocks, disk space, a
@@ -34,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from orchestrator.display.report import errors_text
 
         print(redactor.text(errors_text(e.errors)), file=sys.stderr)
-        return 2
+        return BAD_INPUT
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) -> int:

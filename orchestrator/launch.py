@@ -16,12 +16,7 @@ from collections.abc import Mapping, Sequence
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.config.text import did_you_mean
-
-BAD_INPUT = 2
-"""Exit code for wrong arguments or a wrong configuration."""
-
-FAILED = 1
-"""Exit code if training failed, or because of an error in the orchestrator or in the code of the job."""
+from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
@@ -63,7 +58,7 @@ def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
         print(errors_text(e.errors), file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception:
         traceback.print_exc()  # here, because the interpreter would print it unmasked
         return FAILED

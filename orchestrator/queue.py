@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from orchestrator.exit_codes import BAD_INPUT
+
 if TYPE_CHECKING:
     from orchestrator.driver.queue_control import QueueControl
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _list(queue)
     except (ConfigError, QueueError) as e:
         print(f"queue: {e}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     return 0
 
 

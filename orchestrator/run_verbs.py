@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.display.text import refuse, writable
+from orchestrator.exit_codes import CONNECTION_LOST, INTERRUPTED
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import is_url
-from orchestrator.submit import CONNECTION_LOST
 
 
 def run_verb(
@@ -41,15 +41,17 @@ def run_verb(
     except (OSError, ValueError) as e:
         return refuse(verb, e)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def _address(options: argparse.Namespace) -> str | None:
     """The address of the cluster; None or empty for the runs here."""
     if options.address is not None:
         return str(options.address)
-    run = getattr(options, "run", None)
-    is_here = options.output_dir is not None or (run is not None and Path(run).exists())
+    given = vars(options)
+    named = [given.get("run"), *given.get("runs", ())]
+    has_source = given["output_dir"] is not None or given.get("mlflow") is not None
+    is_here = has_source or any(Path(run).exists() for run in named if run)
     return None if is_here else os.environ.get("RAY_API_SERVER_ADDRESS")
 
 

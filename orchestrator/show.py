@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from orchestrator.config.options import add_run
 from orchestrator.display.run_report import run_report
 from orchestrator.display.text import writable
+from orchestrator.driver.origin import this_origin
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir, state_of
 from orchestrator.records.run_search import RunSearch
@@ -34,7 +35,8 @@ def _show(options: argparse.Namespace, search: RunSearch) -> int:
 
 
 def _report(run_dir: RunDir) -> str:
-    return run_report(run_dir, run_dir.read_record(), state=state_of(run_dir), now=time.time())
+    state, verb = state_of(run_dir), this_origin().verb
+    return run_report(run_dir, run_dir.read_record(), state=state, now=time.time(), verb=verb)
 
 
 if __name__ == "__main__":

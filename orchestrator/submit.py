@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor, masked_output
-from orchestrator.launch import BAD_INPUT, RESTARTS_OPTION
+from orchestrator.exit_codes import BAD_INPUT, CONNECTION_LOST, INTERRUPTED
+from orchestrator.launch import RESTARTS_OPTION
 
 if TYPE_CHECKING:
     from orchestrator.driver.job_submission import JobServer
     from orchestrator.driver.origin import Origin
-
-CONNECTION_LOST = 4
-"""Exit code if the job can no longer be followed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +84,8 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
     server = JobServer(options.address)
     origin = origin_of_submission(
         options.overrides,
-        address=options.address,
+        given_address=server.given_address,
+        address=server.address,
         working_dir=str(options.working_dir),
         restarts=options.restarts,
         ray=server.ray_command,
@@ -133,7 +132,7 @@ def _follow(server: JobServer, submission_id: str) -> int:
         return server.follow(submission_id, sys.stdout)
     except KeyboardInterrupt:
         print(f"\nthe job goes on; stop it with: {server.command_to_stop(submission_id)}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except ConnectionError as e:
         again = server.command_to_follow(submission_id)
         print(f"the connection was lost ({e}); the job may be running: {again}", file=sys.stderr)

@@ -35,11 +35,6 @@ def add_run_search(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_output_dir(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names one directory with runs."""
-    parser.add_argument("--output-dir", default="outputs", help="directory or URL with the runs (default: outputs)")
-
-
 def positive(text: str) -> int:
     """Return the whole number ``text``, which is at least 1.
 

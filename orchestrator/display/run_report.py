@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.display.text import count, duration, first_line, number, rate, size
 from orchestrator.protocol.metrics import summary_value, waited_s
 from orchestrator.records.journal import read_lines
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
+from orchestrator.records.run_search import search_options
 
+_PYTHON_CALL = "orchestrator.run("
+"""The beginning of the command of a run that a program has started."""
 _WIDTH_OF_NAMES = 12
 
 
-def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: float) -> str:
+def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: float, verb: Callable[..., str]) -> str:
     """Return the report.
 
     Args:
@@ -23,6 +27,7 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
         state: ``finished``, ``failed``, ``killed``, ``running``, ``waiting`` for its workers, or ``died``: not ended,
             and without a driver.
         now: seconds since the epoch.
+        verb: returns the command line of a verb, of which it receives the name and the arguments.
     """
     summary: Mapping[str, Any] = record.get("summary") or {}
     events = [event for event, _ in read_lines(run_dir.events_file)]
@@ -39,7 +44,7 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
         "files": [run_dir.location, *_files(run_dir)],
         "MLflow": _tracking(record, summary),
         "next": _next_commands(
-            run_dir, record, resumable=checkpoint is not None and state not in ("finished", *ACTIVE_STATES)
+            run_dir, record, verb, resumable=checkpoint is not None and state not in ("finished", *ACTIVE_STATES)
         ),
     }
     lines = []
@@ -145,13 +150,15 @@ def _tracking(record: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator
         yield f"run {run_id} on {(record.get('tracking') or {}).get('uri')}"
 
 
-def _next_commands(run_dir: RunDir, record: Mapping[str, Any], *, resumable: bool) -> Iterator[str]:
+def _next_commands(
+    run_dir: RunDir, record: Mapping[str, Any], verb: Callable[..., str], *, resumable: bool
+) -> Iterator[str]:
     command = str(record.get("command", ""))
-    if resumable and command.startswith("python "):
+    if resumable and command and not command.startswith(_PYTHON_CALL):
         words = [word for word in shlex.split(command) if not word.startswith("resume=")]
         yield shlex.join([*words, f"resume={run_dir.location}"])
     sweep = record.get("sweep") or {}
-    chosen = f"--sweep {sweep['id'][:8]}" if sweep else "--last 5"
-    yield f"python -m orchestrator.compare {chosen}"
+    chosen = ("--sweep", sweep["id"][:8]) if sweep else ("--last", "5")
+    yield verb("compare", *chosen, *search_options(OutputDir.containing(run_dir)))
     if record.get("mlflow_run_id") is None and (record.get("tracking") or {}).get("uri"):
-        yield f"python -m orchestrator.sync {shlex.quote(run_dir.location)}"
+        yield verb("sync", run_dir.location)

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from orchestrator.compat.ray import is_own_ray
+from orchestrator.compat.ray.connection import is_own_ray
 from orchestrator.driver import cluster
 from orchestrator.driver.calls import check_ray
 from orchestrator.driver.node_reports import ask_nodes, driver_report, late_report, reports_in_time

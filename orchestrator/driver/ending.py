@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from orchestrator.config.redact import Redactor
@@ -26,7 +25,7 @@ from orchestrator.protocol.metrics import to_record
 from orchestrator.records.json_file import write_json
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
-from orchestrator.records.run_search import DEFAULT_OUTPUT_DIR
+from orchestrator.records.run_search import search_options
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
 from orchestrator.tracking.uploader import Uploader
@@ -177,10 +176,8 @@ class RunEnding:
 
 def compare_command(origin: Origin, output_dir: OutputDir) -> str:
     """Return the command that compares the newest runs in ``output_dir``."""
-    is_default = output_dir.remote is None and output_dir.path == Path(DEFAULT_OUTPUT_DIR).resolve()
-    where = [] if is_default else ["--output-dir", str(output_dir)]
     no_picture = ["--no-picture"] if origin.remote else []  # it would stay on the machine of the driver
-    return origin.verb("compare", "--last", "5", *where, *no_picture)
+    return origin.verb("compare", "--last", "5", *search_options(output_dir), *no_picture)
 
 
 def commands_for_page(tracking: TrackingConfig, origin: Origin) -> list[str]:

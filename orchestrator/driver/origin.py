@@ -1,7 +1,7 @@
 """Where the user of this process types, and how commands begin there.
 
-The user of a submitted job may be at another machine than its driver. A launch is then submitted again, and a command
-that reads the directory of the runs is sent to the cluster.
+The user of a submitted job may be at another machine than its driver. A launch is then submitted again. A verb that
+reads the directory of the runs finds the cluster by its address, or is sent there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ NO_PY_MODULES = f"{PY_MODULES}[]"
 """The override of a job whose modules are in its environment."""
 _VARIABLE = "ORCHESTRATOR_ORIGIN"
 LAUNCH = ("python", "-m", "orchestrator.launch")
+ADDRESSED_VERBS = ("compare", "logs", "runs", "show", "stop")
+"""The verbs with the option ``--address``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +30,13 @@ class Origin:
     Attributes:
         launch: the words before the overrides of a launch.
         remote: the words that send a command to the machine of the driver; empty if the user is there.
+        address: the URL of the cluster; empty if the user is there, or if it is unknown.
         py_modules: the override of the user in whose place the job has ``NO_PY_MODULES``; empty without one.
     """
 
     launch: Sequence[str] = LAUNCH
     remote: Sequence[str] = ()
+    address: str = ""
     py_modules: str = ""
 
     def relaunch(self, overrides: Sequence[str]) -> list[str]:
@@ -40,7 +44,9 @@ class Origin:
         return [*self.launch, *filter(None, (self.py_modules if w == NO_PY_MODULES else w for w in overrides))]
 
     def verb(self, name: str, *arguments: str) -> str:
-        """Return the command line of the verb ``name``, which runs on the machine of the driver."""
+        """Return the command line of the verb ``name`` for the runs on the machine of the driver."""
+        if self.address and name in ADDRESSED_VERBS:
+            return shlex.join(["orchestrator", name, *arguments, "--address", self.address])
         return shlex.join([*self.remote, "python", "-m", f"orchestrator.{name}", *arguments])
 
     def variables(self) -> Mapping[str, str]:
@@ -53,22 +59,30 @@ HERE = Origin()
 
 
 def origin_of_submission(
-    overrides: Sequence[str], *, address: str | None, working_dir: str, restarts: int | None, ray: Sequence[str]
+    overrides: Sequence[str],
+    *,
+    given_address: str | None,
+    address: str,
+    working_dir: str,
+    restarts: int | None,
+    ray: Sequence[str],
 ) -> Origin:
     """Return the origin of a job of ``orchestrator submit``.
 
     Args:
         overrides: those of the launch.
-        address, working_dir, restarts: the values of the options, as typed; None without them.
+        given_address, working_dir, restarts: the values of the options, as typed; None without them.
+        address: the URL of the cluster.
         ray: the words before those of a command of Ray.
     """
-    to = [] if address is None else ["--address", address]
+    to = [] if given_address is None else ["--address", given_address]
     directory = ["--working-dir", working_dir]
     options = [*to, *([] if working_dir == "." else directory)]
     options += [] if restarts is None else ["--restarts", str(restarts)]
     return Origin(
         launch=["orchestrator", "submit", *options],
         remote=[*ray, "job", "submit", *to, *directory, "--"],
+        address=address,
         py_modules=next((word for word in reversed(overrides) if word.startswith(PY_MODULES)), ""),
     )
 

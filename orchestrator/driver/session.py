@@ -322,7 +322,7 @@ def _run(
     code = codes.get(config.cluster)
     origin, is_submitted = this_origin(), submission_id() is not None
     as_job = candidate.given.display if candidate.given is not None else ""
-    command = command_line(candidate.overrides, redactor, job=as_job)
+    command = command_line(candidate.overrides, redactor, job=as_job, origin=origin)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
     add_job_metadata({"run_dir": run_dir.location})
     enter_output(run_dir, redactor)

@@ -13,6 +13,7 @@ from typing import TextIO, cast
 
 from orchestrator.display.marked_output import MarkedLog
 from orchestrator.driver.job_submission import JobServer, Submission
+from orchestrator.driver.origin import origin_of_submission
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -33,11 +34,14 @@ def run_as_job(verb: str, words: Sequence[str], address: str) -> int:
         ConnectionError: the cluster does not answer any more.
     """
     server = JobServer(address)
+    origin = origin_of_submission(
+        (), given_address=address, address=address, working_dir=".", restarts=None, ray=server.ray_command
+    )
     job = Submission(
         id=f"orchestrator-{verb}-{datetime.now():%m%d-%H%M%S}-{os.urandom(2).hex()}",
         entrypoint=shlex.join(["python", "-m", "orchestrator.verb_in_job", verb, *words]),
         py_modules=[_PACKAGE],
-        env=_terminal(),
+        env={**origin.variables(), **_terminal()},
     )
     log = MarkedLog()
     server.submit(job)

@@ -25,6 +25,12 @@ def submitted_base_dir() -> Path:
     return Path("~/orchestrator").expanduser()
 
 
+def search_options(output_dir: OutputDir) -> list[str]:
+    """Return the options with which a verb looks for runs in ``output_dir``; none if it does so without them."""
+    is_default = output_dir.remote is None and output_dir.path.resolve() == Path(DEFAULT_OUTPUT_DIR).resolve()
+    return [] if is_default else ["--output-dir", str(output_dir)]
+
+
 @dataclass(frozen=True)
 class RunSearch:
     """The output directories in which runs are looked for, each once."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from orchestrator.compat.resolver import without_name_servers
 from orchestrator.strategies.tuned.stopwatch import medians_ms
 from orchestrator.worker import rendezvous
 from orchestrator.worker.process import interfaces
@@ -47,15 +48,16 @@ class NetworkProbe:
         if on_gpu:
             torch.cuda.set_device(device)
         limit = timedelta(seconds=timeout_s)
-        shared = self._store or dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=limit)
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=shared,
-            rank=rank,
-            world_size=world_size,
-            timeout=limit,
-            device_id=device if on_gpu else None,
-        )
+        with without_name_servers():
+            shared = self._store or dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=limit)
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=shared,
+                rank=rank,
+                world_size=world_size,
+                timeout=limit,
+                device_id=device if on_gpu else None,
+            )
         try:
             tensors = [torch.zeros(size_bytes // 4, device=device) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
             calls = [functools.partial(dist.all_reduce, tensor) for tensor in tensors]

@@ -1,9 +1,8 @@
-"""Training across hosts that have their own networks, names and processes, and whose code may lie on one of them."""
+"""Training across hosts that have their own networks, names and processes."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,24 +10,31 @@ from typing import Any
 
 import pytest
 
-from helpers.hosts import Host, hosts, start_ray
-from helpers.runs import PYTHONPATH, events, losses
+from helpers.hosts import NAME_SERVER, Host, hosts, start_ray
+from helpers.runs import events, losses
 from helpers.wheels import make_wheel
 
 WORDS = ("tracking=none", "train.steps=10", "train.log_every=1", "train.eval_every=0")
 LONGEST_RENDEZVOUS_S = 5.0
 """Less than the look-up of one name, for which the name server of the hosts is asked twice for 5 s."""
-JOB = """
-from jobs.digits import Digits
+PROBE = """
+import contextlib, os, socket, subprocess, sys
+from orchestrator.worker.network_probe import NetworkProbe
 
-import module_of_driver
-import wheel_of_driver
-
-class Mine(Digits):
-    def model(self):
-        print("loaded", __file__, module_of_driver.__file__, wheel_of_driver.__file__, flush=True)
-        return super().model()
+address, probe, ports = os.environ["ADDRESS"], NetworkProbe(), sys.argv[1:]
+if not ports:
+    questions = socket.socket(type=socket.SOCK_DGRAM)
+    questions.bind((os.environ["NAME_SERVER"], 53))
+    questions.setblocking(False)
+port = int(ports[0]) if ports else probe.open_store(address, 60)
+other = None if ports else subprocess.Popen([sys.executable, "-c", os.environ["PROBE"], str(port)])
+probe.measure(rank=len(ports), world_size=2, store=(address, port), address=address, on_gpu=False, timeout_s=60)
+if other is not None:
+    assert other.wait() == 0
+    with contextlib.suppress(BlockingIOError):
+        print("asked", questions.recv(500))
 """
+"""Two processes form a group where this one is the name server."""
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -41,9 +47,9 @@ def two() -> Iterator[tuple[Host, Host]]:
         yield first, second
 
 
-def trained(host: Host, *overrides: str, cwd: Path, **env: str) -> Path:
+def trained(host: Host, *overrides: str, cwd: Path) -> Path:
     """Train with the command on ``host``; returns the run directory."""
-    code, output = host.launch(*WORDS, *overrides, cwd=cwd, **env)
+    code, output = host.launch(*WORDS, *overrides, cwd=cwd)
     assert code == 0, output
     return Path(next(line for line in output.splitlines() if line.startswith("run directory: ")).partition(": ")[2])
 
@@ -76,52 +82,14 @@ def test_a_failure_names_the_host(two: tuple[Host, Host], tmp_path: Path) -> Non
     assert json.loads(record.read_text())["reason"].startswith(failed)
 
 
-def test_code_on_the_disk_of_one_host_travels_to_the_other(two: tuple[Host, Host], tmp_path: Path) -> None:
-    first, second = two
-    home = tmp_path / "home"
-    make_wheel(tmp_path, "wheel_of_driver")
-    for folder in ("code", "library"):
-        (home / folder).mkdir(parents=True)
-    (home / "code" / "my_job.py").write_text(JOB)
-    (home / "library" / "module_of_driver.py").write_text("")
-    (home / "requirements.txt").write_text(f"--no-index\n--find-links={tmp_path}\nwheel_of_driver\n")
-    second.mount_empty(home)
-    run = trained(
-        first,
-        "strategy=ddp",
-        "strategy.num_workers=4",
-        "job._target_=my_job.Mine",
-        f"output_dir={tmp_path / 'outputs'}",
-        "cluster.py_modules=[../library/module_of_driver.py]",
-        "cluster.pip=../requirements.txt",
-        cwd=home / "code",
-        PYTHONPATH=os.pathsep.join([PYTHONPATH, str(home / "library")]),  # the driver loads the job, too
-    )
-    (loaded,) = [s for s in (run / "logs" / "rank-3.log").read_text().splitlines() if s.startswith("loaded ")]
-    code, module, wheel = loaded.split()[1:]
-    assert "/working_dir_files/" in code
-    assert "/py_modules_files/" in module
-    assert "/pip-" in wheel
-
-
-def test_the_doctor_does_not_miss_on_a_host_the_code_that_would_travel_there(
-    two: tuple[Host, Host], tmp_path: Path
-) -> None:
-    first, second = two
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "doctored_job.py").write_text("from jobs.digits import Digits\n\nclass Mine(Digits): ...\n")
-    second.mount_empty(home)
-    words = (
-        "cluster=auto",
-        "cluster.rendezvous_timeout_s=100",
-        "tracking=none",
-        f"output_dir={tmp_path / 'outputs'}",
-        "job._target_=doctored_job.Mine",
-    )
-    code, output = first.run(sys.executable, "-m", "orchestrator.doctor", *words, cwd=home, timeout_s=150)
-    assert "import error" not in output
-    assert code == 1, output  # a warning: this Ray has no token
+def test_the_doctor_asks_no_name_server_for_the_names_of_nodes() -> None:
+    """One that does not answer would delay its measurement of the network by 10 s."""
+    with hosts("alone") as (host,):
+        host.script(f"ip address add {NAME_SERVER}/24 dev eth0")
+        variables = {"PROBE": PROBE, "ADDRESS": host.address, "NAME_SERVER": NAME_SERVER}
+        code, output = host.run(sys.executable, "-c", PROBE, **variables)
+    assert code == 0, output
+    assert "asked" not in output
 
 
 def test_a_host_on_which_pip_fails_is_named_with_its_reason(two: tuple[Host, Host], tmp_path: Path) -> None:

@@ -262,6 +262,7 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
     assert "killed by SIGKILL; starting it again with resume=auto (1 of 1)" in attached.stdout
     assert "RAY_JOB_STOP_WAIT_TIME_S" not in attached.stdout
     record = json.loads((run_dir / "run.json").read_text())
+    assert shlex.split(record["command"])[:2] == ["orchestrator", "submit"]
     assert record["state"] == dashboard(head, f"/api/jobs/{submission_id}")["metadata"]["state"] == "killed"
     wait_for(lambda: not pids_by_title("stopped"))
     reached = last_step(tmp_path)
@@ -319,6 +320,9 @@ def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
     assert followed.returncode == 0
     assert "LANG=C.utf8" in log.splitlines()
     assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
+    compared = verb("compare", run_dir.name, "--csv")
+    assert compared.returncode == 0, compared.stderr
+    assert run_dir.name in compared.stdout
     assert not [job for job in dashboard(head, "/api/jobs/") if "verb_in_job" in job["entrypoint"]]
 
 

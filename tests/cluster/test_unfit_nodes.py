@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from helpers import commands
 from helpers.runs import events_below
 from helpers.unfit import other_torch
-from orchestrator.compat.ray import find_internal
+from orchestrator.compat.ray.internals import find_internal
 
 RUN = ("strategy=ddp", "strategy.num_workers=1", "train.steps=5", "tracking=none")
 OTHER = "127.0.0.2"

@@ -23,6 +23,8 @@ from helpers import commands
 from helpers.runs import wait_for
 
 _PREFIX = "10.77.0"
+NAME_SERVER = f"{_PREFIX}.253"
+"""The address of the name server, which no host has."""
 _NAMESPACES = ("--net", "--mount", "--uts", "--pid")
 _TMPDIR = "/tmp/ray"
 """A directory of its own on each host, with a short path: sockets of Ray are below it."""
@@ -39,7 +41,7 @@ mkdir -p {_TMPDIR}
 mount -t tmpfs tmpfs {_TMPDIR}
 mount -t tmpfs tmpfs /dev/shm
 printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$NAME" > /dev/shm/hosts
-printf 'nameserver {_PREFIX}.253\\n' > /dev/shm/resolv.conf
+printf 'nameserver {NAME_SERVER}\\n' > /dev/shm/resolv.conf
 mount --bind /dev/shm/hosts /etc/hosts
 mount --bind /dev/shm/resolv.conf /etc/resolv.conf
 """
@@ -125,8 +127,9 @@ def _require_namespaces() -> None:
 
 @contextlib.contextmanager
 def _first_process(*namespaces: str) -> Iterator[int]:
-    """The first process in new namespaces; all others in them are killed with it."""
-    unshare = subprocess.Popen(["unshare", *namespaces, "--fork", "--kill-child", "sleep", "infinity"])
+    """The first process in new namespaces; all others in them are killed with it, and leave no zombies to it."""
+    first = ["env", "--ignore-signal=CHLD", "sleep", "infinity"]
+    unshare = subprocess.Popen(["unshare", *namespaces, "--fork", "--kill-child", *first])
     try:
         yield wait_for(lambda: [c.pid for c in psutil.Process(unshare.pid).children() if c.name() == "sleep"])[0]
     finally:

@@ -1,7 +1,7 @@
-"""The objects of Kubernetes and KubeRay that the manifests use, as JSON schemas.
+"""The objects of Kubernetes, KubeRay and Kueue that the manifests use, as JSON schemas.
 
-They have the fields of KubeRay v1.6.2, by its reference of the CRD, and those fields of the core objects that the
-manifests use.
+They have the fields of KubeRay v1.6.2 and of Kueue's v1beta2, by their references of the CRDs, and those fields of the
+core objects that the manifests use.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def fields(required: dict[str, Schema] | None = None, **optional: Schema) -> Sch
     }
 
 
-def kind(name: str, version: str, spec: Schema) -> Schema:
+def kind(name: str, version: str, **parts: Schema) -> Schema:
+    """An object of this kind, with ``parts`` such as ``spec``."""
     metadata = fields({"name": {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"}}, labels=TEXTS)
-    return fields({"apiVersion": one_of(version), "kind": one_of(name), "metadata": metadata, "spec": spec})
+    return fields({"apiVersion": one_of(version), "kind": one_of(name), "metadata": metadata, **parts})
 
 
 RESOURCES = fields(requests=TEXTS, limits=TEXTS)
@@ -129,10 +130,38 @@ CLAIM_SPEC = fields(
     }
 )
 
+QUOTA = fields({"name": TEXT, "nominalQuota": TEXT}, borrowingLimit=TEXT, lendingLimit=TEXT)
+RESOURCE_GROUP = fields(
+    {"coveredResources": several(TEXT), "flavors": several(fields({"name": TEXT, "resources": several(QUOTA)}))}
+)
+CLUSTER_QUEUE_SPEC = fields(
+    {"resourceGroups": several(RESOURCE_GROUP)},
+    admissionChecksStrategy=ANY,
+    admissionScope=ANY,
+    cohortName=TEXT,
+    concurrentAdmissionPolicy=ANY,
+    fairSharing=ANY,
+    flavorFungibility=ANY,
+    namespaceSelector=ANY,
+    preemption=fields(
+        withinClusterQueue=one_of("Never", "LowerPriority", "LowerOrNewerEqualPriority"),
+        reclaimWithinCohort=one_of("Never", "LowerPriority", "Any"),
+        borrowWithinCohort=ANY,
+    ),
+    queueingStrategy=one_of("StrictFIFO", "BestEffortFIFO"),
+    stopPolicy=one_of("None", "Hold", "HoldAndDrain"),
+)
+LOCAL_QUEUE_SPEC = fields({"clusterQueue": TEXT}, fairSharing=ANY, stopPolicy=TEXT, wallTimePolicy=ANY)
+KUEUE = "kueue.x-k8s.io/v1beta2"
+
 KINDS = {
-    "RayCluster": kind("RayCluster", "ray.io/v1", RAY_CLUSTER_SPEC),
-    "RayJob": kind("RayJob", "ray.io/v1", RAY_JOB_SPEC),
-    "Deployment": kind("Deployment", "apps/v1", DEPLOYMENT_SPEC),
-    "Service": kind("Service", "v1", SERVICE_SPEC),
-    "PersistentVolumeClaim": kind("PersistentVolumeClaim", "v1", CLAIM_SPEC),
+    "RayCluster": kind("RayCluster", "ray.io/v1", spec=RAY_CLUSTER_SPEC),
+    "RayJob": kind("RayJob", "ray.io/v1", spec=RAY_JOB_SPEC),
+    "Deployment": kind("Deployment", "apps/v1", spec=DEPLOYMENT_SPEC),
+    "Service": kind("Service", "v1", spec=SERVICE_SPEC),
+    "PersistentVolumeClaim": kind("PersistentVolumeClaim", "v1", spec=CLAIM_SPEC),
+    "ResourceFlavor": kind("ResourceFlavor", KUEUE),
+    "ClusterQueue": kind("ClusterQueue", KUEUE, spec=CLUSTER_QUEUE_SPEC),
+    "LocalQueue": kind("LocalQueue", KUEUE, spec=LOCAL_QUEUE_SPEC),
+    "WorkloadPriorityClass": kind("WorkloadPriorityClass", KUEUE, value={"type": "integer"}),
 }

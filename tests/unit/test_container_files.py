@@ -24,7 +24,8 @@ SERVICE_KEYS = {
     "shm_size", "stop_grace_period", "volumes",
 }  # fmt: skip
 FILES = [path for path in sorted(CLUSTER.rglob("*")) if path.is_file() and path.suffix != ".md"]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 
 
 def stages() -> dict[str, str]:
@@ -64,12 +65,25 @@ def test_an_image_runs_as_an_ordinary_user_and_holds_no_secret(stage: str) -> No
     assert not re.search(r"^(ARG|ENV) .*(TOKEN|PASSWORD|SECRET)", text, re.MULTILINE)
 
 
-def test_only_the_package_is_copied_into_the_image() -> None:
+def test_only_what_the_package_is_built_from_is_copied_into_the_image() -> None:
     ignored = (CLUSTER / "container" / "Dockerfile.dockerignore").read_text().splitlines()
     assert ignored[0] == "*"
     copied = {line.removeprefix("!") for line in ignored if line.startswith("!")}
-    assert copied == {"pyproject.toml", "README.md", "LICENSE", "conf", "jobs", "orchestrator"}
+    folders = {SETUPTOOLS["package-dir"].get(name, name).split(".")[0] for name in SETUPTOOLS["packages"]}
+    assert copied == {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], *folders}
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_page_builds_the_images_that_the_compose_file_starts() -> None:
+    lines = re.findall(r"^    docker build (.+)$", (CLUSTER / "README.md").read_text(), re.MULTILINE)
+    built = {}
+    for line in lines:
+        *words, context = shlex.split(line)
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        assert (context, ROOT / options["-f"]) == (".", CLUSTER / "container" / "Dockerfile")
+        built[options["-t"]] = options.get("--target", list(stages())[-1])
+    started = {s["image"]: s["build"]["target"] for s in COMPOSE["services"].values() if "build" in s}
+    assert built == started
 
 
 @pytest.mark.parametrize("name", COMPOSE["services"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,10 @@ from orchestrator.driver.stop_wait import STOP_MARGIN_S
 
 DOCUMENTS = [document for path in sorted(KUBERNETES.glob("*.yaml")) for document in documents(path)]
 JOBS = [document for document in DOCUMENTS if document["kind"] == "RayJob"]
+QUEUED_JOBS = [job for job in JOBS if "labels" in job["metadata"]]
+SUBMITTER = {"cpu": "500m", "memory": "200Mi"}
+"""What KubeRay requests for the pod that submits a job; Kueue counts it too."""
+UNITS = {"": 1.0, "m": 1e-3, "Mi": 2.0**20, "Gi": 2.0**30}
 CLUSTERS = {
     f"{d['kind']} {d['metadata']['name']}": d["spec"].get("rayClusterSpec", d["spec"])
     for d in DOCUMENTS
@@ -125,7 +130,35 @@ def test_a_job_fits_its_cluster(job: dict[str, Any]) -> None:
     assert str(config.tracking.uri).removeprefix("http://") in SERVICE_PORTS
 
 
-@pytest.mark.parametrize("job", [j for j in JOBS if "labels" in j["metadata"]], ids=identity)
+def named(kind: str, name: str) -> dict[str, Any]:
+    (document,) = [d for d in DOCUMENTS if (d["kind"], d["metadata"]["name"]) == (kind, name)]
+    return document
+
+
+def quantity(text: str) -> float:
+    """A quantity of Kubernetes as a number."""
+    ((number, unit),) = re.findall(r"^([\d.]+)(\w*)$", text)
+    return float(number) * UNITS[unit]
+
+
+@pytest.mark.parametrize("job", QUEUED_JOBS, ids=identity)
+def test_the_quota_of_a_queue_has_room_for_its_job(job: dict[str, Any]) -> None:
+    queue = named("LocalQueue", job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"])
+    (group,) = named("ClusterQueue", queue["spec"]["clusterQueue"])["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    assert named("ResourceFlavor", flavor["name"])
+    assert [resource["name"] for resource in flavor["resources"]] == group["coveredResources"], "as Kueue demands"
+    needed: Counter[str] = Counter()
+    for pods in groups(job["spec"]["rayClusterSpec"]):
+        requests = pods["template"]["spec"]["containers"][0]["resources"]["requests"]
+        needed.update({name: pods.get("replicas", 1) * quantity(text) for name, text in requests.items()})
+    needed.update({name: quantity(text) for name, text in SUBMITTER.items()})
+    assert needed.keys() == set(group["coveredResources"]), "Kueue admits no job that requests anything else"
+    quota = {resource["name"]: quantity(resource["nominalQuota"]) for resource in flavor["resources"]}
+    assert {name: quota[name] for name in needed if needed[name] > quota[name]} == {}
+
+
+@pytest.mark.parametrize("job", QUEUED_JOBS, ids=identity)
 def test_a_job_in_a_queue_of_kueue(job: dict[str, Any]) -> None:
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
     assert job["spec"]["suspend"]

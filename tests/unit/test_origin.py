@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import cli
 from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.ending import compare_command
-from orchestrator.driver.origin import HERE, NO_PY_MODULES, Origin, origin_of_submission, this_origin
+from orchestrator.driver.origin import ADDRESSED_VERBS, HERE, NO_PY_MODULES, Origin, origin_of_submission, this_origin
 from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.stop_wait import stop_wait_warning
 from orchestrator.records.output_dir import OutputDir
 
 LAPTOP = origin_of_submission(
     ["cluster.py_modules=[old.py]", "cluster.py_modules=[mine.py]"],
+    given_address="http://head:8265",
     address="http://head:8265",
     working_dir="code",
     restarts=3,
@@ -40,15 +42,33 @@ def test_on_the_machine_of_the_driver(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_submitted_job_is_submitted_again_as_it_was() -> None:
     submit = ["orchestrator", "submit", "--address", "http://head:8265", "--working-dir", "code", "--restarts", "3"]
     assert again(LAPTOP, "strategy=ddp", NO_PY_MODULES) == [*submit, "strategy=ddp", "cluster.py_modules=[mine.py]"]
-    plain = origin_of_submission(["strategy=ddp"], address=None, working_dir=".", restarts=None, ray=["ray"])
+    plain = origin_of_submission(
+        ["strategy=ddp"],
+        given_address=None,
+        address="http://127.0.0.1:8265",
+        working_dir=".",
+        restarts=None,
+        ray=["ray"],
+    )
     assert again(plain, "strategy=ddp", "resume=/r") == ["orchestrator", "submit", "strategy=ddp", "resume=/r"]
 
 
-def test_what_reads_the_runs_of_a_submitted_job_is_sent_to_the_cluster() -> None:
+def test_what_reads_the_runs_of_a_submitted_job_finds_the_cluster_or_is_sent_there() -> None:
     assert compare_command(LAPTOP, OutputDir(Path("/home/ada/orchestrator/outputs"))) == (
-        "RAY_AUTH_MODE=token ray job submit --address http://head:8265 --working-dir code -- "
-        "python -m orchestrator.compare --last 5 --output-dir /home/ada/orchestrator/outputs --no-picture"
+        "orchestrator compare --last 5 --output-dir /home/ada/orchestrator/outputs --no-picture "
+        "--address http://head:8265"
     )
+    assert LAPTOP.verb("sync", "/runs/a") == (
+        "RAY_AUTH_MODE=token ray job submit --address http://head:8265 --working-dir code -- "
+        "python -m orchestrator.sync /runs/a"
+    )
+
+
+@pytest.mark.parametrize("verb", ADDRESSED_VERBS)
+def test_a_verb_with_an_address_has_the_option(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    assert "--address ADDRESS" in capsys.readouterr().out
 
 
 def test_a_job_knows_where_it_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from orchestrator import runs, show
+from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
+from orchestrator.driver.origin import Origin
 from orchestrator.protocol.events import CheckpointSaved, Recovered, RunEnded, WorkerLost
 from orchestrator.records.journal import Journal
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
 
 NOBODY = {**this_process(), "pid": 2**22 - 1}
+CHECKPOINT = CheckpointSaved(step=400, path="/c/step-400", seconds=0.1, stall_ms=1.0, size_bytes=2_100_000)
 COMMAND = "python -m orchestrator.launch strategy=ddp resume=old"
 
 
@@ -93,7 +96,7 @@ def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys:
         Recovered(generation=2, step=412, steps_lost=3, replaced=(1,), in_place=True, seconds=0.2, num_workers=2,
                   num_workers_before=2)
     )  # fmt: skip
-    journal.emit(CheckpointSaved(step=400, path="/c/step-400", seconds=0.1, stall_ms=1.0, size_bytes=2_100_000))
+    journal.emit(CHECKPOINT)
     journal.emit(RunEnded(status="FAILED", exit_code=1, reason="rank 0 failed: ValueError", summary={}))
     journal.close()
     assert show.main(["12-34-01-a", "--output-dir", str(output_dir)]) == 0
@@ -113,6 +116,39 @@ def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys:
         f"next python -m orchestrator.launch strategy=ddp resume={run_dir.path}",
     ):
         assert line in lines
+
+
+@pytest.mark.parametrize(
+    ("command", "continued"),
+    [
+        ("orchestrator submit --restarts 3 strategy=ddp resume=auto", "orchestrator submit --restarts 3 strategy=ddp"),
+        ("orchestrator.run(Mine, 'strategy=ddp')", None),
+    ],
+)
+def test_show_continues_a_run_with_the_command_that_has_started_it(
+    command: str, continued: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path, "a", state="killed", command=command)
+    journal = Journal(run_dir)
+    journal.emit(CHECKPOINT)
+    journal.close()
+    assert show.main(["a", "--output-dir", str(tmp_path)]) == 0
+    resuming = [line[12:] for line in capsys.readouterr().out.splitlines() if f" resume={run_dir.path}" in line]
+    assert resuming == ([] if continued is None else [f"{continued} resume={run_dir.path}"])
+
+
+def test_the_other_commands_of_show_begin_as_where_it_was_typed(
+    output_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown() -> str:
+        assert show.main(["--output-dir", str(output_dir)]) == 0
+        return capsys.readouterr().out
+
+    assert f"next        python -m orchestrator.compare --last 5 --output-dir {output_dir}" in shown()
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, json.dumps({"metadata": {"job_submission_id": "orchestrator-show-1"}}))
+    for name, value in Origin(address="http://head:8265").variables().items():
+        monkeypatch.setenv(name, value)
+    assert f"orchestrator compare --last 5 --output-dir {output_dir} --address http://head:8265" in shown()
 
 
 def test_show_finds_runs_by_path_name_and_last(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from orchestrator.launch import BAD_INPUT
+from orchestrator.exit_codes import BAD_INPUT
 from orchestrator.policy.verdict import RESULT_LOST, Verdict, completed, refused, stopped
 
 

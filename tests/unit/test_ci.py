@@ -1,0 +1,42 @@
+"""The workflow on GitHub, and what CONTRIBUTING.md says of tests that are skipped."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from helpers.cluster_files import documents
+from helpers.runs import ROOT
+
+(WORKFLOW,) = documents(ROOT / ".github" / "workflows" / "ci.yml")
+STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
+COMMANDS = [step["run"] for step in STEPS if "run" in step]
+
+
+def test_a_step_uses_an_action_of_a_fixed_version_or_runs_commands() -> None:
+    for step in STEPS:
+        assert len(step.keys() & {"uses", "run"}) == 1
+        assert re.fullmatch(r"[\w/-]+@v\d+", step.get("uses", "a/b@v1"))
+
+
+@pytest.mark.parametrize("commands", COMMANDS)
+def test_the_shell_accepts_the_commands(commands: str) -> None:
+    subprocess.run(["bash", "-n"], input=commands, text=True, check=True, timeout=10)
+
+
+def test_every_test_runs_in_a_job() -> None:
+    words = [shlex.split(line) for commands in COMMANDS for line in commands.splitlines() if " pytest " in line]
+    assert [line[line.index("-m") + 1] for line in words] == ["not campaign", "campaign"]
+    nightly = {"schedule", "workflow_dispatch"}
+    assert nightly <= WORKFLOW[True].keys(), "YAML 1.1 reads the key `on` as true"
+    assert set(re.findall(r"event_name == '(\w+)'", WORKFLOW["jobs"]["nightly"]["if"])) == nightly
+
+
+def test_the_files_of_which_tests_are_skipped_exist() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("### What is skipped")[2].partition("\n## ")[0]
+    paths = re.findall(r"`(tests/[\w/]+(?:\.py)?)`", section)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
