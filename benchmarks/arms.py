@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from orchestrator.records.journal import read_lines
 from orchestrator.records.run_dir import RunDir
 
 HERE = Path(__file__).resolve().parent
@@ -122,6 +123,12 @@ def launch(workload: Workload, overrides: Sequence[str], folder: Path, *, checkp
     ]
     execute(["-m", "orchestrator.launch", *common, *overrides], folder)
     return run_dir_in(folder)
+
+
+def stalling_checkpoints(run_dir: RunDir, *, steps: int) -> list[dict[str, Any]]:
+    """Return the ``checkpoint_saved`` events of a run of ``steps``, except the last one, for which no step waits."""
+    events = (event for event, _ in read_lines(run_dir.events_file))
+    return [event for event in events if event["event"] == "checkpoint_saved" and event["step"] < steps]
 
 
 def run_dir_in(folder: Path) -> RunDir:

@@ -1,5 +1,7 @@
 """The overhead of logging metrics at every step, without tracking and with MLflow on SQLite, and that of MLflow itself.
 
+These runs end before the first upload. With an early upload, the follower imports MLflow during the run.
+
 python benchmarks/logging_cost.py
 """
 
@@ -15,6 +17,7 @@ ROUNDS = 5
 NEVER = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=100_000)
 EVERY = replace(NEVER, log_every=1)
 SQLITE = ("tracking.uri=sqlite:///mlflow.db", "tracking.log_model=false")
+EARLY = (*SQLITE, "tracking.upload_every_s=1")
 
 
 def main() -> None:
@@ -26,6 +29,7 @@ def main() -> None:
             "every step": ours(EVERY, address=address),
             "never, MLflow": ours(NEVER, address=address, tracking=SQLITE),
             "every step, MLflow": ours(EVERY, address=address, tracking=SQLITE),
+            "every step, MLflow, early upload": ours(EVERY, address=address, tracking=EARLY),
         }
         results = interleave(arms, rounds=1 if arguments.quick else ROUNDS)
     report(
@@ -40,10 +44,11 @@ def main() -> None:
         ]
         + [
             Claim(
-                name="samples/s, MLflow / no tracking, at every step",
-                ratios=ratios(results, "every step, MLflow", "every step", "samples_per_s"),
+                name=f"samples/s, MLflow{upload} / no tracking, at every step",
+                ratios=ratios(results, f"every step, MLflow{upload}", "every step", "samples_per_s"),
                 at_least=0.97,
             )
+            for upload in ("", ", early upload")
         ],
         ceiling=c,
         rounds={"digits": results},
