@@ -150,6 +150,8 @@ class Health:
             describe, timeout_s = stopped, cluster.stopped_timeout_s
         elif silent_s > cluster.heartbeat_timeout_s:
             describe, timeout_s = silence, cluster.heartbeat_timeout_s
+            if not self._nodes.has_answered(info.node_id):
+                self.lose_nodes({info.node_id})
         else:
             return
         failure = describe(timeout_s, pid=info.pid, hostname=info.hostname, time=time())

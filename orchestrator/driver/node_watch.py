@@ -118,6 +118,10 @@ class NodeWatch:
         heard_at = {node_id: p.heard_at for node_id, p in self._probes.items() if p.heard_at is not None}
         return [node_id for node_id, at in heard_at.items() if now - at > self._timeout_s]
 
+    def has_answered(self, node_id: str) -> bool:
+        """Return whether the probe of a node is up, without which the silence of the node is not noticed."""
+        return node_id == self._own_node or (node_id in self._probes and self._probes[node_id].heard_at is not None)
+
     def trouble(self) -> Mapping[str, str]:
         """Return why no worker should start on some nodes, by node id."""
         return dict.fromkeys(self.draining, "is draining") | dict.fromkeys(self.lost, "does not answer")

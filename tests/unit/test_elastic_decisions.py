@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from helpers.plans import LAPTOP, plan_of
+from helpers.plans import LAPTOP, config_of, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.driver import size_plans
 from orchestrator.driver.candidates import check_all
+from orchestrator.driver.size_plans import plan_sizes
 from orchestrator.job import Job
-from orchestrator.planning.plan import Plan, make_plan
+from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, find_rescue, reassigned
 from orchestrator.policy.recovery import RecoveryPlan, plan_after_pause
 from orchestrator.strategies import registry
@@ -225,6 +226,16 @@ def test_only_the_plans_that_are_needed_are_made(words: tuple[str, ...], monkeyp
     assert set(made) == {64}
     assert candidate.sizes.plan(candidate.sizes.smallest).world_size == 2
     assert candidate.sizes.fitting(9).world_size in (8, 9)
+
+
+def test_on_an_autoscaler_a_run_starts_with_what_is_granted_and_not_less_than_its_least() -> None:
+    errors: list[str] = []
+    head = Node(node_id="head", name="head", cpus=0, gpus=0)
+    config = config_of("strategy=ddp", "strategy.num_workers=[2,10]", "cluster.autoscaling=true")
+    sizes = plan_sizes(config, None, (head,), errors, oversubscribe_cpus=False)
+    assert sizes is not None, errors
+    assert sizes.initial.world_size == 10
+    assert [sizes.fitting(room).world_size for room in (0, 2, 6, 12)] == [2, 2, 6, 10]
 
 
 # Where survivors can save -------------------------------------------------------------------------
