@@ -6,7 +6,6 @@ python benchmarks/compare_scale.py --runs 2000 --points 200
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import resource
@@ -17,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from rounds import Claim, argument_parser, report, table, wait_until_quiet
+
 from orchestrator.display.comparison import CURVE_METRICS
 from orchestrator.protocol.core_metrics import CORE_METRICS
 from orchestrator.protocol.metrics import to_record
@@ -24,23 +25,31 @@ from orchestrator.records.json_file import write_json
 from orchestrator.records.run_dir import RunDir
 
 STRATEGIES = ("single", "ddp", "pipeline", "parameter_server")
+FORMS = {"table, picture and page": [], "table": ["--no-picture"], "JSON": ["--json"]}
+"""By their names, the options of ``compare``."""
 GOAL_S = 3.0
 ROUNDS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--runs", type=int, default=500, help="number of runs (default: %(default)s)")
     parser.add_argument("--points", type=int, default=50, help="logged points of each run (default: %(default)s)")
     arguments = parser.parse_args()
+    claims, rows = [], []
     with tempfile.TemporaryDirectory() as folder:
         output_dir = Path(folder) / "outputs"
         generate(output_dir, num_runs=arguments.runs, points=arguments.points)
         words = ["--output-dir", str(output_dir), "--last", str(arguments.runs)]
-        print(f"{arguments.runs} runs of {arguments.points} points, median of {ROUNDS} (goal: {GOAL_S:g} s)")
-        for name, options in (("table, picture and page", []), ("table", ["--no-picture"]), ("JSON", ["--json"])):
-            wall_s, cpu_s = zip(*(timed([*words, *options]) for _ in range(ROUNDS)), strict=True)
-            print(f"  {name}: {statistics.median(wall_s):.2f} s, of which CPU {statistics.median(cpu_s):.2f} s")
+        for name, options in FORMS.items():
+            wait_until_quiet()
+            timings = [timed([*words, *options]) for _ in range(1 if arguments.quick else ROUNDS)]
+            wall_s, cpu_s = zip(*timings, strict=True)
+            claims.append(Claim(name=f"{name}, s", ratios=wall_s, at_most=GOAL_S))
+            rows.append([name, f"{statistics.median(cpu_s):.2f}"])
+    size = f"`compare` over {arguments.runs} runs of {arguments.points} points."
+    notes = f"{size}\n\n{table(['output', 'CPU time, s'], rows)}"
+    report("compare-scale", claims, ceiling=None, rounds={}, notes=notes, keep=not arguments.quick)
 
 
 def generate(output_dir: Path, *, num_runs: int, points: int) -> None:

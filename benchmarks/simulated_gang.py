@@ -285,8 +285,13 @@ class SimulatedSlots:
         type(self).num_started = 0
         self.resources = {"CPU": plan.cpus_per_worker}
 
-    def reserve_all(self, count: int, *, one_node: bool, wait: ResourceWait, patience_s: float) -> dict[int, str]:
-        return dict.fromkeys(range(count), "simulated")
+    def reserve_all(
+        self, count: int, *, one_node: bool, avoid: Collection[str], wait: ResourceWait, patience_s: float
+    ) -> dict[int, str]:
+        return self.placed(range(count))
+
+    def placed(self, slots: Iterable[int]) -> dict[int, str]:
+        return dict.fromkeys(slots, ray.get_runtime_context().get_node_id())
 
     def reserve(self, *, avoid: Collection[str]) -> int:
         return max(self.workers) + 1

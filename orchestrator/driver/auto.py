@@ -147,6 +147,8 @@ class Chooser:
             rules = registry.load(composed.strategy.name)
             try:
                 plan = make_plan(config, rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
+                if plan.device != self._plan.device:
+                    errors.append(f"{rules.cpu_only}; the job was measured on GPUs")
                 notes = rules.check(config, self._job, plan, errors)
                 self._plans[overrides] = (config, replace(plan, notes=(*plan.notes, *notes)))
             except ConfigError as e:

@@ -61,6 +61,14 @@ class Candidate:
         """Whether the command starts a Ray of its own, whose CPUs are only shares of this machine."""
         return self.sizes is not None
 
+    @property
+    def max_cpus(self) -> float:
+        """The most CPUs of the run, and of those that ``strategy=auto`` measures, on a Ray of its own."""
+        assert self.sizes is not None
+        options, largest = self.config.strategy, self.sizes.largest
+        extra = registry.load(options.name).extra_processes(options, largest.world_size)
+        return (self.sizes.max_processes + extra) * largest.cpus_per_worker
+
 
 def check_all(
     runs: Sequence[Sequence[str]],

@@ -282,12 +282,11 @@ def _ray(
     if config.plan and not any(c.is_auto for c in candidates):
         yield (machine,), planned
         return
-    needs = [s for _, s in planned]
     with cluster.embedded(
         config.cluster,
-        num_cpus=max(s.max_processes * s.largest.cpus_per_worker for s in needs),
+        num_cpus=max(c.max_cpus for c, _ in planned),
         num_gpus=machine.gpus,
-        num_processes=max(s.max_processes for s in needs),
+        num_processes=max(s.max_processes for _, s in planned),
         metadata=metadata,
     ):
         yield (machine,), planned

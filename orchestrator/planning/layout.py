@@ -84,6 +84,16 @@ class LayoutRules:
         return Layout(mesh=Mesh(data_parallel_size=num_workers))
 
     @classmethod
+    def extra_processes(cls, options: StrategyConfig, num_workers: int) -> int:
+        """Return how many processes more than its own the largest run has that this strategy starts for measurements.
+
+        Args:
+            options: the keys of the strategy.
+            num_workers: the number of its workers.
+        """
+        return 0
+
+    @classmethod
     def resized(
         cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
     ) -> StrategyConfig | None:

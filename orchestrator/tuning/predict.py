@@ -57,6 +57,8 @@ def predict(profile: Profile, plan: Plan, orders: Orders) -> Prediction:
     """
     if plan.pipeline is not None:
         return _pipeline(profile, plan, plan.pipeline, orders(plan.pipeline))
+    if plan.mesh.num_shards:
+        return _servers(profile, plan)
     return _devices(profile, plan) if plan.devices_per_worker > 1 else _replicas(profile, plan)
 
 
@@ -109,6 +111,25 @@ def _devices(profile: Profile, plan: Plan) -> Prediction:
         input_ms=profile.loop_ms + profile.data.at(plan.global_batch_size),
         memory_bytes=_state_bytes(profile, profile.parameter_bytes)
         + profile.activation_bytes * math.ceil(rows / n) * replicas,
+    )
+
+
+def _servers(profile: Profile, plan: Plan) -> Prediction:
+    """``parameter_server``: shards wait for the gradients of all workers, update, and send the parameters."""
+    n, shards = plan.mesh.num_workers, plan.mesh.num_shards
+    threads, slices = plan.threads_per_worker, plan.grad_accumulation
+    share = plan.workers[0].samples_per_step
+    rows = share / slices
+    received_bytes = n * profile.gradient_bytes / shards
+    update_ms = profile.update_ms(threads=threads, busy=shards) / shards
+    worker_bytes = 2 * profile.parameter_bytes + profile.gradient_bytes + profile.activation_bytes * rows
+    shard_bytes = _state_bytes(profile, profile.parameter_bytes / shards) + received_bytes
+    return Prediction(
+        compute_ms=slices * profile.pass_ms(rows, threads=threads, busy=n) + update_ms,
+        exchange_ms=profile.server.at(received_bytes / MIB),
+        idle_ms=0.0,
+        input_ms=profile.loop_ms + profile.data.at(share),
+        memory_bytes=max(worker_bytes, shard_bytes),
     )
 
 

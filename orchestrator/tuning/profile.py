@@ -26,6 +26,9 @@ class Affine:
         return self.overhead_ms + self.ms_per_unit * size
 
 
+NO_COST = Affine(overhead_ms=0.0, ms_per_unit=0.0)
+
+
 def fit(points: Sequence[tuple[float, float]]) -> Affine:
     """Fit pairs of a size and its milliseconds, by least squares of the relative errors. No coefficient is negative."""
     weights = [1 / ms**2 for _, ms in points]
@@ -119,6 +122,7 @@ class Profile:
         loop_ms: the training loop of a worker, around a step.
         groups: the all-reduce, by the size of the group; empty with one worker.
         message: a message between two workers; the unit of size is a MiB.
+        server: what ``parameter_server`` adds to a step; the unit of size is a MiB of gradients that a shard receives.
         base_ms: a pass of a model that computes nearly nothing, on one worker.
         ddp_ms: what ``ddp`` adds to a step, besides the transfer of the gradients.
         pipeline_ms: what a pipeline adds to a step.
@@ -138,6 +142,7 @@ class Profile:
     loop_ms: float
     groups: tuple[GroupCost, ...]
     message: Affine
+    server: Affine
     base_ms: float
     ddp_ms: float
     pipeline_ms: float

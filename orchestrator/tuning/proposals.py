@@ -7,7 +7,7 @@ from typing import Literal
 
 from orchestrator.planning.schedules import SCHEDULES
 
-StrategyName = Literal["single", "ddp", "dp", "model_parallel", "pipeline", "ddp_pipeline"]
+StrategyName = Literal["single", "ddp", "dp", "model_parallel", "pipeline", "ddp_pipeline", "parameter_server"]
 
 MICROBATCHES_PER_STAGE = (1, 2, 4)
 
@@ -16,6 +16,11 @@ def worker_counts(num_workers: int) -> tuple[int, ...]:
     """Return the numbers of workers to consider, in ascending order: the powers of two, and ``num_workers``."""
     powers = [2**i for i in range(num_workers.bit_length()) if 2**i < num_workers]
     return (*powers, num_workers)
+
+
+def shard_counts(num_workers: int) -> tuple[int, ...]:
+    """Return the numbers of parameter shards to consider for ``num_workers``, in ascending order."""
+    return worker_counts(num_workers // 2)
 
 
 def stage_counts(num_workers: int, schedules: Sequence[str]) -> tuple[int, ...]:
@@ -27,10 +32,10 @@ def stage_counts(num_workers: int, schedules: Sequence[str]) -> tuple[int, ...]:
 def proposals(
     num_workers: int, strategies: Sequence[StrategyName], schedules: Sequence[str]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the overrides of each proposal: the strategy, its workers and its micro-batches.
+    """Yield the overrides of each proposal: the strategy, its workers, and its micro-batches or shards.
 
     Args:
-        num_workers: the largest number of workers.
+        num_workers: the largest number of workers. Shards come in addition, one for two workers at most.
         strategies: the strategies to propose.
         schedules: the schedules of pipelines to propose.
     """
@@ -56,6 +61,10 @@ def proposals(
                         f"strategy.pipeline_parallel_size={p}",
                     )
                     yield from ((*grid, *stages) for stages in _stages(p, schedules))
+        elif strategy == "parameter_server":
+            for n in several:
+                servers = ("strategy=parameter_server", f"strategy.num_workers={n}")
+                yield from ((*servers, f"strategy.num_shards={shards}") for shards in shard_counts(n))
 
 
 def _stages(workers: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:

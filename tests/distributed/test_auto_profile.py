@@ -11,7 +11,7 @@ from helpers.normed_job import Normed
 from jobs.digits import Digits
 from jobs.names import Names
 from orchestrator.config.build import build
-from orchestrator.tuning.profile import Profile
+from orchestrator.tuning.profile import NO_COST, Profile
 
 
 def measured(rank: int, job: Any, world_size: int, batch: int) -> Any:
@@ -27,7 +27,7 @@ def measured(rank: int, job: Any, world_size: int, batch: int) -> Any:
     options = AutoConfig(
         name="auto",
         num_workers=world_size,
-        candidates=(),
+        candidates=("parameter_server",),
         schedules=("1F1B",),
         measured=0,
         measured_steps=1,
@@ -72,12 +72,14 @@ def test_two_workers_measure_passes_alone_and_at_once_but_no_batch_too_small_for
     assert profile.gradient_bytes == profile.parameter_bytes
     assert [group.workers for group in profile.groups] == [2]
     assert min(profile.ddp_ms, profile.action_ms, profile.base_ms, profile.data.at(8)) > 0
+    assert profile.server.ms_per_unit > 0
 
 
 def test_one_worker_measures_a_model_that_cannot_be_cut(gang: Gang) -> None:
     profile = profile_of(gang.run(measured, Names(width=8), 1, 8, world_size=1))
     assert profile.passes
     assert not profile.groups
+    assert profile.server == NO_COST
     assert profile.optimizer_bytes > 1, "Adam keeps two averages of each parameter"
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from helpers.cases import Case, config_of, plan_of
+from helpers.cases import CLUSTER, Case, config_of, plan_of
 from helpers.step_toys import GAN
 from jobs.digits import Digits
 from jobs.gpt import GPT
@@ -18,10 +18,11 @@ from orchestrator.config.compose import compose
 from orchestrator.config.overrides import with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.auto import Chooser, without_validation
+from orchestrator.driver.candidates import check_all
 from orchestrator.driver.decision import Decision, chosen_before
 from orchestrator.driver.event_stream import FailureSink
 from orchestrator.job import Job, has_training_step
-from orchestrator.planning.plan import Node
+from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, RunEnded, Warned
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
@@ -30,20 +31,22 @@ from orchestrator.tuning.predict import Prediction
 
 SECRET = "correct-horse"
 HERE = Node(node_id="here", name="here", cpus=8, gpus=0)
+WITH_GPUS = Node(node_id="there", name="there", cpus=8, gpus=4)
 
 
 def nothing_runs(*_: Any) -> NoReturn:
     raise AssertionError("a run was started")
 
 
-def chooser(job: Job, *overrides: str) -> Chooser:
+def chooser(job: Job, *overrides: str, node: Node = HERE) -> Chooser:
     errors: list[str] = []
     composed, _ = compose(["strategy=auto", "strategy.num_workers=2", *overrides], errors, registry.config_class)
     assert composed is not None, errors
-    config = config_of(Case(job=job), 1, strategy=composed.strategy)
+    config = config_of(Case(job=job), 1, strategy=composed.strategy, cluster=replace(CLUSTER, device="auto"))
     redactor = Redactor()
     redactor.learn({"password": SECRET})
-    return Chooser(config, job, plan_of(config), (HERE,), nothing_runs, redactor=redactor, oversubscribe_cpus=True)
+    plan = make_plan(config, registry.load("auto"), (node,), oversubscribe_cpus=True)
+    return Chooser(config, job, plan, (node,), nothing_runs, redactor=redactor, oversubscribe_cpus=True)
 
 
 def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions() -> None:
@@ -53,6 +56,20 @@ def test_a_job_with_its_own_training_step_has_two_candidates_and_no_predictions(
     assert all("Job.training_step" in c.refused for c in found.contenders if c.refused)
     assert not any(c.prediction for c in found.contenders)
     assert (found.plan.strategy, found.plan.threads_per_worker) == ("single", HERE.cpus)
+
+
+def test_a_strategy_that_would_leave_the_gpus_unused_is_refused() -> None:
+    words = ("strategy.candidates=[ddp,parameter_server]",)
+    assert not any(c.refused for c in chooser(Digits(), *words).contenders())
+    ddp, served = chooser(Digits(), *words, node=WITH_GPUS).contenders()
+    assert (ddp.refused, served.refused) == ("", "its workers run on CPUs only; the job was measured on GPUs")
+
+
+@pytest.mark.parametrize(("candidates", "cpus"), [("[single,ddp]", 2), ("[ddp,parameter_server]", 3)])
+def test_a_ray_of_its_own_has_room_for_the_shards_of_a_candidate(candidates: str, cpus: int, tmp_path: Path) -> None:
+    words = ("strategy=auto", "strategy.num_workers=2", f"strategy.candidates={candidates}", "tracking=none")
+    (found,) = check_all([[*words, f"output_dir={tmp_path}"]])
+    assert found.max_cpus == cpus
 
 
 def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_cut_it() -> None:

@@ -58,9 +58,10 @@ def test_the_same_run_has_the_same_key_whatever_it_logs() -> None:
         lambda: key(JOB, node=replace(HERE, cpus=4)),
         lambda: key(JOB, node=replace(HERE, gpus=1)),
         lambda: key(JOB, "strategy.schedules=[GPipe]"),
+        lambda: key(JOB, "strategy.candidates=[single,ddp]"),
         lambda: key(JOB, change=lambda c: replace(c, train=replace(c.train, global_batch_size=128))),
     ],
-    ids=["field", "threads", "cpus", "gpus", "schedules", "batch"],
+    ids=["field", "threads", "cpus", "gpus", "schedules", "shards", "batch"],
 )
 def test_another_job_size_or_machine_has_another_key(changed: Callable[[], str]) -> None:
     assert changed() != key(JOB)

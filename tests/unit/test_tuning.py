@@ -14,6 +14,7 @@ from orchestrator.timeline.ideal import Action
 from orchestrator.tuning.choose import Contender, best, next_to_measure, reason
 from orchestrator.tuning.predict import Prediction, memory_error, predict
 from orchestrator.tuning.profile import (
+    NO_COST,
     Affine,
     Division,
     GroupCost,
@@ -26,7 +27,6 @@ from orchestrator.tuning.profile import (
 from orchestrator.tuning.proposals import proposals, stage_counts, worker_counts
 from orchestrator.tuning.report import columns, markdown, verdict
 
-NOTHING = Affine(overhead_ms=0.0, ms_per_unit=0.0)
 LAYER = LayerProfile(
     name="layer",
     num_parameters=1,
@@ -55,7 +55,8 @@ PROFILE = Profile(
     data=Affine(overhead_ms=0.0, ms_per_unit=0.1),
     loop_ms=0.5,
     groups=(GroupCost(workers=2, all_reduce=Affine(overhead_ms=2.0, ms_per_unit=7.0)),),
-    message=NOTHING,
+    message=NO_COST,
+    server=Affine(overhead_ms=4.0, ms_per_unit=5.0),
     base_ms=0.0,
     ddp_ms=1.0,
     pipeline_ms=0.25,
@@ -183,6 +184,18 @@ def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -
     assert prediction.memory_bytes == pytest.approx(1000 * 3 + 4 * 10 * 16)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_parameter_server_receives_the_gradients_of_all_workers(shards: int) -> None:
+    """Two workers compute at once; shards divide the gradients and the update among them."""
+    prediction = predict(PROFILE, plan("parameter_server", Mesh(data_parallel_size=2, num_shards=shards)), gpipe)
+    assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0 / shards)
+    assert prediction.exchange_ms == pytest.approx(4.0 + 5.0 * 2 / shards)
+    assert prediction.input_ms == pytest.approx(0.5 + 3.2)
+    worker_bytes = 2000 + 2000 + 2**20 + 20 * 32
+    shard_bytes = 2000 * 3 + 2 * 2**20
+    assert prediction.memory_bytes == (shard_bytes if shards == 1 else worker_bytes)
+
+
 def test_a_model_that_is_too_large_for_a_worker_is_predicted_from_its_layers() -> None:
     large = dataclasses.replace(PROFILE, passes=())
     assert predict(large, plan("single", Mesh()), gpipe).compute_ms == pytest.approx(2 * 3.0 * 64 / 8)
@@ -216,7 +229,13 @@ def test_proposals_are_every_grid_of_every_strategy() -> None:
     ]
     assert len(found) == 4 + 3
     assert all("strategy.num_workers=4 strategy.pipeline_parallel_size=2" in p for p in found[4:])
-    assert list(proposals(1, ["single", "ddp", "dp", "pipeline"], ["1F1B"])) == [("strategy=single",)]
+    every_strategy = ["single", "ddp", "dp", "model_parallel", "pipeline", "ddp_pipeline", "parameter_server"]
+    assert list(proposals(1, every_strategy, ["1F1B"])) == [("strategy=single",)]
+
+
+def test_a_parameter_server_has_one_shard_for_two_workers_at_most() -> None:
+    sizes = [[word.partition("=")[2] for word in p[1:]] for p in proposals(6, ["parameter_server"], [])]
+    assert sizes == [["2", "1"], ["4", "1"], ["4", "2"], ["6", "1"], ["6", "2"], ["6", "3"]]
 
 
 def prediction(step_ms: float) -> Prediction:

@@ -26,8 +26,8 @@ from orchestrator.strategies.registry import register
 from orchestrator.strategies.tuned.collectives import all_reduce_cost, message_cost
 from orchestrator.strategies.tuned.machinery import MachineryCost, machinery_cost
 from orchestrator.strategies.tuned.passes import data_cost, divisions, layer_rows, slice_rows, whole_model_cost
-from orchestrator.tuning.profile import Affine, GroupCost, Profile
-from orchestrator.tuning.proposals import StrategyName, stage_counts, worker_counts
+from orchestrator.tuning.profile import NO_COST, GroupCost, Profile
+from orchestrator.tuning.proposals import StrategyName, shard_counts, stage_counts, worker_counts
 
 PROFILE_STEPS = 21
 """The steps of a profile: one in which the ranks measure, and those that show what the training loop costs."""
@@ -55,6 +55,11 @@ class AutoConfig(StrategyConfig):
         "reuse: take the measurements of an earlier run of this job with these sizes on this hardware, if there are any"
     )
 
+    @property
+    def with_shards(self) -> bool:
+        """Whether a candidate has parameter shards, which are measured too then."""
+        return "parameter_server" in self.candidates
+
 
 @register("auto")
 class Auto(Strategy):
@@ -67,6 +72,11 @@ class Auto(Strategy):
     @classmethod
     def is_synchronous(cls, options: StrategyConfig) -> bool:
         return False
+
+    @classmethod
+    def extra_processes(cls, options: StrategyConfig, num_workers: int) -> int:
+        assert isinstance(options, AutoConfig)
+        return shard_counts(num_workers)[-1] if options.with_shards else 0
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -125,6 +135,7 @@ class Auto(Strategy):
         context, job, train_set, control = self.context, self.job, self._train_set, self._control
         free_bytes = free_memory(context.device)
         assert isinstance(context.options, AutoConfig)
+        with_shards = context.options.with_shards and context.device.type == "cpu"
         counts = worker_counts(context.mesh.world_size)
         stages = stage_counts(context.mesh.world_size, context.options.schedules)
         divided = divisions(job, train_set, context, stages) if context.global_rank == 0 else ()
@@ -138,16 +149,17 @@ class Auto(Strategy):
             control=control,
             free_bytes=free_bytes / (context.mesh.world_size if context.device.type == "cpu" else 1),
             activation_bytes=activation_bytes,
+            with_shards=with_shards,
         )
         groups: tuple[GroupCost, ...] = ()
-        message = Affine(overhead_ms=0.0, ms_per_unit=0.0)
-        added = MachineryCost(base_ms=0.0, ddp_ms=0.0, pipeline_ms=0.0, action_ms=0.0)
+        message = NO_COST
+        added = MachineryCost()
         if control is not None:
             groups = tuple(
                 GroupCost(workers=n, all_reduce=all_reduce_cost(n, context, control)) for n in counts if n > 1
             )
             message = message_cost(context, control)
-            added = machinery_cost(context, control)
+            added = machinery_cost(context, control, with_shards=with_shards)
         return Profile(
             device="cuda" if context.device.type == "cuda" else "cpu",
             divisions=divided,
@@ -161,6 +173,7 @@ class Auto(Strategy):
             loop_ms=0.0,
             groups=groups,
             message=message,
+            server=added.server,
             base_ms=added.base_ms,
             ddp_ms=added.ddp_ms,
             pipeline_ms=added.pipeline_ms,

@@ -1,22 +1,23 @@
-"""What ``ddp`` and ``pipeline`` themselves cost, measured with a model that computes almost nothing."""
+"""What ``ddp``, ``pipeline`` and ``parameter_server`` themselves cost, measured with models that compute little."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from orchestrator.compat.pipelining import computations
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.strategies.asynchronous.parameter_server import ParameterServer, ParameterServerConfig
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
 from orchestrator.strategies.replicated.ddp import DDP, DDPConfig
@@ -25,22 +26,31 @@ from orchestrator.strategies.tuned.passes import STEPS
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.timeline.ideal import simulate
 from orchestrator.timeline.spans import extent_s
+from orchestrator.tuning.profile import MIB, NO_COST, Affine, fit
 
 RUNS = 20
+ROWS = 4
+"""The samples of a worker in a step."""
 WIDTH = 4
+SERVED_WIDTHS = (WIDTH, 512, 2048)
+"""The widths of layers that a shard serves: up to 16 MiB."""
+LEAST_MS = 0.01
+"""The shortest time that is believed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TinyJob(Job):
-    """A linear layer for each worker."""
+    """A chain of linear layers."""
 
     layers: int
+    width: int = WIDTH
 
     def model(self) -> nn.Module:
-        return nn.Sequential(OrderedDict((f"layer{i}", nn.Linear(WIDTH, WIDTH)) for i in range(self.layers)))
+        width = self.width
+        return nn.Sequential(OrderedDict((f"layer{i}", nn.Linear(width, width)) for i in range(self.layers)))
 
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, ...]]:
-        return TensorDataset(torch.zeros(1, WIDTH), torch.zeros(1, WIDTH))
+        return TensorDataset(torch.zeros(1, self.width), torch.zeros(1, self.width))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(output, target)
@@ -51,21 +61,31 @@ class _TinyJob(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineryCost:
-    """``base_ms`` is a step; ``ddp_ms`` and ``pipeline_ms`` are added to it, and ``action_ms`` to a pass of a stage."""
+    """``base_ms`` is a step; ``ddp_ms`` and ``pipeline_ms`` are added to it, and ``action_ms`` to a pass of a stage.
 
-    base_ms: float
-    ddp_ms: float
-    pipeline_ms: float
-    action_ms: float
+    ``server`` is what ``parameter_server`` adds to a step, for each MiB of gradients that a shard receives.
+    """
+
+    base_ms: float = 0.0
+    ddp_ms: float = 0.0
+    pipeline_ms: float = 0.0
+    action_ms: float = 0.0
+    server: Affine = NO_COST
 
 
-def machinery_cost(context: Context, control: dist.ProcessGroup) -> MachineryCost:
-    """Measure steps of a tiny model on all ranks; ``control`` is a group of them on the hosts. Collective."""
+def machinery_cost(context: Context, control: dist.ProcessGroup, *, with_shards: bool) -> MachineryCost:
+    """Measure steps of tiny models on all ranks. Collective.
+
+    Args:
+        context: the place of this rank.
+        control: a group of all ranks, on the hosts.
+        with_shards: whether to measure ``parameter_server``, too.
+    """
     n = context.mesh.world_size
     train = dataclasses.replace(
         context.train,
         grad_accumulation=1,
-        global_batch_size=4 * n,
+        global_batch_size=ROWS * n,
         steps=STEPS,
         ema_decay=None,
         precision="fp32",
@@ -86,16 +106,39 @@ def machinery_cost(context: Context, control: dist.ProcessGroup) -> MachineryCos
     alone = dataclasses.replace(tiny, mesh=Mesh(), global_rank=0, options=SingleConfig(name="single", num_workers=1))
     job = _TinyJob(layers=n)
     measured = functools.partial(_step_ms, rank=context.global_rank, ranks=n, control=control)
-    single_ms = measured(Single(alone, job), rows=4 * n)
-    ddp_ms = measured(DDP(dataclasses.replace(tiny, mesh=Mesh(data_parallel_size=n), options=ddp), job), rows=4)
-    few, many = ((_passes_in_a_row(n, m), measured(Pipeline(_staged(tiny, m), job), rows=4 * n)) for m in (n, 4 * n))
+    single_ms = measured(Single(alone, job), rows=ROWS * n)
+    ddp_ms = measured(DDP(dataclasses.replace(tiny, mesh=Mesh(data_parallel_size=n), options=ddp), job), rows=ROWS)
+    few, many = ((_passes_in_a_row(n, m), measured(Pipeline(_staged(tiny, m), job), rows=ROWS * n)) for m in (n, 4 * n))
     action_ms = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return MachineryCost(
         base_ms=single_ms,
         ddp_ms=max(0.0, ddp_ms - single_ms),
         pipeline_ms=max(0.0, few[1] - few[0] * action_ms),
         action_ms=action_ms,
+        server=_server_cost(tiny, alone, measured) if with_shards else NO_COST,
     )
+
+
+def _server_cost(context: Context, alone: Context, measured: Callable[..., float]) -> Affine:
+    """Measure a shard on the last rank, which serves all others. ``measured``: :func:`_step_ms` of a strategy."""
+    workers = context.mesh.world_size - 1
+    options = ParameterServerConfig(
+        name="parameter_server",
+        num_workers=workers,
+        num_shards=1,
+        consistency="sync",
+        max_staleness=0,
+        compression="none",
+    )
+    served = dataclasses.replace(context, mesh=Mesh(data_parallel_size=workers, num_shards=1), options=options)
+    points = []
+    for width in SERVED_WIDTHS:
+        job = _TinyJob(layers=1, width=width)
+        single_ms = measured(Single(alone, job), rows=ROWS)
+        served_ms = measured(ParameterServer.create(served, job), rows=ROWS)
+        received_bytes = workers * sum(p.nbytes for p in job.model().parameters())
+        points.append((received_bytes / MIB, max(LEAST_MS, served_ms - single_ms)))
+    return fit(points)
 
 
 def _staged(context: Context, microbatches: int) -> Context:
@@ -119,12 +162,16 @@ def _passes_in_a_row(workers: int, microbatches: int) -> float:
 
 def _step_ms(strategy: Strategy, *, rows: int, rank: int, ranks: int, control: dist.ProcessGroup) -> float:
     """Return the time of a step over ``rows`` samples, in milliseconds. Collective."""
-    batch = (torch.zeros(rows, WIDTH), torch.zeros(rows, WIDTH)) if strategy.reads_data else None
+    assert isinstance(strategy.job, _TinyJob)
+    train_set = strategy.job.dataset("train")
+    batch = default_collate([train_set[0]] * rows) if strategy.reads_data else None
     try:
-        strategy.setup(strategy.job.dataset("train"))  # type: ignore[arg-type]
+        strategy.setup(train_set)
         strategy.attach()
+        strategy.sync_initial_state()
         step = functools.partial(strategy.train_step, [batch], want_grad_norm=False, want_metrics=False)
         (own_ms,) = medians_ms([step], strategy.context.device, runs=RUNS)
-        return mean_over(ranks, own_ms, control)
+        with strategy.quiesced():  # no message is on its way
+            return mean_over(ranks, own_ms, control)
     finally:
         strategy.close()

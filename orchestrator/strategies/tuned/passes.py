@@ -137,6 +137,7 @@ def whole_model_cost(
     control: dist.ProcessGroup | None,
     free_bytes: float,
     activation_bytes: float,
+    with_shards: bool,
 ) -> WholeModelCost:
     """Measure training steps as ``single`` makes them, on one worker and on several at once. Collective.
 
@@ -148,6 +149,7 @@ def whole_model_cost(
         control: a group of all ranks, on the hosts; None with one worker.
         free_bytes: the memory that is free for the model of this worker.
         activation_bytes: what a sample keeps in memory until the backward pass; 0 if that is unknown.
+        with_shards: whether to measure workers that leave threads to a parameter shard, too.
 
     Returns:
         The costs; without passes if the model does not fit in the memory of some worker.
@@ -178,7 +180,7 @@ def whole_model_cost(
 
     costs: list[PassCost] = []
     own_threads = torch.get_num_threads()
-    for threads, busy in _arrangements(counts, world_size, own_threads):
+    for threads, busy in _arrangements(counts, world_size, own_threads, with_shards=with_shards):
         torch.set_num_threads(threads)
         for rows in sizes:
             of_size = dataclasses.replace(train, global_batch_size=rows)
@@ -218,10 +220,15 @@ def _keep_weights(strategy: Single) -> None:
         group["lr"] = 0.0
 
 
-def _arrangements(counts: Sequence[int], world_size: int, own_threads: int) -> list[tuple[int, int]]:
+def _arrangements(
+    counts: Sequence[int], world_size: int, own_threads: int, *, with_shards: bool
+) -> list[tuple[int, int]]:
     """Return pairs of threads and of workers that are busy at once: for each count, one worker and all of them."""
     threads = {n: own_threads * (world_size // n) for n in counts}
-    return sorted({(threads[n], busy) for n in counts for busy in (1, n)})
+    found = {(threads[n], busy) for n in counts for busy in (1, n)}
+    if with_shards:
+        found |= {(max(1, own_threads * world_size // (n + 1)), n) for n in counts if n > 1}
+    return sorted(found)
 
 
 def _batch(job: Job, train_set: Any, rows: int) -> Any:
