@@ -11,9 +11,8 @@ Three tiers:
 ``pytest -m gpu`` runs those that need a GPU, which are skipped where torch sees none.
 
 A tier runs on two processes (pytest-xdist), file by file; at the end, one of them runs ``tests/cluster`` and the other
-``tests/ray``, each as a whole. Without ``tests/command``, as in ``.ci/run``, there are three processes: one begins with
-``tests/ray``, one with the files of ``tests/cluster`` that start nodes in their own process, and all of them run the
-other files. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
+``tests/ray``, each as a whole. Without ``tests/command``, as in ``.ci/run``, these two begin at once, and a third one
+runs the other files beside them. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
 out only the campaign; tests named by ``::`` always run.
 
 Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
@@ -34,15 +33,13 @@ FOLDERS = ("unit", "tracking", "command", "distributed", "gpu", "cluster", "ray"
 """In the order they run, as far as they depend on it:
 
 - ``command`` asserts that no Ray is found on this machine, so it runs well before ``cluster`` and ``ray``.
-- ``ray`` is last: its Ray and the user's token stay in their process for long.
+- ``ray`` is last: its Ray and the user's token stay in their process until the end, and ``cluster`` starts commands
+  that must inherit neither.
 """
 WHOLE = ("gpu", "cluster", "ray")
-"""Each runs in one process."""
-STARTS_NODES = "ray.cluster_utils"
-"""Files of ``tests/cluster`` with this text share a process: Ray's libraries in it remember that there is no token."""
+"""Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
 WITHOUT_COMMAND = "not command"
-"""In an expression of markers, it lets long tests begin first, and most of ``tests/cluster`` run file by file."""
-BY_FILE = "cluster, file by file"
+"""In an expression of markers, it lets the folders in :data:`WHOLE` begin first."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
@@ -71,8 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            group = _group_of(config.rootpath / file, config)
-            return group if group in WHOLE else file
+            return next((folder for folder in WHOLE if file.startswith(f"tests/{folder}/")), file)
 
     config.option.loadscopereorder = False  # by size, the largest first
     return FilesInOrder(config, log) if config.option.dist == "loadfile" else None
@@ -98,16 +94,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(folder)
         if folder == "unit" and not any(item.iter_markers("slow")):
             item.add_marker("fast")
-    order = [*WHOLE, BY_FILE, *FOLDERS] if WITHOUT_COMMAND in config.option.markexpr else FOLDERS
-    items.sort(key=lambda item: order.index(group) if (group := _group_of(item.path, config)) in order else -1)
-
-
-def _group_of(file: Path, config: pytest.Config) -> str:
-    """The folder of a file of tests, or ``BY_FILE`` for one of ``tests/cluster`` that may run in any process."""
-    folder = file.parent.name
-    if WITHOUT_COMMAND in config.option.markexpr and folder == "cluster" and STARTS_NODES not in file.read_text():
-        return BY_FILE
-    return folder
+    whole_first = WITHOUT_COMMAND in config.option.markexpr
+    order = [*WHOLE, *FOLDERS] if whole_first else FOLDERS
+    items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
 
 
 def folder_of(item: pytest.Item) -> str:
