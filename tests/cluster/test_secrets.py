@@ -159,8 +159,9 @@ def test_a_submission_shows_no_secrets(
     redactor = Redactor.of_process()
     configs = checked(words, tmp_path, redactor, sweep=False)
     capsys.readouterr()
+    address = "http://me:hunter-Qq77@head:8265"
     origin = origin_of_submission(
-        words, address="http://me:hunter-Qq77@head:8265", working_dir=".", restarts=None, ray=["ray"]
+        words, given_address=address, address=address, working_dir=".", restarts=None, ray=["ray"]
     )
     job = make_submission(
         configs, words, working_dir=tmp_path, source=None, suffix="1", origin=origin, redactor=redactor
