@@ -284,17 +284,20 @@ class SimulatedSlots:
         type(self).workers = {}
         type(self).num_started = 0
         self.resources = {"CPU": plan.cpus_per_worker}
+        self._num_reserved = 0
 
     def reserve_all(
         self, count: int, *, one_node: bool, avoid: Collection[str], wait: ResourceWait, patience_s: float
     ) -> dict[int, str]:
+        self._num_reserved = count
         return self.placed(range(count))
 
     def placed(self, slots: Iterable[int]) -> dict[int, str]:
         return dict.fromkeys(slots, ray.get_runtime_context().get_node_id())
 
     def reserve(self, *, avoid: Collection[str]) -> int:
-        return max(self.workers) + 1
+        self._num_reserved += 1
+        return self._num_reserved - 1
 
     def withdraw(self, slot: int) -> bool:
         self.kill(slot)
