@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,9 +204,10 @@ def test_from_nothing_to_a_finished_run(machines: Machines) -> None:
     assert "/py_modules_files/" in module
     assert "/pip-" in wheel
 
-    for name in stop.machines:
+    for host in (alpha, beta):
         # `ray stop` ends all processes of Ray that it sees: on a host, those in its own PID namespace.
-        assert machines.by_name[name].run("cat", "/proc/1/comm") == (0, "sleep\n")
-        code, output = machines.type(name, stop.lines)
-        assert code == 0, output
+        assert host.run("cat", "/proc/1/comm") == (0, "sleep\n")
+    with ThreadPoolExecutor() as both:
+        for code, output in both.map(lambda name: machines.type(name, stop.lines), stop.machines):
+            assert code == 0, output
     assert [processes(host) for host in (alpha, beta)] == [[], []]
