@@ -6,6 +6,7 @@ of its own, with its own checkout and its own token. The jobs are in the home of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -22,7 +23,7 @@ import pytest
 from helpers import ssh
 from helpers.cluster_files import CLUSTER
 from helpers.hosts import Host, hosts
-from helpers.runs import ROOT, events
+from helpers.runs import ROOT, events, wait_for
 from helpers.wheels import make_wheel
 
 CHECKOUT = ("cluster", "conf", "jobs", "orchestrator", "pyproject.toml", ".rayignore", ".gitignore")
@@ -156,7 +157,10 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 def processes(host: Host) -> list[str]:
     """The processes that run on a host, except for its first one and its ssh server."""
-    names = [process.name() for process in psutil.Process(host.pid).children(recursive=True)]
+    names = []
+    for process in psutil.Process(host.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.append(process.name())
     return [name for name in names if name != "sshd"]
 
 
@@ -210,4 +214,5 @@ def test_from_nothing_to_a_finished_run(machines: Machines) -> None:
     with ThreadPoolExecutor() as both:
         for code, output in both.map(lambda name: machines.type(name, stop.lines), stop.machines):
             assert code == 0, output
-    assert [processes(host) for host in (alpha, beta)] == [[], []]
+    # `ray stop` does not wait for the processes that the dashboard has started.
+    wait_for(lambda: [processes(host) for host in (alpha, beta)] == [[], []], "the end of both Rays")
