@@ -43,30 +43,61 @@ pytestmark = pytest.mark.timeout(240)
 def two() -> Iterator[tuple[Host, Host]]:
     """A cluster of a host with three CPUs and one with a single CPU."""
     with hosts("first", "second") as (first, second):
-        start_ray({first: 3, second: 1})
+        start_ray({first: 3, second: 1}, env={second: {"NCCL_ALGO": "Ring"}})
         yield first, second
 
 
-def trained(host: Host, *overrides: str, cwd: Path) -> Path:
+def trained(host: Host, *overrides: str, cwd: Path, **env: str) -> Path:
     """Train with the command on ``host``; returns the run directory."""
-    code, output = host.launch(*WORDS, *overrides, cwd=cwd)
+    code, output = host.launch(*WORDS, *overrides, cwd=cwd, **env)
     assert code == 0, output
     return Path(next(line for line in output.splitlines() if line.startswith("run directory: ")).partition(": ")[2])
 
 
+@pytest.fixture(scope="module")
+def ddp_run(two: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ``ddp`` on both hosts, whose ranks print environment variables."""
+    return trained(
+        two[0],
+        "strategy=ddp",
+        "strategy.num_workers=4",
+        "job._target_=helpers.faulty_jobs.Environed",
+        "job.variables=[NCCL_DEBUG,NCCL_ALGO,LANG,OWN_NAME,GLOO_SOCKET_IFNAME]",
+        "cluster.env.LANG=C.utf8",
+        "cluster.env.OWN_NAME=null",
+        cwd=tmp_path_factory.mktemp("ddp"),
+        NCCL_DEBUG="WARN",
+        NCCL_ALGO="Tree",
+        OWN_NAME="driver",
+    )
+
+
 def test_ranks_on_uneven_hosts_find_each_other_and_learn_what_one_process_learns(
-    two: tuple[Host, Host], tmp_path: Path
+    two: tuple[Host, Host], ddp_run: Path, tmp_path: Path
 ) -> None:
     first, second = two
     expected = losses(trained(first, "strategy=single", cwd=tmp_path))
-    for layout in ("ddp", "ddp_pipeline"):
-        run = trained(first, f"strategy={layout}", "strategy.num_workers=4", cwd=tmp_path)
+    for run in (ddp_run, trained(first, "strategy=ddp_pipeline", "strategy.num_workers=4", cwd=tmp_path)):
         (started,) = events(run, "generation_started")
         nodes = [worker.partition(" pid ")[0] for worker in started["workers"]]
         assert nodes == [*[f"first ({first.address})"] * 3, f"second ({second.address})"]
         summary: dict[str, Any] = json.loads((run / "run.json").read_text())["summary"]
         assert summary["startup"]["rendezvous_s"] < LONGEST_RENDEZVOUS_S
-        assert losses(run) == pytest.approx(expected, rel=1e-3), layout
+        assert losses(run) == pytest.approx(expected, rel=1e-3), run
+
+
+def test_environment_variables_reach_the_ranks_of_all_hosts(ddp_run: Path) -> None:
+    """What Ray was started with on a host stays."""
+    for rank, algorithm in enumerate(["Tree", "Tree", "Tree", "Ring"]):
+        printed = (ddp_run / "logs" / f"rank-{rank}.log").read_text()
+        assert f"NCCL_DEBUG=WARN NCCL_ALGO={algorithm} LANG=C.utf8 OWN_NAME=driver GLOO_SOCKET_IFNAME=eth0" in printed
+
+
+def test_workers_without_room_are_refused_with_what_each_host_has(two: tuple[Host, Host], tmp_path: Path) -> None:
+    code, output = two[0].launch(*WORDS, "strategy=ddp", "strategy.num_workers=5", cwd=tmp_path)
+    assert code == 2, output
+    assert "3 CPUs and 0 GPUs" in output
+    assert "1 CPUs and 0 GPUs" in output
 
 
 def test_a_failure_names_the_host(two: tuple[Host, Host], tmp_path: Path) -> None:

@@ -24,17 +24,10 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from helpers.runs import ROOT, events, events_below, last_step, wait_for, wait_for_step
+from helpers.runs import ROOT, events, last_step, wait_for, wait_for_step
 
 BIN = Path(sys.executable).parent
 START = ROOT / "cluster" / "start.sh"
-
-WAIT_FOR_TWO_NODES = """
-import sys, time, ray
-ray.init(sys.argv[1])
-while sum(node["Alive"] for node in ray.nodes()) < 2:
-    time.sleep(0.1)
-"""
 
 
 @dataclass(frozen=True)
@@ -109,36 +102,6 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
 
 def command(head: Head, *words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=cwd, env={**head.env, **env}, capture_output=True, text=True, timeout=100)
-
-
-@pytest.mark.timeout(240)
-def test_over_two_uneven_nodes(head: Head, tmp_path: Path) -> None:
-    """Three workers need both nodes; four are refused with what each node has."""
-    words = ("python", "-m", "orchestrator.launch", "strategy=ddp", f"cluster.address={head.gcs}",
-             "train.steps=10", "tracking=none")  # fmt: skip
-    agent = f"--dashboard-agent-listen-port={free_port()}"
-    with ray_start(head.gcs, "--num-cpus=1", agent, env={**head.env, "NCCL_ALGO": "Ring"}):
-        command(head, sys.executable, "-c", WAIT_FOR_TWO_NODES, head.gcs, cwd=tmp_path)
-        asked = command(head, *words, "strategy.num_workers=4", cwd=tmp_path)
-        assert asked.returncode == 2, asked.stdout
-        assert "2 CPUs and 0 GPUs" in asked.stderr
-        assert "1 CPUs and 0 GPUs" in asked.stderr
-        done = command(
-            head, *words, "strategy.num_workers=3", "job._target_=helpers.faulty_jobs.Environed",
-            "job.variables=[NCCL_DEBUG,NCCL_ALGO,LANG,OWN_NAME,GLOO_SOCKET_IFNAME]", "cluster.env.LANG=C.utf8",
-            "cluster.env.OWN_NAME=null", cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-            NCCL_DEBUG="WARN", NCCL_ALGO="Tree", OWN_NAME="driver",
-        )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    (started,) = events_below(tmp_path, "generation_started")
-    assert len(started["workers"]) == 3
-    logs = [path.read_text() for path in tmp_path.glob("outputs/*/*/logs/rank-*.log")]
-    assert len(logs) == 3
-    for log in logs:
-        assert re.search(
-            r"NCCL_DEBUG=WARN NCCL_ALGO=(Tree|Ring) LANG=C.utf8 OWN_NAME=driver GLOO_SOCKET_IFNAME=\w", log
-        )
-    assert sum("NCCL_ALGO=Ring" in log for log in logs) == 1, "what Ray was started with on a node stays"
 
 
 def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ of its own, with its own checkout and its own token. The jobs are in the home of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import pytest
 from helpers import ssh
 from helpers.cluster_files import CLUSTER
 from helpers.hosts import Host, hosts
-from helpers.runs import ROOT, events
+from helpers.runs import ROOT, events, wait_for
 from helpers.wheels import make_wheel
 
 CHECKOUT = ("cluster", "conf", "jobs", "orchestrator", "pyproject.toml", ".rayignore", ".gitignore")
@@ -155,7 +157,10 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 def processes(host: Host) -> list[str]:
     """The processes that run on a host, except for its first one and its ssh server."""
-    names = [process.name() for process in psutil.Process(host.pid).children(recursive=True)]
+    names = []
+    for process in psutil.Process(host.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.append(process.name())
     return [name for name in names if name != "sshd"]
 
 
@@ -203,9 +208,11 @@ def test_from_nothing_to_a_finished_run(machines: Machines) -> None:
     assert "/py_modules_files/" in module
     assert "/pip-" in wheel
 
-    for name in stop.machines:
+    for host in (alpha, beta):
         # `ray stop` ends all processes of Ray that it sees: on a host, those in its own PID namespace.
-        assert machines.by_name[name].run("cat", "/proc/1/comm") == (0, "sleep\n")
-        code, output = machines.type(name, stop.lines)
-        assert code == 0, output
-    assert [processes(host) for host in (alpha, beta)] == [[], []]
+        assert host.run("cat", "/proc/1/comm") == (0, "sleep\n")
+    with ThreadPoolExecutor() as both:
+        for code, output in both.map(lambda name: machines.type(name, stop.lines), stop.machines):
+            assert code == 0, output
+    # `ray stop` does not wait for the processes that the dashboard has started.
+    wait_for(lambda: [processes(host) for host in (alpha, beta)] == [[], []], "the end of both Rays")
