@@ -17,7 +17,7 @@ JOB = ("job._target_=helpers.leisurely_job.Leisurely", "job.momentum=0")
 STEP_WITH_PROBES = 200
 """At this step, some seconds after the first one, the probes of all nodes are up."""
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def launched(host: Host, *overrides: str, cwd: Path) -> subprocess.Popen[str]:
@@ -35,6 +35,7 @@ def recovered(folder: Path) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.campaign
 def test_a_link_is_cut_and_mended(tmp_path: Path) -> None:
     """The run continues at the head while the link is cut; the other side, which cannot know, writes nothing more."""
     with hosts("other", "head") as (other, head):
@@ -58,6 +59,7 @@ def test_a_link_is_cut_and_mended(tmp_path: Path) -> None:
     assert saved[-1] == 1000
 
 
+@pytest.mark.campaign
 def test_a_run_of_a_fixed_size_leaves_a_silent_host_at_once(tmp_path: Path) -> None:
     """Ray, which would find out after a minute that the host is dead, never does so here."""
     with hosts("first", "second", "third") as all_hosts:
