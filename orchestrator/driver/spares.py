@@ -126,7 +126,7 @@ class Spares:
                 self._record_failed_start(slot, e)
             else:
                 self._record_start(slot, info, members)
-        trouble = self._admission.trouble()
+        trouble = self._nodes.trouble()
         return sorted(s for s, info in self.infos.items() if info.node_id not in trouble and can_join(info, members))
 
     def alive(self, members: Sequence[WorkerInfo]) -> list[int]:
