@@ -90,19 +90,32 @@ def embedded(
         num_gpus: the GPUs that Ray counts.
         num_processes: the number of worker processes, which Ray starts in advance as far as there are cores.
         metadata: what the dashboard shows about the job.
+
+    Raises:
+        ConfigError: Ray does not start.
     """
     # Ray would start a process for each CPU that it counts, and each of them imports torch.
     at_once = {"RAY_worker_maximum_startup_concurrency": str(min(num_processes, len(os.sched_getaffinity(0))))}
     with environment_defaults(EMBEDDED_ENVIRONMENT | at_once), _shut_down_afterwards():
-        with loopback_accepted():
-            _init(
-                address="local",
-                _node_ip_address=LOOPBACK,
-                num_cpus=math.ceil(num_cpus),
-                num_gpus=num_gpus,
-                include_dashboard=config.dashboard,
-                job_config=JobConfig(metadata=metadata),
+        try:
+            with loopback_accepted():
+                _init(
+                    address="local",
+                    _node_ip_address=LOOPBACK,
+                    num_cpus=math.ceil(num_cpus),
+                    num_gpus=num_gpus,
+                    include_dashboard=config.dashboard,
+                    job_config=JobConfig(metadata=metadata),
+                )
+        except Exception as e:  # of any type: Ray raises Exception itself if its processes are not up after 30 s
+            folder = f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray"
+            remedy = (
+                f"its files and logs are in {folder} (RAY_TMPDIR sets another place); on a busy machine, start again "
+                "when there are free CPUs"
             )
+            raise ConfigError(
+                [f"cluster=local: Ray does not start on this machine: {_in_one_line(e)}; {remedy}"]
+            ) from e
         yield
 
 
@@ -145,8 +158,12 @@ def connected(address: str, *, metadata: dict[str, str] | None = None) -> Iterat
         try:
             _init(address=gcs_address(address), job_config=JobConfig(metadata=metadata))
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
-            raise ConfigError([f"{_to_cli(address)}: {version_error(str(e)) or ' '.join(str(e).split())[:500]}"]) from e
+            raise ConfigError([f"{_to_cli(address)}: {version_error(str(e)) or _in_one_line(e)}"]) from e
         yield
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 def version_error(text: str) -> str | None:

@@ -22,6 +22,7 @@ from orchestrator.driver.gang import Gang
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.job_metadata import add_tracking_page
 from orchestrator.driver.last_checkpoints import wait_for_last_checkpoints
+from orchestrator.driver.left_reports import record_ranks
 from orchestrator.driver.node_uploads import NodeUploads
 from orchestrator.driver.node_watch import NodeWatch
 from orchestrator.driver.queue_place import QueuePlace, TurnLostError
@@ -270,6 +271,7 @@ class Run:
         generation = self._make_generation(number)
         self._queue.has_workers(self._gang.workers_by_node)
         self._node_uploads.cover(member.info.node_id for member in self._gang.members)
+        record_ranks(self.spec.run_dir, self._plan, self._gang.members, tokens_per_sample=self.spec.tokens_per_sample)
         generation.begin(
             self.spec.run_uid,
             recovery_plan,

@@ -29,6 +29,7 @@ from orchestrator.driver.event_stream import EventStream, FailureSink
 from orchestrator.driver.given_job import pickle_job
 from orchestrator.driver.job_metadata import JobStateSink, job_metadata
 from orchestrator.driver.known_outputs import enter_output
+from orchestrator.driver.left_reports import take_left_reports
 from orchestrator.driver.origin import this_origin
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
@@ -334,6 +335,8 @@ def _run(
     console = EventStream([shown, job_state], redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
+    for event in take_left_reports(run_dir):
+        writer.emit(event)
     journal = EventStream([writer], redactor)
     events = EventStream([writer, shown, job_state, PrometheusSink()], redactor)
     namesakes = active_namesakes(run_dir)

@@ -137,6 +137,11 @@ class RunDir:
     def spool(self, node_id: str, pid: int) -> Path:
         return self.spools / f"{node_id}-{pid}"
 
+    @property
+    def ranks_file(self) -> Path:
+        """Which of these workers has which rank."""
+        return self.spools / "ranks.json"
+
     def log_file(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
 

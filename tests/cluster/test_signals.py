@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from helpers.faulty_jobs import Slow
-from helpers.runs import events_below, in_campaign, losses, wait_for, wait_for_step
+from helpers.runs import events, events_below, in_campaign, last_step, losses, wait_for, wait_for_step
 from orchestrator import stop
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.json_file import read_json
@@ -121,16 +121,22 @@ def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path
 
 
 def test_a_killed_driver_is_started_again(launch: Callable[..., Any], tmp_path: Path) -> None:
+    """The points are there of every step of which a checkpoint was saved after the driver's last heartbeat."""
     process = launch("--restarts=1", *SLOW[:3], "cluster=local", "train.steps=120", "train.eval_every=0",
                      "checkpoint.every=10", "tracking=none")  # fmt: skip
     run_dir = wait_for_step(tmp_path, 20)
     (driver,) = psutil.Process(process.pid).children()
+    driver.suspend()
+    unseen = last_step(tmp_path) + 20
+    wait_for(lambda: list((run_dir / "checkpoints").glob(f"step-{unseen:08}")))
     driver.kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert "killed by SIGKILL; starting it again with resume=auto (1 of 1)" in output
     assert list(tmp_path.glob("outputs/*/*")) == [run_dir]
-    assert max(losses(run_dir)) == 120
+    assert events(run_dir, "run_started")[-1]["resumed_from_step"] >= unseen
+    assert sorted(losses(run_dir)) == [1, *range(10, 121, 10)]
+    assert not (run_dir / ".spools").exists()
 
 
 @pytest.mark.campaign

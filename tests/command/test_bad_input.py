@@ -269,6 +269,17 @@ def test_an_address_from_the_environment_is_called_by_its_name(
     assert refused("strategy=ddp").startswith("RAY_ADDRESS=http://127.0.0.1:8265: ")
 
 
+def test_a_machine_on_which_ray_does_not_start(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because its directory cannot be made; a machine that is too busy ends in the same message."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    message = refused("strategy=single", "job=digits")
+    assert f"cluster=local: Ray does not start on this machine: [Errno 20] Not a directory: '{tmp_path}" in message
+    assert f"its files and logs are in {tmp_path}/file/ray (RAY_TMPDIR sets another place)" in message
+
+
 def test_an_address_that_a_dead_ray_left_behind(refused: Refused, tmp_path: Path) -> None:
     left = tmp_path / "no-ray" / "ray" / "ray_current_cluster"
     left.parent.mkdir(parents=True)
