@@ -13,6 +13,7 @@ from helpers.commands import run
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.campaign
 def test_the_chosen_strategy_has_the_threads_of_a_run_that_names_it(tmp_path: Path) -> None:
     """A job with a training step is not profiled, and its first candidate is taken where nothing is measured."""
     words = ("strategy=auto", "strategy.measured=0", "job._target_=helpers.step_toys.GAN", "train.steps=2")

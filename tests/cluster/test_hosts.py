@@ -123,6 +123,7 @@ def test_the_doctor_asks_no_name_server_for_the_names_of_nodes() -> None:
     assert "asked" not in output
 
 
+@pytest.mark.campaign
 def test_a_host_on_which_pip_fails_is_named_with_its_reason(two: tuple[Host, Host], tmp_path: Path) -> None:
     first, second = two
     make_wheel(tmp_path, "wheel_of_first")

@@ -32,7 +32,7 @@ WORDS = (
     "job.lr=0.1",
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -104,6 +104,7 @@ def start(cluster: Cluster, launch: Callable[..., Any], tmp_path: Path) -> Calla
     return lambda *more: Run(launch(*words, *more, RAY_AUTH_MODE="disabled"), tmp_path)
 
 
+@pytest.mark.campaign
 def test_a_node_is_lost_and_another_comes(cluster: Cluster, start: Callable[..., Run]) -> None:
     node = cluster.add_node(num_cpus=1)
     run = start("strategy.num_workers=[1,2]", "train.steps=100000")

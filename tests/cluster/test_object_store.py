@@ -37,7 +37,7 @@ SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.faulty_j
         "train.eval_every=0", "train.log_every=1", "tracking=none", "cluster=local", f"output_dir={OUTPUT}",
         "storage.upload_every_s=0.5")  # fmt: skip
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 
 def last_step(run: Remote | None) -> int:

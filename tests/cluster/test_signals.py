@@ -37,10 +37,10 @@ def killed_run(folder: Path) -> tuple[MlflowClient, Any]:
     """The run that MLflow has as killed, once the follower is done with it."""
     (run_dir,) = folder.glob("outputs/*/*")
     # Two processes that both find no tables would both make them: the follower comes first.
-    wait_for(lambda: read_json(run_dir / "tracking.json").get("run_id"), timeout_s=30)
+    wait_for(lambda: read_json(run_dir / "tracking.json").get("run_id"), timeout_s=60)
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     killed = "attributes.status = 'KILLED'"
-    found = wait_for(lambda: client.search_runs(["0", "1"], filter_string=killed), timeout_s=30)
+    found = wait_for(lambda: client.search_runs(["0", "1"], filter_string=killed), timeout_s=60)
     return client, found[0]
 
 
@@ -52,9 +52,9 @@ def test_a_stop_while_ray_starts_starts_nothing(
     wait_for(lambda: len(family(process.pid)) > 2)
     everyone = family(process.pid)
     os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=45)
     assert (process.returncode, output) == (code, f"stopped by {number.name}: nothing was started\n")
-    assert not psutil.wait_procs(everyone, timeout=20)[1]
+    assert not psutil.wait_procs(everyone, timeout=45)[1]
     assert not list(tmp_path.glob("outputs/*/*"))
 
 
@@ -71,7 +71,7 @@ def test_a_ray_that_dies_with_the_signal_does_not_hold_the_end_up(launch: Callab
     assert f"resume={run_dir}" in "".join(output.strip().splitlines()[-4:])
     assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
     assert list((run_dir / "checkpoints").glob("step-*"))
-    assert not psutil.wait_procs(everyone, timeout=20)[1]
+    assert not psutil.wait_procs(everyone, timeout=45)[1]
     assert killed_run(tmp_path)
 
 
@@ -83,11 +83,11 @@ def test_a_run_is_followed_and_stopped_by_other_commands(launch: Callable[..., A
         stdout=subprocess.PIPE, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert stop.main([str(run_dir)]) == 0
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=45)
     assert process.returncode == 143
     assert "stopped by `orchestrator stop` of " in output
     assert list((run_dir / "checkpoints").glob("step-*"))
-    assert following.communicate(timeout=20)[0] == (run_dir / "logs" / "rank-1.log").read_text()
+    assert following.communicate(timeout=45)[0] == (run_dir / "logs" / "rank-1.log").read_text()
     assert following.returncode == 0
 
 
@@ -99,9 +99,9 @@ def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) 
     process.send_signal(signal.SIGTERM)
     time.sleep(1.5)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=45)
     assert process.returncode == 143
-    assert not psutil.wait_procs(everyone, timeout=20)[1]
+    assert not psutil.wait_procs(everyone, timeout=45)[1]
 
 
 def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path
     everyone = [p for p in family(process.pid) if "Agent" not in p.name()]
     assert len(everyone) > 5
     process.kill()
-    process.communicate(timeout=20)
-    assert not psutil.wait_procs(everyone, timeout=30)[1]
-    record = wait_for(lambda: json.loads((run_dir / "run.json").read_text())["state"] == "killed", timeout_s=30)
+    process.communicate(timeout=45)
+    assert not psutil.wait_procs(everyone, timeout=60)[1]
+    record = wait_for(lambda: json.loads((run_dir / "run.json").read_text())["state"] == "killed", timeout_s=60)
     assert record
     client, run = killed_run(tmp_path)
     uploaded = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "train/loss")}
@@ -130,7 +130,7 @@ def test_a_killed_driver_is_started_again(launch: Callable[..., Any], tmp_path: 
     unseen = last_step(tmp_path) + 20
     wait_for(lambda: list((run_dir / "checkpoints").glob(f"step-{unseen:08}")))
     driver.kill()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "killed by SIGKILL; starting it again with resume=auto (1 of 1)" in output
     assert list(tmp_path.glob("outputs/*/*")) == [run_dir]
@@ -145,12 +145,12 @@ def test_a_driver_that_died_after_the_last_step_is_ended_by_the_next(
 ) -> None:
     words = (*SLOW[:2], "cluster=local", "train.steps=20", "train.eval_every=0", "tracking=none")
     process = launch(*words)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     (run_dir,) = map(rundir.RunDir, tmp_path.glob("outputs/*/*"))
     run_dir.update_record(state="running", driver={**run_dir.read_record()["driver"], "pid": process.pid})
     process = launch(*words, "resume=auto")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert run_dir.read_record()["state"] == "finished"
     assert list(tmp_path.glob("outputs/*/*")) == [run_dir.path]

@@ -56,7 +56,7 @@ def last_step(folder: Path) -> int:
     return max((step for file in files for step in losses(file.parent)), default=0)
 
 
-def wait_for_step(folder: Path, step: int, *, timeout_s: float = 60) -> Path:
+def wait_for_step(folder: Path, step: int, *, timeout_s: float = 120) -> Path:
     """Wait until the run below ``folder`` has logged ``step``; returns its directory."""
     wait_for(lambda: last_step(folder) >= step, f"step {step}", timeout_s=timeout_s)
     (metrics,) = folder.glob("outputs/*/*/metrics.jsonl")
@@ -73,7 +73,7 @@ def pid_of_rank(folder: Path, rank: int, *, after_step: int) -> int:
     return int(started["workers"][rank].rpartition(" ")[2])
 
 
-def wait_for(condition: Callable[[], Any], what: str = "the condition", *, timeout_s: float = 60) -> Any:
+def wait_for(condition: Callable[[], Any], what: str = "the condition", *, timeout_s: float = 120) -> Any:
     """Return the first true value of ``condition()``.
 
     Raises:

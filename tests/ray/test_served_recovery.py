@@ -81,9 +81,7 @@ def test_a_killed_worker_of_synchronous_shards(
     assert_undisturbed(result.run_dir, *words)
 
 
-@pytest.mark.parametrize(
-    ("rank", "consistency"), [(0, "stale"), *in_campaign((0, "async"), (1, "async"), (1, "stale"))]
-)
+@pytest.mark.parametrize(("rank", "consistency"), in_campaign((0, "stale"), (0, "async"), (1, "async"), (1, "stale")))
 def test_a_killed_worker_of_asynchronous_shards(run: Any, consistency: str, rank: int) -> None:
     result = run(*SERVER, NO_CHECKPOINT, f"strategy.consistency={consistency}", f"recovery.chaos=[kill@13:{rank}]")
     assert recoveries(result) == [([rank], True)]

@@ -146,6 +146,7 @@ def test_rays_records_of_tasks_have_no_heartbeats() -> None:
     assert not any("heartbeat" in name for name in recorded)
 
 
+@pytest.mark.campaign
 def test_a_stopped_pipeline_shows_its_last_step(
     run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

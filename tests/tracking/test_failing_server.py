@@ -1,5 +1,7 @@
 """The upload to a real server through a network that fails."""
 
+import pytest
+
 from helpers.runs import wait_for
 from helpers.tracked_runs import artifacts, end, expected, history, log, new_run, run_of, save_samples, start, tracking
 from orchestrator import sync
@@ -81,6 +83,7 @@ def test_a_slow_server_delays_nothing_and_sync_uploads_the_rest(tmp_path, proxy,
     assert capsys.readouterr().out.startswith("uploaded 0 points; all 1000")
 
 
+@pytest.mark.campaign
 def test_samples_arrive_once_whatever_the_server_does(tmp_path, proxy, server_port):
     uri = f"http://127.0.0.1:{proxy.port}"
     run_dir = new_run(tmp_path, uri)

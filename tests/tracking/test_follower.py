@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from helpers.runs import wait_for
 from helpers.tracked_runs import (
     end,
@@ -177,6 +179,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.campaign
 def test_kill_minus_nine_of_the_driver_ends_as_killed(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     driver = subprocess.Popen(
