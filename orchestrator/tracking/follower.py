@@ -1,9 +1,10 @@
 """The process that uploads a run while it trains: ``python -m orchestrator.tracking.follower <run directory>``.
 
-It is not a child of the driver, has its own session, and runs only on CPUs that would idle. So Ctrl-C and
-``ray job stop`` do not end the upload, and a slow server does not slow the training. The import of MLflow takes seconds
-of CPU time. The first upload therefore comes ``tracking.upload_every_s`` after the first point, and that of a shorter
-run after its end.
+It is not a child of the driver and has its own session. So Ctrl-C and ``ray job stop`` do not end the upload. A child
+of it uploads, which runs only on CPUs that would idle, so that the training is not slowed. If others use all CPUs when
+the run has ended, another child of normal priority takes over: an unprivileged process cannot raise its own priority.
+The import of MLflow takes seconds of CPU time. The first upload therefore comes ``tracking.upload_every_s`` after the
+first point, and that of a shorter run after its end.
 
 Given several run directories, of runs whose drivers have died, it uploads one after another, each in a child process:
 a server that does not answer ends its own upload only.
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -29,8 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from orchestrator.records.journal import Ending, read_ending
-from orchestrator.records.process import is_alive
+from orchestrator.records.process import end_with_parent, is_alive
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.extras import missing_extras, upload_extra
 from orchestrator.tracking.mlflow import MlflowBackend
@@ -42,6 +46,8 @@ MAX_PAUSE_S = 30.0
 _MAX_PAUSE_AT_END_S = 2.0
 _OPTIONS_TIMEOUT_S = 10.0
 _EXTRAS_UPLOAD_TIMEOUT_S = 600.0
+_STARVED_S, _STARVED_SHARE = 3.0, 0.3
+"""After the run, a child that wants to run and gets less than this share of a CPU for so long need not yield."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +57,7 @@ class FollowerOptions:
 
     ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
     :func:`~orchestrator.records.process.this_process` there. ``log_model`` and ``log_dataset`` upload the model
-    and the dataset of a run that finishes, whose job is found in ``import_paths``. ``yields_cpu`` lets it run only
-    on CPUs that would idle, as long as the run trains.
+    and the dataset of a run that finishes, whose job is found in ``import_paths``.
     """
 
     uri: str
@@ -65,7 +70,6 @@ class FollowerOptions:
     log_model: bool = False
     log_dataset: bool = False
     import_paths: Sequence[str] = ()
-    yields_cpu: bool = True
 
 
 def main() -> int:
@@ -76,19 +80,61 @@ def main() -> int:
         return 1
     if os.fork():
         os._exit(0)  # the driver's child ends here; the follower is the orphaned grandchild
-    driver_pipe = _detach(yields_cpu=all_options[0].yields_cpu)
+    driver_pipe = _detach()
     uploads = list(zip(run_dirs, all_options, strict=True))
     if len(uploads) == 1:
-        run_dir, options = uploads[0]
-        exit_code = _upload(run_dir, options)
-        os.close(driver_pipe)  # the driver need not wait for what follows
-        _upload_extras(run_dir, options)
-        return exit_code
+        return _supervise(*uploads[0], driver_pipe)
+    _yield_cpu()
     for upload in uploads:
         if (child := os.fork()) == 0:
             return _upload(*upload)
         os.waitpid(child, 0)
     return 0
+
+
+def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int) -> int:
+    """Upload a run in a child process, or in a second one if the first gets no CPU after the run.
+
+    The driver, which need not wait for pictures and the model, sees the end of the upload as that of ``driver_pipe``.
+
+    Returns:
+        The exit code of the last child.
+    """
+    for yields_cpu in (True, False):
+        uploaded, child_pipe = os.pipe()
+        if (child := os.fork()) == 0:
+            end_with_parent(signal.SIGKILL)
+            os.close(driver_pipe)
+            if yields_cpu:
+                _yield_cpu()
+            exit_code = _upload(run_dir, options)
+            os.close(child_pipe)
+            _upload_extras(run_dir, options)
+            return exit_code
+        os.close(child_pipe)
+        if not (yields_cpu and _starves(psutil.Process(child), uploaded)):
+            break
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    select.select([uploaded], [], [])
+    os.close(driver_pipe)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _starves(child: psutil.Process, uploaded: int) -> bool:
+    """Wait until ``child`` has uploaded a run, or gets too little CPU after the run; return whether it does.
+
+    ``uploaded`` is a pipe, and its end that of the upload.
+    """
+    run_ended = sys.stdin in select.select([uploaded, sys.stdin], [], [])[0]
+    while run_ended:
+        used_s = sum(child.cpu_times()[:2])
+        if select.select([uploaded], [], [], _STARVED_S)[0]:
+            break
+        used_s = sum(child.cpu_times()[:2]) - used_s
+        if child.status() == psutil.STATUS_RUNNING and used_s < _STARVED_SHARE * _STARVED_S:
+            return True
+    return False
 
 
 def _read_options(count: int) -> list[FollowerOptions]:
@@ -98,11 +144,8 @@ def _read_options(count: int) -> list[FollowerOptions]:
     return [FollowerOptions(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def _detach(*, yields_cpu: bool) -> int:
-    """Leave the driver's session and priority; returns a descriptor whose closing tells the driver to go on."""
-    if yields_cpu:
-        os.nice(19)
-        _yield_cpu(True)
+def _detach() -> int:
+    """Let go of the driver's pipes; returns a descriptor whose closing tells the driver to go on."""
     os.write(sys.stdout.fileno(), f"{os.getpid()}\n".encode())  # at once, also with PYTHONUNBUFFERED
     # The duplicate keeps the pipe open as long as this process lives; output of libraries must not fill the pipe.
     driver_pipe = os.dup(sys.stdout.fileno())
@@ -111,13 +154,11 @@ def _detach(*, yields_cpu: bool) -> int:
     return driver_pipe
 
 
-def _yield_cpu(idle: bool) -> None:
-    """Run only on CPUs that would idle, or again like other processes of this niceness.
-
-    Niceness alone is not enough: Ray's workers are nice themselves.
-    """
+def _yield_cpu() -> None:
+    """Run only on CPUs that would idle. Niceness alone is not enough: Ray's workers are nice themselves."""
+    os.nice(19)
     with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE if idle else os.SCHED_OTHER, os.sched_param(0))
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _upload(run_dir: RunDir, options: FollowerOptions) -> int:
@@ -147,8 +188,6 @@ def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
             ending = final_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
         if ending and deadline is None:
             pause = POLL_S
-            if not driver_died:  # it waits for this process
-                _yield_cpu(False)
             deadline = _exit_after(options.flush_timeout_s)
         if due == math.inf and _has_points(run_dir):
             due = time.monotonic() + options.upload_every_s
@@ -179,7 +218,7 @@ def _upload_extras(run_dir: RunDir, options: FollowerOptions) -> None:
     ending = final_ending(run_dir)
     if ending is None:
         return
-    _yield_cpu(True)
+    _yield_cpu()
     extras = missing_extras(
         run_dir,
         ending,

@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.records.output_dir import OutputDir, push_records
@@ -40,8 +38,6 @@ _KILL_TIMEOUT_S = 2.0
 _REAP_TIMEOUT_S = 10.0
 _MAX_RESTARTS = 3
 """How often a follower that died is started again."""
-_STARVED_S, _STARVED_SHARE = 3.0, 0.3
-"""After training, a follower that wants to run and gets less than this share of a CPU for so long need not yield."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +105,6 @@ class Uploader:
             return _NOTHING_TO_UPLOAD
         deadline = time.monotonic() + timeout_s
         self._close_stdin()
-        if self._starves(min(_STARVED_S, timeout_s)):
-            self._kill()
-            self._options = replace(self._options, yields_cpu=False)
-            self._start_another()
-            self._close_stdin()
         while self._has_ended(max(0.0, deadline - time.monotonic())):
             upload = self._result()
             has_died = not upload.complete and upload.error is None
@@ -132,22 +123,6 @@ class Uploader:
         self._process.poll()
         return self._result()
 
-    def _starves(self, timeout_s: float) -> bool:
-        """Return whether the follower does not end within ``timeout_s`` because others use all CPUs.
-
-        An unprivileged process cannot raise its own priority.
-        """
-        if self._has_ended(0.0) or not self._announced.endswith(b"\n"):
-            return False
-        with contextlib.suppress(psutil.NoSuchProcess):
-            follower = psutil.Process(int(self._announced))
-            used_s = sum(follower.cpu_times()[:2])
-            if self._has_ended(timeout_s):
-                return False
-            used_s = sum(follower.cpu_times()[:2]) - used_s
-            return follower.status() == psutil.STATUS_RUNNING and used_s < _STARVED_SHARE * timeout_s
-        return False
-
     def _restart(self) -> str:
         """Start another follower for the one that has died, and return what happened."""
         assert self._options is not None
@@ -156,12 +131,8 @@ class Uploader:
             return f"the upload process died {_MAX_RESTARTS + 1} times; {remedy}"
         self._restarts += 1
         self._close_stdin()
-        self._start_another()
-        return "the upload process died; another one continues"
-
-    def _start_another(self) -> None:
-        assert self._options is not None
         self._process, self._announced = _spawn({self._run_dir: self._options}), b""
+        return "the upload process died; another one continues"
 
     def _has_ended(self, timeout_s: float) -> bool:
         """Return whether the follower ends within ``timeout_s``; its stdout closes when it does."""

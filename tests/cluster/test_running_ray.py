@@ -24,6 +24,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
+from helpers.ports import free_port
 from helpers.runs import ROOT, events, last_step, wait_for, wait_for_step
 
 BIN = Path(sys.executable).parent
@@ -38,12 +39,6 @@ class Head:
     dashboard: str
     home: Path
     env: dict[str, str]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from helpers.ports import free_port
 from helpers.runs import wait_for
 from orchestrator.storage.remote import Remote
 
@@ -25,9 +26,7 @@ class S3Server:
     """The server process, which keeps its objects in memory: SIGSTOP makes it unreachable without losing them."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
             stdout=subprocess.DEVNULL,

@@ -7,7 +7,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from helpers.ports import free_port
 from helpers.runs import wait_for
 
 ADMIN, ADMIN_PASSWORD = "keeper", "adm-Uu11Vv22Ww33"
@@ -87,10 +87,8 @@ class TeamServer:
 @contextlib.contextmanager
 def team_server(folder: Path) -> Iterator[TeamServer]:
     """Run the server and its PostgreSQL, with files in ``folder``; skips the test if PostgreSQL is not installed."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     with _postgresql() as database:
-        server = TeamServer(database, folder, port)
+        server = TeamServer(database, folder, free_port())
         try:
             server.start()
             yield server

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.ports import free_port
 from helpers.proxy import Proxy
 from helpers.runs import wait_for
 from orchestrator.tracking.mlflow import connect
@@ -40,8 +40,7 @@ def server_port(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) 
     """A real MLflow server."""
     folder = tmp_path_factory.mktemp("server")
     shutil.copy(empty_database, folder / "mlflow.db")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
