@@ -95,7 +95,8 @@ def main() -> int:
 def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int) -> int:
     """Upload a run in a child process, or in a second one if the first gets no CPU after the run.
 
-    The driver, which need not wait for pictures and the model, sees the end of the upload as that of ``driver_pipe``.
+    The driver, which need not wait for pictures and the model, sees the end of the upload as that of ``driver_pipe``,
+    which both processes close.
 
     Returns:
         The exit code of the last child.
@@ -104,10 +105,10 @@ def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int) -> i
         uploaded, child_pipe = os.pipe()
         if (child := os.fork()) == 0:
             end_with_parent(signal.SIGKILL)
-            os.close(driver_pipe)
             if yields_cpu:
                 _yield_cpu()
             exit_code = _upload(run_dir, options)
+            os.close(driver_pipe)
             os.close(child_pipe)
             _upload_extras(run_dir, options)
             return exit_code
