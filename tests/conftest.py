@@ -12,8 +12,8 @@ Three tiers:
 
 A tier runs on two processes (pytest-xdist), file by file; at the end, one of them runs ``tests/cluster`` and the other
 ``tests/ray``, each as a whole. Without ``tests/command``, as in ``.ci/run``, these two begin at once, and a third one
-runs the longest file of ``tests/cluster`` and then the other files beside them. With a path or ``-k``, pytest runs the
-tests selected in this one process, and leaves out only the campaign; tests named by ``::`` always run.
+runs the other files beside them. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
+out only the campaign; tests named by ``::`` always run.
 
 Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
 """
@@ -21,7 +21,6 @@ Every test has the name of its folder as a marker: ``pytest -m "distributed or t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,7 @@ FOLDERS = ("unit", "tracking", "command", "distributed", "gpu", "cluster", "ray"
 WHOLE = ("gpu", "cluster", "ray")
 """Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
 WITHOUT_COMMAND = "not command"
-"""In an expression of markers, it lets the folders in :data:`WHOLE` begin first, and :data:`APART` beside them."""
-APART = "tests/cluster/test_nodes.py"
-"""A file of ``cluster`` that a third process runs, so that the three end at about the same time."""
+"""In an expression of markers, it lets the folders in :data:`WHOLE` begin first."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
@@ -71,8 +68,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            if file == APART and WITHOUT_COMMAND in config.option.markexpr:
-                return file
             return next((folder for folder in WHOLE if file.startswith(f"tests/{folder}/")), file)
 
     config.option.loadscopereorder = False  # by size, the largest first
@@ -100,12 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if folder == "unit" and not any(item.iter_markers("slow")):
             item.add_marker("fast")
     whole_first = WITHOUT_COMMAND in config.option.markexpr
-    order = [*WHOLE, APART, *FOLDERS] if whole_first else FOLDERS
-    items.sort(key=lambda item: order.index(part) if (part := part_of(item, order)) in order else -1)
-
-
-def part_of(item: pytest.Item, order: Sequence[str]) -> str:
-    return APART if APART in order and item.nodeid.startswith(APART) else folder_of(item)
+    order = [*WHOLE, *FOLDERS] if whole_first else FOLDERS
+    items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
 
 
 def folder_of(item: pytest.Item) -> str:
