@@ -14,7 +14,7 @@ from orchestrator.driver.gang import Member
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
-from orchestrator.protocol.events import Event, FirstStepDone
+from orchestrator.protocol.events import Event, FirstStepDone, MetricsLogged
 from orchestrator.records.journal import read_lines
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.run_dir import RunDir
@@ -37,17 +37,18 @@ def record_ranks(run_dir: RunDir, plan: Plan, members: Sequence[Member], *, toke
         write_json(run_dir.ranks_file, ranks)
 
 
-def take_left_reports(run_dir: RunDir) -> list[Event]:
-    """Return the metrics and events of the last generation of a dead driver that its journal lacks, oldest first.
+def take_left_reports(run_dir: RunDir, *, up_to_step: int) -> list[Event]:
+    """Return what the last generation of a dead driver has reported and its journal lacks, oldest first.
 
-    Their files are deleted.
+    The files with the reports are deleted. Metrics that the journal has may be among them; it writes none twice. There
+    are none from workers whose run directory was not this one.
 
-    Metrics that the journal has may be among them; it writes none twice. There are none from workers whose run
-    directory was not this one.
+    ``up_to_step``: leave out metrics of later steps, which are repeated.
     """
     left = _read(run_dir)
     shutil.rmtree(run_dir.spools, ignore_errors=True)
-    return sorted(left, key=lambda event: event.time)
+    kept = (event for event in left if not isinstance(event, MetricsLogged) or event.step <= up_to_step)
+    return sorted(kept, key=lambda event: event.time)
 
 
 def _read(run_dir: RunDir) -> list[Event]:

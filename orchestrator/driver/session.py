@@ -335,8 +335,9 @@ def _run(
     console = EventStream([shown, job_state], redactor)
     stop.console = console
     writer = Journal(run_dir, warnings=console)
-    for event in take_left_reports(run_dir):
-        writer.emit(event)
+    if resume is not None:
+        for event in take_left_reports(run_dir, up_to_step=resume.step):
+            writer.emit(event)
     journal = EventStream([writer], redactor)
     events = EventStream([writer, shown, job_state, PrometheusSink()], redactor)
     namesakes = active_namesakes(run_dir)

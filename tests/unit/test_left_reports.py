@@ -49,12 +49,20 @@ def test_points_of_all_ranks_are_joined_and_incomplete_ones_left_out(run_dir: Ru
     leave(run_dir, 8, point(1, 3.0), point(2, 4.0))
     journal = Journal(run_dir)
     journal.emit(MetricsLogged(step=1, metrics={"train/loss": 2.0}))
-    for event in take_left_reports(run_dir):
+    for event in take_left_reports(run_dir, up_to_step=9):
         journal.emit(event)
     journal.close()
     assert losses(run_dir.path) == {1: 2.0, 2: 3.0}
     assert not run_dir.spools.exists()
-    assert take_left_reports(run_dir) == []
+    assert take_left_reports(run_dir, up_to_step=9) == []
+
+
+def test_steps_that_are_repeated_are_left_out(run_dir: RunDir) -> None:
+    for pid in (8, 9):
+        leave(run_dir, pid, point(4, 1.0), point(5, 1.0))
+    (logged,) = take_left_reports(run_dir, up_to_step=4)
+    assert isinstance(logged, MetricsLogged)
+    assert logged.step == 4
 
 
 def test_events_that_the_dead_driver_wrote_come_not_again(run_dir: RunDir) -> None:
@@ -67,13 +75,13 @@ def test_events_that_the_dead_driver_wrote_come_not_again(run_dir: RunDir) -> No
     journal = Journal(run_dir)
     journal.emit(known)
     journal.close()
-    assert take_left_reports(run_dir) == [new, sample]
+    assert take_left_reports(run_dir, up_to_step=9) == [new, sample]
 
 
 def test_evaluations_are_joined(run_dir: RunDir) -> None:
     for pid in (8, 9):
         leave(run_dir, pid, EvalPoint(step=4, time=1.0, loss_sum=float(pid), weight=1.0, sums={}))
-    (logged,) = take_left_reports(run_dir)
+    (logged,) = take_left_reports(run_dir, up_to_step=9)
     assert isinstance(logged, MetricsLogged)
     assert (logged.step, logged.metrics) == (4, {"val/loss": 8.5})
 
@@ -83,8 +91,8 @@ def test_damaged_or_missing_ranks_leave_nothing(run_dir: RunDir, text: str) -> N
     for pid in (8, 9):
         leave(run_dir, pid, point(1, 1.0))
     run_dir.ranks_file.write_text(text)
-    assert take_left_reports(run_dir) == []
+    assert take_left_reports(run_dir, up_to_step=9) == []
 
 
 def test_a_new_run_has_none(tmp_path: Path) -> None:
-    assert take_left_reports(RunDir(tmp_path)) == []
+    assert take_left_reports(RunDir(tmp_path), up_to_step=9) == []
