@@ -184,9 +184,9 @@ def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
     while run_dir.path.is_dir():
         driver_died = not driver.alive()
         ending, offset = read_ending(run_dir, offset=offset, before=ending)
-        if driver_died and ending is None:
+        if driver_died and deadline is None:
             mark_killed(run_dir, reason="the driver process died without reporting an end (kill -9?)")
-            ending = final_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
+            ending = ending or final_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
         if ending and deadline is None:
             pause = POLL_S
             deadline = _exit_after(options.flush_timeout_s)

@@ -257,13 +257,18 @@ def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> Iterator[bool]:
 def mark_killed(run_dir: RunDir, *, reason: str) -> None:
     """Record the end of a run whose driver has died; a run with a live driver is left alone.
 
-    Disk errors are ignored.
+    An end that is in the journal only, because the process that recorded it was killed, is that of the run. Disk errors
+    are ignored.
     """
     with contextlib.suppress(OSError), run_dir.edit_record() as record:
         if record.get("state") in ACTIVE_STATES and not run_dir.driver_if_running():
             run_dir.release_space()
-            append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
-            record["state"] = "killed"
+            ending, _ = read_ending(run_dir)
+            if ending is not None and ending.time >= record.get("started", 0.0):
+                record["state"] = ending.status.lower()
+            else:
+                append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
+                record["state"] = "killed"
 
 
 def final_ending(run_dir: RunDir) -> Ending | None:

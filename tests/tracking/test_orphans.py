@@ -2,14 +2,16 @@
 
 import shutil
 import sys
+import time
 
 import psutil
 
-from helpers.runs import wait_for
+from helpers.runs import events, wait_for
 from helpers.tracked_runs import DEAD_PROCESS, ended_run, history, log, new_run, run_of, start
+from orchestrator.protocol.events import RunEnded
 from orchestrator.records.journal import Journal
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.tracking.transfer import exclusive, read_cursor
+from orchestrator.tracking.transfer import exclusive, mark_killed, read_cursor
 from orchestrator.tracking.uploader import recover_orphans
 
 
@@ -46,6 +48,20 @@ def test_an_orphan_whose_server_does_not_answer_holds_up_no_other(tmp_path, uri)
     assert run_of(uri, reachable).info.status == "KILLED"
     assert not read_cursor(unreachable).closed_at
     wait_for(lambda: set(psutil.Process().children()) <= before, "the process that started the upload to be reaped")
+
+
+def test_an_end_that_only_the_journal_has_is_recorded_and_not_written_again(tmp_path):
+    """As after a process that was killed between the two; the end of an earlier launch is none."""
+    run_dir = new_run(tmp_path, None, driver=DEAD_PROCESS)
+    journal = Journal(run_dir)
+    start(journal)
+    journal.emit(RunEnded(status="FAILED", exit_code=1, reason="", summary={}))
+    journal.close()
+    mark_killed(run_dir, reason="")
+    assert (run_dir.read_record()["state"], len(events(run_dir.path, "run_ended"))) == ("failed", 1)
+    run_dir.update_record(state="waiting", started=time.time())
+    mark_killed(run_dir, reason="")
+    assert (run_dir.read_record()["state"], len(events(run_dir.path, "run_ended"))) == ("killed", 2)
 
 
 def test_orphans_are_marked_also_if_no_follower_starts(tmp_path, monkeypatch):
