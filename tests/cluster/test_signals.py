@@ -127,9 +127,11 @@ def test_a_killed_driver_is_started_again(launch: Callable[..., Any], tmp_path: 
     run_dir = wait_for_step(tmp_path, 20)
     (driver,) = psutil.Process(process.pid).children()
     driver.suspend()
-    unseen = last_step(tmp_path) + 20
-    wait_for(lambda: list((run_dir / "checkpoints").glob(f"step-{unseen:08}")))
-    driver.kill()
+    try:
+        unseen = last_step(tmp_path) + 20
+        wait_for(lambda: list((run_dir / "checkpoints").glob(f"step-{unseen:08}")))
+    finally:
+        driver.kill()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "killed by SIGKILL; starting it again with resume=auto (1 of 1)" in output
