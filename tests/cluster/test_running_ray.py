@@ -192,7 +192,7 @@ def next_commands(output: str, head: str) -> list[list[str]]:
     return [shlex.split(line.removeprefix(head)) for line in lines if line.startswith(f"{head} ")]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head, tmp_path: Path) -> None:
     """With the commands that the submission and the run print."""
     tracking = f"sqlite:///{tmp_path}/mlflow.db"
