@@ -60,7 +60,7 @@ def _read(run_dir: RunDir) -> list[Event]:
             global_batch_size=ranks.get("global_batch_size", 0),
             tokens_per_sample=ranks.get("tokens_per_sample"),
         )
-    except (OSError, ValueError, KeyError, TypeError):  # it cannot be read
+    except (OSError, ValueError, KeyError, TypeError):  # the file is damaged, or cannot be read
         return []
     known = {(record.get("event"), record.get("time")) for record, _ in read_lines(run_dir.events_file)}
     left: list[Event] = []
