@@ -22,6 +22,7 @@ from orchestrator.config.text import first_few
 from orchestrator.display.report import errors_text
 from orchestrator.display.text import count
 from orchestrator.driver.result import RunResult
+from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.sweep import Sweep, output_of, resume_override
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.run_dir import RunDir
@@ -66,32 +67,35 @@ class Search:
     tried: list[dict[str, Any]] = field(default_factory=list)
     started: Mapping[int, RunDir] = field(default_factory=dict)
 
-    def run(self, execute: Execute) -> int:
-        """Execute the runs one after another, and say which was the best.
+    def run(self, execute: Execute, stop: StopSignals) -> int:
+        """Execute the runs one after another, and say which was the best. After a signal no other starts.
 
         Returns:
-            The exit code: 0 if a run has a result, that of the run if one was stopped.
+            The exit code: 0 if a run has a result, 128 plus the number of the signal if one came.
 
         Raises:
             ConfigError: the configuration of the first run is wrong, or the runs have no result ``sweep.metric``.
         """
         study = self._study()
         try:
-            stopped = self._execute_all(study, execute)
+            is_complete = self._execute_all(study, execute, stop)
         finally:
             self.sweep.end()
-        if stopped is not None:
+        if not is_complete:
+            assert stop.received is not None
             self.sweep.say(f"continue the search with: {self.sweep.continue_command}")
-            return stopped.exit_code
+            return 128 + stop.received
         return self._say_best(study)
 
-    def _execute_all(self, study: Any, execute: Execute) -> RunResult | None:
-        """Execute what is left to do; returns the result of a run that was stopped. Raises like :meth:`run`."""
+    def _execute_all(self, study: Any, execute: Execute, stop: StopSignals) -> bool:
+        """Execute what is left to do; returns whether all was done before a signal came. Raises like :meth:`run`."""
         import optuna
 
         assert self.options.trials is not None
         unfinished = self._replay(study)
         for number in [*unfinished, *range(len(self.tried) + 1, self.options.trials + 1)]:
+            if stop.received is not None:
+                return False
             if number in unfinished:
                 study.enqueue_trial(self.tried[number - 1])
             trial = study.ask(self._distributions())
@@ -109,10 +113,10 @@ class Search:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 continue
             if result.status == "KILLED":
-                return result
+                return False
             value = self._value(result.summary) if result.status == "FINISHED" else None
             study.tell(trial, value, state=None if value is not None else optuna.trial.TrialState.FAIL)
-        return None
+        return True
 
     def _study(self) -> Any:
         import optuna

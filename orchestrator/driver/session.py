@@ -70,8 +70,6 @@ def run_all(
     *,
     owns_process: bool = False,
     sweep: Sweep | None = None,
-    part_of: Mapping[str, str] | None = None,
-    started_at: float | None = None,
 ) -> list[RunResult]:
     """Execute the runs one after another on one Ray.
 
@@ -79,9 +77,6 @@ def run_all(
         candidates: what :func:`check_all` returned.
         owns_process: SIGINT and SIGTERM may end the process, as on the command line.
         sweep: the sweep that the runs belong to.
-        part_of: the id and name of the sweep in whose records the only run is, with its number.
-        started_at: when the first run was requested, in seconds since the epoch; None for the start of the process if
-            ``owns_process``, and for the present time otherwise.
 
     Returns:
         The results of the runs that were started. In a sweep, a run that could not be started has none.
@@ -92,17 +87,31 @@ def run_all(
             came during a run.
         SystemExit: a second SIGTERM came during a run.
     """
-    results: list[RunResult] = []
-    if started_at is None:
-        started_at = process_started_at() if owns_process else time.time()
-    if (carried := membership()) is not None:
-        part_of = carried
+    started_at = process_started_at() if owns_process else time.time()
+    if (part_of := membership()) is not None:
         end_with_parent(signal.SIGTERM)
-    with (
-        StopSignals(owns_process=owns_process) as stop,
-        CodeCache() as codes,
-        _ray(candidates, sweep, codes) as (nodes, planned),
-    ):
+    with StopSignals(owns_process=owns_process) as stop:
+        return _run_all(candidates, stop, sweep=sweep, part_of=part_of, started_at=started_at)
+
+
+def _run_all(
+    candidates: Sequence[Candidate],
+    stop: StopSignals,
+    *,
+    sweep: Sweep | None = None,
+    part_of: Mapping[str, str] | None = None,
+    started_at: float,
+) -> list[RunResult]:
+    """Execute the runs as :func:`run_all` does.
+
+    Args:
+        candidates: as for :func:`run_all`.
+        stop: handles the signals.
+        sweep: the sweep that the runs belong to.
+        part_of: the id and name of the sweep in whose records the only run is, with its number.
+        started_at: when the first run was requested, in seconds since the epoch.
+    """
+    with CodeCache() as codes, _ray(candidates, sweep, codes) as (nodes, planned):
         if candidates[0].config.plan:
             return _print_plans(planned, nodes, codes, stop, sweep)
         stop.exit_at_once = False
@@ -118,14 +127,15 @@ def run_all(
             sweep.begin([candidate.overrides for candidate, _ in planned])
         if sweep is not None and sweep.at_once > 1:
             return run_side_by_side([candidate for candidate, _ in planned], sweep, stop)
-        for candidate, sizes in planned:
-            run = functools.partial(_choose_and_run, candidate, sizes, nodes, codes, stop, started_at=started_at)
-            result = run(sweep=part_of) if sweep is None else sweep.run(candidate.overrides, run)
-            started_at = time.time()
-            results += [] if result is None else [result]
-            if result is not None and result.status == "KILLED":
-                break
-    return results
+        execute = functools.partial(_choose_and_run, nodes=nodes, codes=codes, stop=stop)
+        if sweep is None:
+            ((candidate, sizes),) = planned
+            return [execute(candidate, sizes, sweep=part_of, started_at=started_at)]
+        runs = [
+            (c.overrides, functools.partial(execute, c, sizes, started_at=None if number else started_at))
+            for number, (c, sizes) in enumerate(planned)
+        ]
+        return sweep.run_in_turn(runs, stop)
 
 
 def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
@@ -156,13 +166,14 @@ def run_search(search: Search) -> int:
     ran: list[tuple[Candidate, RunResult]] = []
 
     def execute(overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
+        started_at = time.time() if ran else process_started_at()
         (candidate,) = check_all([overrides], search.sweep.redactor)
-        started_at = time.time() if ran else None
-        (result,) = run_all([candidate], owns_process=True, part_of=sweep, started_at=started_at)
+        (result,) = _run_all([candidate], stop, part_of=sweep, started_at=started_at)
         ran.append((candidate, result))
         return result
 
-    exit_code = search.run(execute)
+    with StopSignals(owns_process=True) as stop:
+        exit_code = search.run(execute, stop)
     if ran:
         _publish(search.sweep, *ran[-1])
     return exit_code
@@ -242,14 +253,18 @@ def _chosen(
 def _choose_and_run(
     candidate: Candidate,
     sizes: Sizes,
+    *,
     nodes: tuple[Node, ...],
     codes: CodeCache,
     stop: StopSignals,
-    *,
     sweep: Mapping[str, str] | None,
-    started_at: float,
+    started_at: float | None,
 ) -> RunResult:
-    """Execute one run, whose strategy is chosen first if it is ``auto``. Raises like :func:`_run`."""
+    """Execute one run, whose strategy is chosen first if it is ``auto``. Raises like :func:`_run`.
+
+    ``started_at``: when it was requested; None for now.
+    """
+    started_at = time.time() if started_at is None else started_at
     try:
         if candidate.is_auto:
             candidate, sizes = _chosen(candidate, sizes.initial, nodes, codes, stop)

@@ -46,6 +46,7 @@ def run_side_by_side(candidates: Sequence[Candidate], sweep: Sweep, stop: StopSi
             if stop.received is not None and drivers.stopped_by is None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 drivers.stop(stop.received)
+    sweep.note_stop(stop)
     return [result for f in futures if not f.cancelled() and (result := f.result()) is not None]
 
 

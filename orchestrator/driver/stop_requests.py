@@ -8,7 +8,7 @@ import threading
 
 from orchestrator.driver.signals import StopSignals
 from orchestrator.records.run_dir import RunDir
-from orchestrator.records.stop_request import clear_stop_request, stop_requested_by
+from orchestrator.records.stop_request import stop_requested_by
 
 LOOK_EVERY_S = 1.0
 LOOK_EVERY_REMOTE_S = 5.0
@@ -17,10 +17,7 @@ _END_TIMEOUT_S = 2.0
 
 
 class StopRequests:
-    """While in the context, turns the request to stop a run into a stop of its driver, as by SIGTERM.
-
-    A request that an earlier driver of the run has left is dropped.
-    """
+    """While in the context, turns the request to stop a run into a stop of its driver, as by SIGTERM."""
 
     def __init__(self, run_dir: RunDir, stop: StopSignals):
         self._run_dir = run_dir
@@ -30,8 +27,6 @@ class StopRequests:
         self._thread = threading.Thread(target=self._work, name="stop-requests", daemon=True)
 
     def __enter__(self) -> StopRequests:
-        with contextlib.suppress(OSError):
-            clear_stop_request(self._run_dir)
         self._thread.start()
         return self
 
@@ -41,6 +36,6 @@ class StopRequests:
 
     def _work(self) -> None:
         while not self._ended.wait(self._every_s):
-            with contextlib.suppress(OSError):  # the store is away: look again later
+            with contextlib.suppress(OSError, ValueError):  # the store is away, for example: look again later
                 if (who := stop_requested_by(self._run_dir)) is not None:
                     return self._stop.request(signal.SIGTERM, f"`orchestrator stop` of {who}")

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,7 @@ from orchestrator.display.text import count, duration, writable
 from orchestrator.driver.origin import this_origin
 from orchestrator.driver.preflight.paths import absolute_paths, output_dir
 from orchestrator.driver.result import RunResult
+from orchestrator.driver.signals import StopSignals
 from orchestrator.records.output_dir import OutputDir, fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.sweep_dir import SweepDir, all_sweeps, runs_of
@@ -129,6 +130,26 @@ class Sweep:
         """Return the number of a run in the sweep and what distinguishes it: ``run 2: strategy=ddp``."""
         number = self._number(overrides)
         return f"run {number}: {self._run_name(number)}"
+
+    def run_in_turn(self, runs: Iterable[tuple[Sequence[str], Execute]], stop: StopSignals) -> list[RunResult]:
+        """Execute runs, given by their overrides, one after another. After a signal no other starts.
+
+        Returns:
+            The results of the runs that no error has ended.
+        """
+        results: list[RunResult] = []
+        for overrides, execute in runs:
+            if stop.received is not None:
+                break
+            if (result := self.run(overrides, execute)) is not None:
+                results.append(result)
+        self.note_stop(stop)
+        return results
+
+    def note_stop(self, stop: StopSignals) -> None:
+        """Let the exit code say so if a signal has kept runs from finishing, even if none was in progress."""
+        if stop.received is not None and self._unfinished:
+            self._raise_exit_code(128 + stop.received)
 
     def run(self, overrides: Sequence[str], execute: Execute) -> RunResult | None:
         """Execute a run and report the progress; an error ends this run only. Returns None after an error."""

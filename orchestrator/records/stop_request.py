@@ -11,12 +11,13 @@ from orchestrator.records.run_dir import RunDir
 
 
 def request_stop(run_dir: RunDir) -> None:
-    """Ask the driver of a run to stop, as SIGTERM would.
+    """Ask the driver that the record of a run names to stop, as SIGTERM would. No later driver of the run obeys.
 
     Raises:
         OSError: the directory or the store cannot be written.
+        ValueError: the record is damaged.
     """
-    request = {"by": f"{user_name()} on {socket.gethostname()}"}
+    request = {"by": f"{user_name()} on {socket.gethostname()}", "started": run_dir.read_record().get("started")}
     if run_dir.remote is None:
         write_json(run_dir.stop_file, request)
     else:
@@ -24,28 +25,16 @@ def request_stop(run_dir: RunDir) -> None:
 
 
 def stop_requested_by(run_dir: RunDir) -> str | None:
-    """Return who has asked the driver of a run to stop, None if nobody has.
+    """Return who has asked the driver that the record of a run names to stop, None if nobody has.
 
     Raises:
         OSError: the directory or the store cannot be read.
+        ValueError: the request or the record is damaged.
     """
     try:
         local, remote = run_dir.stop_file, run_dir.remote
         text = local.read_bytes() if remote is None else remote.read(local.name)
     except FileNotFoundError:
         return None
-    try:
-        return str(json.loads(text)["by"])
-    except (ValueError, TypeError, KeyError):
-        return "somebody"
-
-
-def clear_stop_request(run_dir: RunDir) -> None:
-    """Remove the request that an earlier driver of the run has obeyed.
-
-    Raises:
-        OSError: the directory or the store cannot be written.
-    """
-    run_dir.stop_file.unlink(missing_ok=True)
-    if run_dir.remote is not None:
-        run_dir.remote.delete(run_dir.stop_file.name)
+    request = json.loads(text)
+    return str(request["by"]) if request.get("started") == run_dir.read_record().get("started") else None

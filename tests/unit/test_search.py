@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.search_space import Choices, Interval, example, is_search, search_space
 from orchestrator.driver.result import RunResult
 from orchestrator.driver.search import NONE_FINISHED, Search, open_search
+from orchestrator.driver.signals import StopSignals
 from orchestrator.records.run_dir import RunDir
 
 SPACE = ("job.lr=tag(log,interval(1e-4,1.0))", "job.depth=range(1,4)", "strategy=single,ddp")
@@ -89,7 +91,7 @@ def search(output_dir: Path, *words: str, trials: int = 25) -> Search:
 
 def test_a_search_finds_the_best_values_and_says_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs, searched = Runs(tmp_path), search(tmp_path)
-    assert searched.run(runs) == 0
+    assert searched.run(runs, StopSignals()) == 0
     assert len(runs.overrides) == 25
     best = min(runs.rates, key=lambda lr: abs(math.log10(lr) + 2))
     assert 0.005 < best < 0.02
@@ -104,45 +106,69 @@ def test_the_same_seed_tries_the_same_values(tmp_path: Path) -> None:
     tried = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         runs = Runs(tmp_path / name)
-        search(tmp_path / name, f"seed={seed}", trials=3).run(runs)
+        search(tmp_path / name, f"seed={seed}", trials=3).run(runs, StopSignals())
         tried.append(runs.rates)
     assert tried[0] == tried[1] != tried[2]
 
 
 def test_runs_that_fail_or_are_refused_do_not_end_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ends = {2: "FAILED", 3: "refused"}
-    assert search(tmp_path, trials=4).run(Runs(tmp_path, lambda number: ends.get(number, "FINISHED"))) == 0
+    runs = Runs(tmp_path, lambda number: ends.get(number, "FINISHED"))
+    assert search(tmp_path, trials=4).run(runs, StopSignals()) == 0
     printed = capsys.readouterr()
     assert "best of 2 runs" in printed.out
     assert "job.depth: too deep" in printed.err
-    assert search(tmp_path, trials=1).run(Runs(tmp_path, lambda number: "FAILED")) == NONE_FINISHED
+    runs = Runs(tmp_path, lambda number: "FAILED")
+    assert search(tmp_path, trials=1).run(runs, StopSignals()) == NONE_FINISHED
 
 
 def test_wrong_input_ends_a_search_at_its_first_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too deep"):
-        search(tmp_path).run(Runs(tmp_path, lambda number: "refused"))
+        search(tmp_path).run(Runs(tmp_path, lambda number: "refused"), StopSignals())
     with pytest.raises(
         ConfigError, match=r"sweep.metric=val_accuracy: .* they have val_loss, and steps|val_loss, steps"
     ):
-        search(tmp_path, "sweep.metric=val_accuracy").run(Runs(tmp_path, steps=5))
+        search(tmp_path, "sweep.metric=val_accuracy").run(Runs(tmp_path, steps=5), StopSignals())
     with pytest.raises(ConfigError, match=r"sweep.parallel"):
         search(tmp_path, "sweep.parallel=2")
 
 
+def test_a_stop_after_the_last_step_of_a_run_starts_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = StopSignals()
+
+    def end(number: int) -> str:
+        if number == 2:
+            stop.request(signal.SIGTERM, "SIGTERM")
+        return "FINISHED"
+
+    runs = Runs(tmp_path, end)
+    assert search(tmp_path, trials=3).run(runs, stop) == 143
+    assert len(runs.overrides) == 2
+    assert "continue the search with: " in capsys.readouterr().out
+
+
 def test_a_search_that_was_stopped_goes_on_with_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = Runs(tmp_path, lambda number: "KILLED" if number == 4 else "FAILED" if number == 2 else "FINISHED")
-    stopped = search(tmp_path, trials=6)
-    assert stopped.run(first) == 130
+    stop = StopSignals()
+
+    def end(number: int) -> str:
+        if number == 4:
+            stop.request(signal.SIGINT, "SIGINT")
+        return {2: "FAILED", 4: "KILLED"}.get(number, "FINISHED")
+
+    first, stopped = Runs(tmp_path, end), search(tmp_path, trials=6)
+    assert stopped.run(first, stop) == 130
     assert "continue the search with: python -m orchestrator.launch -m " in capsys.readouterr().out
     second = Runs(tmp_path)
     again = search(tmp_path, "resume=auto", trials=6)
     assert again.sweep.sweep_id == stopped.sweep.sweep_id
-    assert again.run(second) == 0
+    assert again.run(second, StopSignals()) == 0
     assert len(second.overrides) == 3, "runs 4 to 6"
     assert second.rates[0] == first.rates[3]
     assert second.overrides[0][-1].startswith("resume=")
     assert not set(second.rates[1:]) & set(first.rates)
     assert "best of 5 runs" in capsys.readouterr().out
     longer = Runs(tmp_path)
-    assert search(tmp_path, "resume=auto", trials=8).run(longer) == 0
+    assert search(tmp_path, "resume=auto", trials=8).run(longer, StopSignals()) == 0
     assert len(longer.overrides) == 2, "a higher sweep.trials continues a search that has ended"

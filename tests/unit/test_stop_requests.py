@@ -34,12 +34,21 @@ def test_a_request_stops_as_sigterm_does(run: RunDir) -> None:
     assert signals.cause == f"`orchestrator stop` of {stop_requested_by(run)}"
 
 
-def test_a_request_that_an_earlier_driver_left_is_dropped(run: RunDir) -> None:
+def test_a_request_from_before_the_driver_looks_for_one_counts(run: RunDir) -> None:
+    run.update_record(started=1.0)
     request_stop(run)
     signals = StopSignals()
     with StopRequests(run, signals):
-        assert stop_requested_by(run) is None
-    assert signals.received is None
+        assert wait_for(lambda: signals.received, timeout_s=10) == signal.SIGTERM
+
+
+def test_a_request_to_an_earlier_launch_of_the_run_does_not_count(run: RunDir) -> None:
+    run.update_record(started=1.0)
+    request_stop(run)
+    run.update_record(started=2.0)
+    assert stop_requested_by(run) is None
+    request_stop(run)
+    assert stop_requested_by(run) is not None
 
 
 def test_a_signal_before_the_request_remains_the_cause() -> None:

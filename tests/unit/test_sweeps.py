@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.result import RunResult
+from orchestrator.driver.signals import StopSignals
 from orchestrator.driver.sweep import Sweep, open_sweep
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
@@ -23,21 +26,25 @@ def opened(output_dir: Path, *words: str, strategies: tuple[str, ...] = STRATEGI
     return open_sweep([f"strategy={','.join(strategies)}", *words], runs, Redactor.of_process())
 
 
+def recorded(
+    root: Path, *, sweep: Mapping[str, str] | None, status: str = "FINISHED", checkpoint: bool = False
+) -> RunResult:
+    """A run that only writes its record."""
+    assert sweep is not None
+    number = int(sweep["run"])
+    run_dir = RunDir(root / "2026-05-01" / f"12-3{number}-01-run")
+    run_dir.checkpoints.mkdir(parents=True)
+    if checkpoint:
+        (run_dir.checkpoints / "step-00000010").mkdir()
+    strategy = STRATEGIES[number - 1]
+    summary = {"samples_per_s": 1000.0 * number, "final_loss": 0.5}
+    run_dir.update_record(state=status.lower(), strategy=strategy, job="digits", sweep=dict(sweep), summary=summary)
+    return RunResult(status=status, exit_code=0 if status == "FINISHED" else 130, run_dir=run_dir.path)  # type: ignore[arg-type]
+
+
 def execute(sweep: Sweep, number: int, *, status: str = "FINISHED", checkpoint: bool = False) -> RunResult | None:
-    """Execute the run with this number, which only writes its record."""
-
-    def run(*, sweep: Mapping[str, str] | None) -> RunResult:
-        assert sweep is not None
-        run_dir = RunDir(root / "2026-05-01" / f"12-3{number}-01-run")
-        run_dir.checkpoints.mkdir(parents=True)
-        if checkpoint:
-            (run_dir.checkpoints / "step-00000010").mkdir()
-        strategy = STRATEGIES[number - 1]
-        summary = {"samples_per_s": 1000.0 * number, "final_loss": 0.5}
-        run_dir.update_record(state=status.lower(), strategy=strategy, job="digits", sweep=dict(sweep), summary=summary)
-        return RunResult(status=status, exit_code=0 if status == "FINISHED" else 130, run_dir=run_dir.path)  # type: ignore[arg-type]
-
-    root = sweep.output.path
+    """Execute the run with this number."""
+    run = functools.partial(recorded, sweep.output.path, status=status, checkpoint=checkpoint)
     return sweep.run(sweep.runs[number - 1], run)
 
 
@@ -108,6 +115,24 @@ def test_an_error_ends_only_its_own_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert "ZeroDivisionError" in printed.err
     assert "output_dir: cannot be written" in printed.err
     assert "run 3 of 3: strategy=hogwild; about " not in printed.out  # no run has ended before, so its time is unknown
+
+
+@pytest.mark.parametrize(("at_run", "code"), [(2, 130), (3, 0)])
+def test_a_stop_after_the_last_step_of_a_run_starts_no_other(tmp_path: Path, at_run: int, code: int) -> None:
+    """A run whose steps are done finishes, although the signal came while its end was uploaded."""
+    stop = StopSignals()
+
+    def run(*, sweep: Mapping[str, str] | None) -> RunResult:
+        assert sweep is not None
+        if int(sweep["run"]) == at_run:
+            stop.request(signal.SIGINT, "SIGINT")
+        return recorded(tmp_path, sweep=sweep)
+
+    sweep, runs = opened(tmp_path)
+    sweep.begin(runs)
+    results = sweep.run_in_turn([(overrides, run) for overrides in runs], stop)
+    assert [result.status for result in results] == ["FINISHED"] * at_run
+    assert sweep.exit_code == code
 
 
 def test_runs_are_left_out_only_if_the_sweep_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
