@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from orchestrator.compat.ray.connection import use_token_of_user
+from orchestrator.compat.ray.packages import never_packaged, upload_file
 from orchestrator.compat.ray.process import ray_logs_errors_only
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
@@ -153,13 +154,17 @@ class JobServer:
         Raises:
             ConfigError: Ray refuses it.
         """
-        runtime_env: dict[str, Any] = {"env_vars": dict(submission.env)}
+        # Ray leaves these out of a working directory, but not of modules.
+        runtime_env: dict[str, Any] = {"env_vars": dict(submission.env), "excludes": never_packaged()}
         if submission.working_dir is not None:
             runtime_env["working_dir"] = str(submission.working_dir)
-        if submission.py_modules:
-            runtime_env["py_modules"] = [str(module) for module in submission.py_modules]
         try:
             with ray_logs_errors_only():
+                if submission.py_modules:
+                    runtime_env["py_modules"] = [
+                        upload_file(self._client, module) if module.suffix == ".py" else str(module)
+                        for module in submission.py_modules
+                    ]
                 self._client.submit_job(
                     entrypoint=submission.entrypoint,
                     submission_id=submission.id,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.compat.ray.packages import max_package_bytes, packaged_files
+from orchestrator.compat.ray.packages import packaged_files
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.display.text import size
+from orchestrator.display.text import count, size
 from orchestrator.worker.process.packages import InstallError, use
 
 _LARGEST_FILES = 5
@@ -56,18 +56,29 @@ def module_paths(py_modules: Sequence[str]) -> list[Path]:
     return paths
 
 
-def size_errors(directory: Path, *, what: str) -> list[str]:
-    """Return why a directory cannot travel: its files, without those that ``.rayignore`` names, are too large.
+def size_errors(source: Path, *, what: str, limit: int) -> list[str]:
+    """Return why a directory or a file cannot travel: what ``.rayignore`` leaves of it is too large.
 
-    The error begins with ``what``.
+    Args:
+        source: the directory or the file.
+        what: the beginning of the error.
+        limit: the size in bytes that a package has to stay below.
     """
-    files = sorted(packaged_files(directory), key=lambda f: f[1], reverse=True)
+    files = sorted(packaged_files(source), key=lambda f: f[1], reverse=True)
     total = sum(n for _, n in files)
-    limit = max_package_bytes()
-    if total <= limit:
+    if total < limit:
         return []
     largest = ", ".join(f"{path} ({size(n)})" for path, n in files[:_LARGEST_FILES])
     return [
-        f"{what}: {size(total)} in {len(files)} files, and Ray takes at most {size(limit)}; the largest: {largest}. "
-        "Name what the job does not need in .rayignore"
+        f"{what}: {size(total)} in {count(len(files), 'file')}, and Ray takes less than {size(limit)}; the largest: "
+        f"{largest}. Name what the job does not need in .rayignore"
     ]
+
+
+def module_size_errors(py_modules: Sequence[str], *, limit: int) -> list[str]:
+    """Return which of ``cluster.py_modules`` cannot travel, as :func:`size_errors` does.
+
+    Raises:
+        ConfigError: see :func:`module_paths`.
+    """
+    return [e for p in module_paths(py_modules) for e in size_errors(p, what=f"cluster.py_modules={p}", limit=limit)]

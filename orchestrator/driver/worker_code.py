@@ -19,12 +19,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.compat.ray.packages import PIN_S, make_package, upload_package
+from orchestrator.compat.ray.packages import PIN_S, make_package, max_package_bytes, upload_package
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.calls import answers_in_time
 from orchestrator.driver.cluster import allowed_nodes
-from orchestrator.driver.packages import module_paths, requirements, size_errors
+from orchestrator.driver.packages import module_paths, module_size_errors, requirements, size_errors
 from orchestrator.planning.plan import Node
 
 LOOK_TIMEOUT_S = 30.0
@@ -81,15 +81,17 @@ def code_for_workers(cluster: ClusterConfig, nodes: Sequence[Node]) -> WorkerCod
     """Return what the workers of a run need on ``nodes``, which this process is connected to.
 
     Raises:
-        ConfigError: ``cluster.pip`` or ``cluster.py_modules`` names a file that does not exist, or the working
-            directory has to travel and is too large.
+        ConfigError: ``cluster.pip`` or ``cluster.py_modules`` names a file that does not exist, or what has to travel
+            is too large.
     """
     py_modules, pip = module_paths(cluster.py_modules), requirements(cluster.pip)
+    errors = module_size_errors(cluster.py_modules, limit=max_package_bytes())
     working_dir = Path.cwd()
     if lacking := _nodes_to_supply(working_dir, nodes, autoscaling=cluster.autoscaling):
         what = f"{working_dir} has to travel to {', '.join(lacking)} because the code of the job is there"
-        if errors := size_errors(working_dir, what=what):
-            raise ConfigError(errors)
+        errors += size_errors(working_dir, what=what, limit=max_package_bytes())
+    if errors:
+        raise ConfigError(errors)
     return WorkerCode(working_dir=working_dir if lacking else None, py_modules=py_modules, pip=pip)
 
 

@@ -91,13 +91,18 @@ def raylet_messages_muted() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def ray_logs_errors_only() -> Iterator[None]:
     """Mute what Ray's Python code logs in this context, except errors."""
-    logger = logging.getLogger("ray")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    root = logging.getLogger("ray")
+    # Some of Ray's modules set a level of their own, which that of their parent does not change.
+    loggers = [logger for name, logger in root.manager.loggerDict.items() if name.startswith("ray.")]
+    levels = {logger: logger.level for logger in loggers if isinstance(logger, logging.Logger) and logger.level}
+    levels[root] = root.level
+    for logger in levels:
+        logger.setLevel(max(logger.level, logging.ERROR))
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.compat.ray.packages import max_upload_bytes
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
@@ -13,7 +14,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.search_space import example, is_search
 from orchestrator.config.secret_names import is_secret
-from orchestrator.driver.packages import module_paths, size_errors
+from orchestrator.driver.packages import module_size_errors, size_errors
 from orchestrator.strategies import registry
 
 
@@ -36,9 +37,9 @@ def checked(words: Sequence[str], working_dir: Path, redactor: Redactor, *, swee
         if config is not None:
             errors += _local_only(config)
             with collect_errors(errors):
-                module_paths(config.cluster.py_modules)
+                errors += module_size_errors(config.cluster.py_modules, limit=max_upload_bytes())
             configs.append(config)
-    errors += size_errors(working_dir, what=f"--working-dir={working_dir}")
+    errors += size_errors(working_dir, what=f"--working-dir={working_dir}", limit=max_upload_bytes())
     if errors:
         raise ConfigError(list(dict.fromkeys(map(redactor.text, errors))))
     return configs

@@ -1,0 +1,73 @@
+"""A stand-in for the job server of Ray's dashboard, which takes packages and jobs and runs none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import io
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True)
+class JobServerStandIn:
+    """``packages``: the uploaded ones by URI path. ``jobs``: the requests for jobs, in order."""
+
+    url: str
+    packages: dict[str, bytes] = field(default_factory=dict)
+    jobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def files(self) -> list[list[str]]:
+        """Return the names in each zip among the packages."""
+        return [sorted(zipfile.ZipFile(io.BytesIO(data)).namelist()) for data in self.packages.values()]
+
+
+@contextlib.contextmanager
+def job_server() -> Iterator[JobServerStandIn]:
+    """Serve on a free port of this machine."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/api/version":
+                self._answer(200, {"version": "4", "ray_version": ray.__version__})
+            else:
+                self._answer(200 if self.path in stand_in.packages else 404, {})
+
+        def do_PUT(self) -> None:
+            stand_in.packages[self.path] = self._body()
+            self._answer(200, {})
+
+        def do_POST(self) -> None:
+            job = json.loads(self._body())
+            stand_in.jobs.append(job)
+            self._answer(200, {"job_id": job["submission_id"], "submission_id": job["submission_id"]})
+
+        def _body(self) -> bytes:
+            return self.rfile.read(int(self.headers["Content-Length"]))
+
+        def _answer(self, status: int, content: dict[str, Any]) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    stand_in = JobServerStandIn(f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield stand_in
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
