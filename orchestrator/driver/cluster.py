@@ -19,6 +19,7 @@ from ray.job_config import JobConfig
 
 from orchestrator.compat.ray.connection import (
     address_of_ray_start,
+    gcs_of_raylets_here,
     is_node_of,
     is_ray_client,
     loopback_accepted,
@@ -250,14 +251,15 @@ def _error(address: str) -> str | None:
 def _gcs_error(gcs: str) -> str | None:
     """Return why the server at ``gcs`` cannot be used. ``ray.init`` takes 20 s to find out, and logs all the while."""
     status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
-    if status == "unauthenticated" and _is_this_machine(gcs):
-        # `ray start` on this machine has used the user's token, so the server may see it.
+    if status == "unauthenticated" and _is_used_here(gcs):
+        # `ray start` on this machine has presented the user's token, so the server may see it.
         use_token_of_user()
         status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
     if status == "unauthenticated":
         return (
             "this Ray requires a token, and yours is missing or another one; set RAY_AUTH_MODE=token and "
-            "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the values that it was started with"
+            "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the values that it was started with; on a node, copy "
+            "~/.ray/auth_token from the head"
         )
     if status is None:
         return None if is_node_of(gcs, timeout_s=CONNECT_TIMEOUT_S) else _NO_NODE
@@ -281,7 +283,19 @@ def _is_web_server(address: str) -> bool:
     return True
 
 
-def _is_this_machine(gcs: str) -> bool:
-    host = gcs.rpartition(":")[0].strip("[]")
+def _is_used_here(gcs: str) -> bool:
+    """Return whether the server is on this machine, or a node of its cluster is."""
+    host, _, port = gcs.rpartition(":")
     own = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
-    return host in own or host in ("localhost", socket.gethostname())
+    if host.strip("[]") in own or host in ("localhost", socket.gethostname()):
+        return True
+    joined = {other for other, _, its_port in (a.rpartition(":") for a in gcs_of_raylets_here()) if its_port == port}
+    return host in joined or any(_resolved(host) & _resolved(other) for other in joined)
+
+
+def _resolved(host: str) -> set[str]:
+    """Return the addresses of a host; itself if it has none."""
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return {host}

@@ -187,6 +187,9 @@ def test_from_nothing_to_a_finished_run(machines: Machines) -> None:
     code, output = machines.type("beta", join.lines)
     assert code == 0, output
 
+    code, output = machines.type("beta", ("orchestrator queue list",))
+    assert code == 0, output  # the file with the token is enough on every node
+
     machines.write_jobs()
     code, output = machines.type("alpha", doctor.lines)
     assert "all-reduce across 2 nodes" in output

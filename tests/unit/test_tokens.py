@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -42,29 +43,57 @@ class Gcs(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(answer)
 
 
-@pytest.fixture
-def addresses() -> Iterator[list[str]]:
-    """Of a server without a token, and of one with the token of the user."""
-    servers: list[Any] = []
-    ports = []
-    for token in (None, TOKEN):
-        server = grpc.server(ThreadPoolExecutor(2), handlers=[Gcs(token)])
-        ports.append(server.add_insecure_port("127.0.0.1:0"))
-        server.start()
-        servers.append(server)
-    yield [f"127.0.0.1:{port}" for port in ports]
-    for server in servers:
-        server.stop(None).wait(10)
+@contextlib.contextmanager
+def gcs(token: str | None, host: str = "127.0.0.1") -> Iterator[str]:
+    """The address of a GCS server that asks for this token, if for any."""
+    server: Any = grpc.server(ThreadPoolExecutor(2), handlers=[Gcs(token)])
+    port = server.add_insecure_port(f"{host}:0")
+    server.start()
+    yield f"{host}:{port}"
+    server.stop(None).wait(10)
 
 
-def test_a_token_is_presented_only_where_one_is_asked_for(addresses: list[str], tmp_path: Path) -> None:
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text(TOKEN)
+@contextlib.contextmanager
+def raylet(gcs_address: str) -> Iterator[None]:
+    """A process that looks as one of a node which has joined the cluster of this server."""
+    words = ["raylet", "-c", "import time; time.sleep(100)", f"--gcs-address={gcs_address}"]
+    process = subprocess.Popen(words, executable=sys.executable)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def probe(folder: Path, *addresses: str) -> list[str]:
+    """What a user with a token finds at each address: the answer without it, what is wrong, and the mode that is set."""
+    (folder / ".ray").mkdir(exist_ok=True)
+    (folder / ".ray" / "auth_token").write_text(TOKEN)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     words = [sys.executable, "-c", PROBE, *addresses]
-    done = subprocess.run(words, env={**env, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60)
-    opened, closed = done.stdout.splitlines()
+    done = subprocess.run(words, env={**env, "HOME": str(folder)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_token_is_presented_on_a_node_that_is_not_the_head(tmp_path: Path) -> None:
+    """The server is at an address which this machine does not have, as far as its interfaces say."""
+    with gcs(TOKEN, host="127.0.0.2") as there:
+        (before,) = probe(tmp_path, there)
+        with raylet(there.replace("127.0.0.2", "127.0.0.3")):
+            (other,) = probe(tmp_path, there)
+        with raylet(there):
+            (after,) = probe(tmp_path, there)
+    assert before == other
+    assert "requires a token, and yours is missing" in before
+    assert after.split()[-1] == "token"
+    assert "requires a token" not in after
+
+
+def test_a_token_is_presented_only_where_one_is_asked_for(tmp_path: Path) -> None:
+    with gcs(None) as without, gcs(TOKEN) as with_token:
+        opened, closed = probe(tmp_path, without, with_token)
     machine = "this machine is no node of that cluster"
-    assert (opened.split()[0], opened.split()[-1]) == ("None", "None"), done.stdout + done.stderr
+    assert (opened.split()[0], opened.split()[-1]) == ("None", "None")
     assert (closed.split()[0], closed.split()[-1]) == ("unauthenticated", "token")
-    assert all(machine in line for line in (opened, closed)), done.stdout
+    assert all(machine in line for line in (opened, closed))

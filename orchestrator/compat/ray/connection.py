@@ -72,12 +72,18 @@ def probe_gcs(address: str, *, timeout_s: float, with_token: bool = True) -> str
     return None
 
 
+def gcs_of_raylets_here() -> set[str]:
+    """Return ``host:port`` of the GCS servers with which the raylets on this machine were started."""
+    addresses: set[str] = find_internal(Internal.FIND_IN_RAYLETS)("--gcs-address")
+    return addresses
+
+
 def is_node_of(address: str, *, timeout_s: float) -> bool:
     """Return whether a raylet of the cluster runs on this machine; ``address`` is that of its GCS server.
 
     ``ray.init`` waits a minute for one. True if the server does not answer.
     """
-    here = find_internal(Internal.FIND_NODE_IDS)()
+    here = find_internal(Internal.FIND_IN_RAYLETS)("--node_id")
     stub = find_internal(Internal.GCS_STUB)(find_internal(Internal.OPEN_CHANNEL)(address))
     try:
         nodes = stub.GetAllNodeInfo(find_internal(Internal.GCS_NODES_REQUEST)(), timeout=timeout_s).node_info_list

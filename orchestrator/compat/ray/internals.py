@@ -27,7 +27,7 @@ class Internal(StrEnum):
     DEAD_PROCESSES = "ray._private.node.Node.dead_processes"
     DRAINING_NODES = "ray._private.state.state.get_draining_nodes"
     READ_ADDRESS = "ray._private.services.find_bootstrap_address"
-    FIND_NODE_IDS = "ray._private.services.find_node_ids"
+    FIND_IN_RAYLETS = "ray._private.services._find_address_from_flag"
     RESOLVE_LOCALHOST = "ray._private.services.resolve_ip_for_localhost"
     RAY_CLIENT = "ray.util.client.ray"
     USE_TOKEN = "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available"
