@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 TOKEN = "a" * 40
 PROBE = """
@@ -66,7 +65,7 @@ def raylet(gcs_address: str) -> Iterator[None]:
 
 
 def probe(folder: Path, *addresses: str) -> list[str]:
-    """What a user with a token finds at each address: the answer without it, what is wrong, and the mode that is set."""
+    """What a user with a token gets at each address: the answer without it, what is wrong, and the mode that is set."""
     (folder / ".ray").mkdir(exist_ok=True)
     (folder / ".ray" / "auth_token").write_text(TOKEN)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
