@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,11 @@ def page(comparison: Comparison, *, title: str) -> str:
             if (found := _pictures(comparison, picture_of))
         ],
     }
-    # In a script element, "</" would end it.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    return _TEMPLATE.read_text().replace("TITLE", html.escape(title)).replace("DATA", text)
+    texts = {
+        "TITLE": html.escape(title),
+        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # as in "</script" and "<!--"
+    }
+    return re.sub("|".join(texts), lambda found: texts[found[0]], _TEMPLATE.read_text())
 
 
 def _runs(comparison: Comparison) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.display.comparison import Curve, Run
 from orchestrator.display.comparison_analysis import RATE, Comparison
-from orchestrator.display.plot_style import COLOURS, STYLE, line_style, smoothed, thousands
+from orchestrator.display.plot_style import COLOURS, STYLE, line_style, plain_in_plot, smoothed, thousands
 from orchestrator.display.text import rate
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 
     comparison = comparison.grouped
     runs = drawn(comparison)
-    names = [comparison.name(run) for run in runs]
+    names = [plain_in_plot(comparison.name(run)) for run in runs]
     curves = [comparison.curves[run.location] for run in runs]
     legend_columns = max(1, min(len(names), _LEGEND_CHARACTERS // (max(map(len, names)) + 10)))
     losses_height = 4.1 + 0.26 * math.ceil(len(names) / legend_columns)
@@ -50,7 +50,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         by_samples, by_seconds = above.subplots(1, 2, sharey=True)
         _draw_losses(by_samples, by_seconds, curves, names)
         above.legend(*by_seconds.get_legend_handles_labels(), loc="outside lower center", ncols=legend_columns)
-        _draw_rates(below.subplots(), comparison, runs)
+        _draw_rates(below.subplots(), comparison, runs, names)
         figure_.savefig(path, dpi=150)
         plt.close(figure_)
 
@@ -87,7 +87,7 @@ def _draw_losses(by_samples: Axes, by_seconds: Axes, curves: Sequence[Curve], na
         by_samples.text(0.5, 0.5, "no loss logged", ha="center", transform=by_samples.transAxes)
 
 
-def _draw_rates(axes: Axes, comparison: Comparison, runs: Sequence[Run]) -> None:
+def _draw_rates(axes: Axes, comparison: Comparison, runs: Sequence[Run], names: Sequence[str]) -> None:
     rates = [run.value(RATE) for run in runs]
     spreads = [run.spread.get(RATE, 0.0) for run in runs]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
@@ -100,7 +100,7 @@ def _draw_rates(axes: Axes, comparison: Comparison, runs: Sequence[Run]) -> None
             if run is not comparison.baselines[run.work]:
                 text += f"  ({comparison.relative_speed(run):.2f}x)"
         axes.annotate(text, ((value or 0.0) + spreads[i], i), xytext=(5, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(runs)), [comparison.name(run) for run in runs])
+    axes.set_yticks(range(len(runs)), names)
     margin = 0.5 if len(runs) > 1 else 0.8
     axes.set_ylim(len(runs) - 1 + margin, -margin)
     axes.set_xlim(0, 1.2 * max([r for r in rates if r], default=1.0))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.config.markdown import plain
 from orchestrator.config.text import first_few
 from orchestrator.display.comparison import Run
 from orchestrator.display.comparison_analysis import (
@@ -66,12 +67,13 @@ def remarks(comparison: Comparison) -> list[str]:
 def markdown(comparison: Comparison, *, title: str) -> str:
     """Return a report: a title, the verdict, the table and the remarks."""
     shown = [column for column in columns(comparison, unicode=True) if column.name != "bar"]
-    head = " | ".join(column.heading for column in shown)
+    head = " | ".join(plain(column.heading) for column in shown)
     rule = " | ".join("---" if column.justify == "left" else "---:" for column in shown)
-    rows = [" | ".join(cells) for cells in zip(*(column.cells for column in shown), strict=True)]
+    rows = [" | ".join(map(plain, cells)) for cells in zip(*(c.cells for c in shown), strict=True)]
     lines = "\n".join(f"| {row} |" for row in (head, rule, *rows))
-    sentences = "\n".join(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in verdict(comparison))
-    return "\n".join([f"# {title}", "", sentences, lines, "", *(f"- {line}" for line in remarks(comparison)), ""])
+    sentences = "\n".join(f"{plain(sentence[0].upper() + sentence[1:])}.\n" for sentence in verdict(comparison))
+    below = [f"- {plain(line)}" for line in remarks(comparison)]
+    return "\n".join([f"# {plain(title)}", "", sentences, lines, "", *below, ""])
 
 
 def rows(comparison: Comparison) -> list[dict[str, Any]]:

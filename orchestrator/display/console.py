@@ -100,7 +100,7 @@ class PlainConsole:
         self._print(lines)
         if isinstance(event, TextSampled):
             text = Text(clean(event.text).strip("\n"))
-            self._console.print(Panel.fit(text, title=clean(event.name), title_align="left"))
+            self._console.print(Panel.fit(text, title=Text(clean(event.name)), title_align="left"))
         if isinstance(event, RunEnded):
             self._verdict = lines
         elif lines or isinstance(event, TextSampled):

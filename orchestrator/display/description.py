@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.config.markdown import plain
 from orchestrator.display.text import count, duration, first_line, number, rate
 from orchestrator.protocol.metrics import summary_value, waited_s
 
@@ -30,7 +31,7 @@ def describe(record: Mapping[str, Any], summary: Mapping[str, Any], *, status: s
         *_recovery(summary),
     ]
     if status != "FINISHED" and reason:
-        sentences.append(f"Reason: {first_line(reason)}")
+        sentences.append(f"Reason: {plain(first_line(reason))}")
     return " ".join(sentences)
 
 

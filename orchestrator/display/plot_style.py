@@ -47,6 +47,12 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
+def plain_in_plot(text: str) -> str:
+    """Return ``text`` for matplotlib, which takes ``$`` for a formula and leaves ``_label`` out of legends."""
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
 def thousands(value: float, _: float) -> str:
     """Format a tick: ``500``, ``1.5k``, ``2M``."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.display.plot_style import STYLE, line_style, smoothed, thousands
+from orchestrator.display.plot_style import STYLE, line_style, plain_in_plot, smoothed, thousands
 from orchestrator.protocol.core_metrics import COMM_MS, COMPUTE_MS, DATA_WAIT_MS, IDLE_MS, PEAK_MEMORY_MB
 from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
@@ -46,7 +46,7 @@ def draw_pictures(run_dir: RunDir) -> list[Path]:
     Raises:
         OSError: they cannot be written.
     """
-    name = str(run_dir.read_record().get("name", run_dir.path.name))
+    name = plain_in_plot(str(run_dir.read_record().get("name", run_dir.path.name)))
     points = [(step, metrics) for step, _, metrics in read_metrics(run_dir)]
     pictures = []
     steps = [(step, metrics) for step, metrics in points if metrics.keys() >= _PARTS.keys()]

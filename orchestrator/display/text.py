@@ -161,6 +161,8 @@ def render(renderable: RenderableType, *, width: int) -> str:
         force_terminal=False,
         force_jupyter=False,
         highlight=False,
+        markup=False,
+        emoji=False,
     )
     with console.capture() as capture:
         console.print(renderable)

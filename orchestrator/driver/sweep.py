@@ -16,6 +16,7 @@ from typing import Protocol
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
+from orchestrator.config.markdown import plain
 from orchestrator.config.overrides import masked, values
 from orchestrator.config.redact import Redactor
 from orchestrator.display.comparison import CompareError, Run, read_run
@@ -200,7 +201,7 @@ class Sweep:
         comparison, directory = Comparison(runs), self.directory
         title = f"Sweep {self.name}"
         self.say("\n".join(["", title, table(comparison), *verdict(comparison)]))
-        left_out = "".join(f"- {self.redactor.text(line)}\n" for line in self._left_out)
+        left_out = "".join(f"- {plain(self.redactor.text(line))}\n" for line in self._left_out)
         directory.report.write_text(markdown(comparison.grouped, title=title) + left_out)
         draw(comparison, directory.picture)
         write_page(comparison, directory.page, title=title)

@@ -6,8 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.config.markdown import plain
 from orchestrator.tracking.sweep_report import TEXT
-from orchestrator.tracking.tags import COLOR, DESCRIPTION, MAX_LENGTH, SWEEP_ID, picture, shortened
+from orchestrator.tracking.tags import (
+    COLOR,
+    DESCRIPTION,
+    MAX_LENGTH,
+    MAX_NAME_LENGTH,
+    SWEEP_ID,
+    picture,
+    shortened,
+    sweep_tags,
+)
 from orchestrator.tracking.views import ALL_RUNS, NOTE_BEGINS, experiment_tags, note, obsolete_tags, page, sweep_view
 
 if TYPE_CHECKING:
@@ -38,8 +48,9 @@ def open_sweep(
             client.set_experiment_tag(experiment_id, key, value)
         for key in obsolete_tags(experiment.tags):
             client.delete_experiment_tag(experiment_id, key)
-        tags = {_OWN_RUN: sweep["id"], SWEEP_ID: sweep["id"], "sweep": sweep["name"], COLOR: _BLACK}
-        client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=f"sweep: {sweep['name']}")
+        tags = {_OWN_RUN: sweep["id"], COLOR: _BLACK, **sweep_tags(sweep)}
+        name = f"sweep: {sweep['name']}"[:MAX_NAME_LENGTH]
+        client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=name)
     elif running and own.info.status != "RUNNING":
         client.update_run(own.info.run_id, status="RUNNING")
 
@@ -87,7 +98,7 @@ def _name_in_experiment(
         view = sweep_view(sweep["id"], sweep["name"], created_ms=0)
         verdict = next((line for line in report.splitlines() if line and not line.startswith(("#", "|"))), "")
         charts, whole = page(".", experiment_id, view), f"./#/experiments/{experiment_id}/runs/{run_id}"
-        newest = f"Newest sweep: [{sweep['name']}]({charts}). {verdict} [Report]({whole})"
+        newest = f"Newest sweep: [{plain(view.name)}]({charts}). {verdict} [Report]({whole})"
         client.set_experiment_tag(experiment_id, DESCRIPTION, f"{note(experiment_id)}\n\n{newest}")
 
 

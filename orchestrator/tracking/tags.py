@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
+from orchestrator.config.markdown import code
 from orchestrator.records.journal import clean_name
 
 SWEEP_ID = "sweep_id"
@@ -22,6 +23,9 @@ PLOTS = "plots"
 
 MAX_LENGTH = 5000
 """The length of a tag that every server accepts."""
+
+MAX_NAME_LENGTH = 250
+"""The length of the name of a run that every database of MLflow accepts."""
 
 _COLORS = {
     "single": "#6b7280",
@@ -52,11 +56,16 @@ def run_tags(record: Mapping[str, Any], run_id: str) -> dict[str, str]:
     if color := _COLORS.get(str(record.get("strategy"))):
         tags[COLOR] = color
     if sweep := record.get("sweep"):
-        tags |= {"sweep": sweep["name"], SWEEP_ID: sweep["id"]}
+        tags |= sweep_tags(sweep)
     tags |= {f"mlflow.{key}": str(value) for key, value in (record.get("source") or {}).items()}
     if description := _description(record, run_id):
         tags[DESCRIPTION] = description
     return {key: value[:MAX_LENGTH] for key, value in tags.items()}
+
+
+def sweep_tags(sweep: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags that the runs of a sweep and its own run share."""
+    return {"sweep": sweep["name"][:MAX_LENGTH], SWEEP_ID: sweep["id"]}
 
 
 def picture(run_id: str, path: str) -> str:
@@ -74,7 +83,7 @@ def shortened(text: str, length: int, *, rest_in: str) -> str:
 
 def _description(record: Mapping[str, Any], run_id: str) -> str:
     """The end of the run in words, its command, and links to its pictures."""
-    command = [f"`{record['command']}`"] if record.get("command") else []
+    command = [code(record["command"])] if record.get("command") else []
     pictures = [picture(run_id, f"{PLOTS}/{name}") for name in record.get("plots") or ()]
     below = "\n\n".join([*command, *pictures])
     words = shortened(record.get("description", ""), MAX_LENGTH - len(below) - 2, rest_in="auto.md")

@@ -18,6 +18,7 @@ from orchestrator.tracking.tags import SWEEP_ID, UID_TAG
 _TAG = "mlflow.sharedViewState."
 _CREATED_MS = 1_767_225_600_000  # a constant, so that the tag of a view changes only with its contents
 _MAX_SWEEPS = 10
+_MAX_NAME_LENGTH = 200
 _MAIN_SECTION = "overview"
 _OTHER_SECTIONS = (
     "summary",
@@ -198,7 +199,7 @@ def sweep_view(sweep_id: str, name: str, *, created_ms: int) -> View:
     return replace(
         COMPARE,
         id=f"{_SWEEP}{sweep_id[:8]}",
-        name=name,
+        name=name[:_MAX_NAME_LENGTH],
         filter=f"tags.{SWEEP_ID} = '{sweep_id}' AND {ALL_RUNS}",
         created_ms=created_ms,
     )

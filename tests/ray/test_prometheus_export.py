@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from helpers.runs import series, wait_for
+from orchestrator.config.overrides import quote_text
 from orchestrator.driver.prometheus import GAUGES, LABELS, NAMESPACE
 
 
@@ -19,16 +20,19 @@ def exported(run_name: str) -> dict[str, float]:
     port = ray.nodes()[0]["MetricsExportPort"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    own = [line for line in lines if line.startswith(f"{NAMESPACE}_orchestrator_") and f'run="{run_name}"' in line]
+    label = run_name.replace("\\", "\\\\").replace('"', '\\"')
+    own = [line for line in lines if line.startswith(f"{NAMESPACE}_orchestrator_") and f'run="{label}"' in line]
     for line in own:
         assert all(f'{label}="' in line for label in LABELS), line
     return {re.split("[{ ]", line)[0].removeprefix(f"{NAMESPACE}_"): float(line.rsplit(" ", 1)[1]) for line in own}
 
 
 def test_the_values_of_a_run_are_exported(run: Callable[..., Any]) -> None:
-    result = run("strategy=ddp", "job=toy", "train.steps=30", "train.log_every=5", "name=exported-run")
+    name = 'exported "run", {1} \\ [x]='
+    words = ("strategy=ddp", "job=toy", "train.steps=30", "train.log_every=5")
+    result = run(*words, f"name={quote_text(name)}")
     assert result.status == "FINISHED"
-    values = wait_for(lambda: v if (v := exported("exported-run")).keys() == GAUGES.keys() else None, "the export")
+    values = wait_for(lambda: v if (v := exported(name)).keys() == GAUGES.keys() else None, "the export")
     run_dir = Path(result.run_dir)
     assert values == {
         "orchestrator_loss": series(run_dir, "train/loss")[30],

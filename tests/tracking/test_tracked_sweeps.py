@@ -101,6 +101,23 @@ def test_a_sweep_has_the_figures_of_its_fastest_run_and_its_verdict_is_on_the_pa
     assert client.get_experiment(experiment.experiment_id).tags["mlflow.note.content"] == "Mine."
 
 
+def test_a_sweep_of_any_name_is_shown(tmp_path, uri):
+    name = "job.text=[x](y)|`z`|</script>'\"" + 9000 * "."
+    sweep = {"id": uuid.uuid4().hex, "name": name}
+    run_dir = ended_run(tmp_path, uri, sweep=sweep)
+    folder = run_dir.path.parents[1] / "sweeps" / sweep["id"]
+    folder.mkdir(parents=True)
+    (folder / "report.md").write_text("Fastest: single.")
+    assert sync.main([str(run_dir.path)]) == 0
+    own = own_run(uri, sweep)
+    assert own.info.run_name == f"sweep: {name}"[:250], "the length of the column in PostgreSQL and MySQL"
+    assert own.data.tags["sweep"] == name[:5000] == run_of(uri, run_dir).data.tags["sweep"]
+    tags = client_of(uri).get_experiment_by_name("tests").tags
+    view = state_of(tags[f"mlflow.sharedViewState.sweep-{sweep['id'][:8]}"])
+    assert view["compareRunSections"][0]["name"] == name[:200]
+    assert r"Newest sweep: [job.text=\[x\](y)\|\`z\`\|\</script>" in tags["mlflow.note.content"]
+
+
 def test_a_view_has_what_the_page_needs():
     for view in (*VIEWS, sweep_view("1234", "lr=1,2", created_ms=5)):
         (tag,) = experiment_tags([view]).values()

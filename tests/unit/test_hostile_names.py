@@ -1,0 +1,95 @@
+"""Names that mean something to what shows them: HTML, JSON, Markdown, the markup of Rich, formulas of matplotlib."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from helpers.plans import plan_of
+from helpers.recorded_sweep import recorded_sweep
+from orchestrator.display.comparison import read_run
+from orchestrator.display.comparison_analysis import Comparison
+from orchestrator.display.comparison_page import page
+from orchestrator.display.comparison_plot import draw
+from orchestrator.display.comparison_table import markdown
+from orchestrator.display.console import make_console
+from orchestrator.display.report import plan_table
+from orchestrator.display.run_pictures import draw_pictures
+from orchestrator.planning.plan import Node
+from orchestrator.protocol.events import TextSampled
+
+NAMES = (
+    "DATA TITLE",
+    "</script><script>alert(1)</script><!--<script>",
+    r"a|b `c` *d* [e](f) <b> \ &amp;",
+    r"_$\frac$ [red]x[/blue] :smile: {} %s \1",
+)
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Comparison:
+    """Runs that differ in a setting with these values, and whose directories have these names."""
+    runs = [read_run(run.path) for run in recorded_sweep(tmp_path, "http://127.0.0.1:9")]
+    named = zip(runs, NAMES, strict=True)
+    return Comparison([replace(run, name=name, strategy=name, params={"job.text": name}) for run, name in named])
+
+
+class Parsed(HTMLParser):
+    """The texts of a page, by the element that they are in."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.texts: list[tuple[str, str]] = []
+        self._inside = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self._inside, data))
+
+    def of(self, tag: str) -> list[str]:
+        return ["".join(text for inside, text in self.texts if inside == tag)]
+
+
+@pytest.mark.parametrize("title", NAMES)
+def test_the_page_of_a_comparison_shows_names_as_they_are(comparison: Comparison, title: str) -> None:
+    text = page(comparison, title=title)
+    parsed = Parsed(text)
+    assert parsed.of("title") == parsed.of("h1") == [title]
+    data = next(text for inside, text in parsed.texts if inside == "script" and text.startswith("{"))
+    assert "<" not in data, "the parser of HTML knows '</script' and '<!--' there"
+    assert json.loads(data)["columns"][0]["cells"] == list(NAMES)
+
+
+def test_a_report_in_markdown_shows_names_as_they_are(comparison: Comparison) -> None:
+    head, *rest = markdown(comparison, title=NAMES[2]).splitlines()
+    assert head == r"# a\|b \`c\` \*d\* \[e\](f) \<b> \\ \&amp;"
+    table = [line for line in rest if line.startswith("|")]
+    assert {line.replace(r"\\", "").replace(r"\|", "").count("|") for line in table} == {table[0].count("|")}
+
+
+def test_pictures_show_names_as_they_are(comparison: Comparison, tmp_path: Path) -> None:
+    draw(comparison, tmp_path / "compare.png")
+    run_dir, *_ = recorded_sweep(tmp_path, "http://127.0.0.1:9")
+    run_dir.update_record(name=NAMES[-1])
+    assert draw_pictures(run_dir)
+
+
+def test_the_console_shows_names_as_they_are() -> None:
+    name = NAMES[-1]
+    nodes = (Node(node_id="a", name=name, cpus=2, gpus=0),)
+    assert name in plan_table(plan_of(nodes, "strategy=ddp"), nodes)
+    out = io.StringIO()
+    make_console(steps=1, world_size=1, stream=out).emit(TextSampled(name=name, text=name))
+    assert out.getvalue().count(name) == 2
