@@ -51,7 +51,9 @@ def open_sweep(
         tags = {_OWN_RUN: sweep["id"], COLOR: _BLACK, **sweep_tags(sweep)}
         name = f"sweep: {sweep['name']}"[:MAX_NAME_LENGTH]
         client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=name)
-    elif running and own.info.status != "RUNNING":
+        own = _own_run(client, experiment_id, sweep)  # another process may have created one meanwhile
+        assert own is not None
+    if running and own.info.status != "RUNNING":
         client.update_run(own.info.run_id, status="RUNNING")
 
 
@@ -59,8 +61,7 @@ def end_sweep(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]
     """Give the sweep the worst status and the last end of its runs, unless one of them is still running."""
     own = _own_run(client, experiment_id, sweep)
     assert own is not None, "open_sweep creates it"
-    found = client.search_runs([experiment_id], f"tags.{SWEEP_ID} = '{sweep['id']}'")
-    runs = [run.info for run in found if run.info.run_id != own.info.run_id]
+    runs = [run.info for run in _runs(client, experiment_id, sweep)]
     statuses = {run.status for run in runs}
     if "RUNNING" not in statuses:
         worst = next((s for s in ("FAILED", "KILLED") if s in statuses), "FINISHED")
@@ -106,8 +107,8 @@ def _log_fastest(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapp
     """Give the sweep's own run the summary of its fastest run, and its name."""
     from mlflow.entities import Metric
 
-    found = client.search_runs([experiment_id], f"tags.{SWEEP_ID} = '{sweep['id']}' AND {ALL_RUNS}")
-    finished = [run for run in found if run.info.status == "FINISHED" and _RATE in run.data.metrics]
+    runs = _runs(client, experiment_id, sweep)
+    finished = [run for run in runs if run.info.status == "FINISHED" and _RATE in run.data.metrics]
     if finished:
         fastest = max(finished, key=lambda run: run.data.metrics[_RATE])
         figures = {key: value for key, value in fastest.data.metrics.items() if key.startswith("summary/")}
@@ -117,5 +118,15 @@ def _log_fastest(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapp
 
 
 def _own_run(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]) -> Run | None:
-    runs: Sequence[Run] = client.search_runs([experiment_id], f"tags.`{_OWN_RUN}` = '{sweep['id']}'", max_results=1)
+    """The sweep's own run. Of several, all processes keep the same one, and delete the others."""
+    runs = client.search_runs([experiment_id], f"tags.`{_OWN_RUN}` = '{sweep['id']}'")
+    runs = sorted(runs, key=lambda run: str(run.info.run_id))
+    for run in runs[1:]:
+        client.delete_run(run.info.run_id)
     return runs[0] if runs else None
+
+
+def _runs(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]) -> Sequence[Run]:
+    """The runs of the sweep, without its own."""
+    found: Sequence[Run] = client.search_runs([experiment_id], f"tags.{SWEEP_ID} = '{sweep['id']}' AND {ALL_RUNS}")
+    return found

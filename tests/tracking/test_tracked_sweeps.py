@@ -6,9 +6,12 @@ import os
 import uuid
 import zlib
 
+from mlflow.tracking import MlflowClient
+
 from helpers.recorded_sweep import recorded_sweep
 from helpers.tracked_runs import client_of, ended_run, run_of
 from orchestrator import sync
+from orchestrator.tracking.mlflow_sweep import open_sweep
 from orchestrator.tracking.transfer import read_cursor
 from orchestrator.tracking.views import COMPARE, VIEWS, experiment_tags, obsolete_tags, page, sweep_view
 
@@ -99,6 +102,28 @@ def test_a_sweep_has_the_figures_of_its_fastest_run_and_its_verdict_is_on_the_pa
     (folder / "report.md").write_text("Fastest: single again.")
     assert sync.main([str(runs[0].path)]) == 0
     assert client.get_experiment(experiment.experiment_id).tags["mlflow.note.content"] == "Mine."
+
+
+def test_runs_that_open_at_once_share_the_run_of_their_sweep_which_ends_with_them(tmp_path, uri):
+    sweep = {"id": uuid.uuid4().hex, "name": "single-or-ddp"}
+    runs = [ended_run(tmp_path, uri, sweep=sweep) for _ in range(3)]
+    for run_dir in runs[:2]:
+        assert sync.main([str(run_dir.path)]) == 0
+    own = own_run(uri, sweep)
+    experiment_id = own.info.experiment_id
+
+    class Late(MlflowClient):
+        """Others open the sweep between the search of this client and what it creates."""
+
+        def create_run(self, *args, **kwargs):
+            open_sweep(client_of(uri), experiment_id, sweep, start_ms=2, running=True)
+            return super().create_run(*args, **kwargs)
+
+    client_of(uri).delete_run(own.info.run_id)
+    open_sweep(Late(uri), experiment_id, sweep, start_ms=1, running=True)
+    assert own_run(uri, sweep).info.status == "RUNNING"
+    assert sync.main([str(runs[2].path)]) == 0
+    assert own_run(uri, sweep).info.status == "FINISHED"
 
 
 def test_a_sweep_of_any_name_is_shown(tmp_path, uri):
