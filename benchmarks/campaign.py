@@ -43,7 +43,7 @@ from campaign_kinds import FAULTY, KINDS  # noqa: E402
 from campaign_trial import LAYOUTS, Outcome, Setting, Trial, TrialId, run_trial, train  # noqa: E402
 from rounds import code_version, table  # noqa: E402
 
-from orchestrator.driver.cluster import EMBEDDED_ENVIRONMENT  # noqa: E402
+from orchestrator.driver.process.cluster import EMBEDDED_ENVIRONMENT  # noqa: E402
 
 FAULTS, STALLS = "worker faults", "stalls"
 

@@ -20,7 +20,7 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context, Strategy
-from orchestrator.worker.data import train_batches
+from orchestrator.worker.data.batches import train_batches
 
 TIMEOUT_S = 300
 

@@ -27,7 +27,7 @@ from rounds import Claim, Rounds, argument_parser, median, rates_table, ratios, 
 from orchestrator import run
 from orchestrator.config.schema import TrainConfig
 from orchestrator.records.journal import read_lines
-from orchestrator.worker.peak_flops import peak_flops_per_s
+from orchestrator.worker.measure.peak_flops import peak_flops_per_s
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_S = 400.0

@@ -21,7 +21,7 @@ from rounds import RESULTS, argument_parser, table
 
 from orchestrator.config.compose import compose
 from orchestrator.display.report import plan_table
-from orchestrator.driver.size_plans import plan_sizes
+from orchestrator.driver.preflight.size_plans import plan_sizes
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes, find_rank_assignment
 from orchestrator.strategies import registry

@@ -14,17 +14,17 @@ from typing import Any
 
 import ray
 
-import orchestrator.driver.gang
+import orchestrator.driver.gang.gang
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.event_stream import EventStream
-from orchestrator.driver.run import Run
-from orchestrator.driver.run_spec import RunSpec
-from orchestrator.driver.signals import StopSignals
-from orchestrator.driver.slots import Slots
-from orchestrator.driver.uploads import RecordUpload
-from orchestrator.driver.waiting import ResourceWait
-from orchestrator.driver.worker_code import WorkerCode
+from orchestrator.driver.code.worker_code import WorkerCode
+from orchestrator.driver.gang.slots import Slots
+from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.run_spec import RunSpec
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.process.waiting import ResourceWait
+from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.run.run import Run
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
@@ -56,11 +56,11 @@ LOG_EVERY = 10
 @contextmanager
 def simulated_gangs() -> Iterator[None]:
     """Let every gang of this process consist of simulated workers."""
-    orchestrator.driver.gang.Slots = SimulatedSlots  # type: ignore[misc, assignment]
+    orchestrator.driver.gang.gang.Slots = SimulatedSlots  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        orchestrator.driver.gang.Slots = Slots  # type: ignore[misc]
+        orchestrator.driver.gang.gang.Slots = Slots  # type: ignore[misc]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from orchestrator.job import Job, StepEnd
 from orchestrator.version import __version__
 
 if TYPE_CHECKING:
-    from orchestrator.driver.result import RunResult
+    from orchestrator.driver.process.result import RunResult
     from orchestrator.strategies.replicated.gather import gather_batch
 
 __all__ = ["ConfigError", "Job", "StepEnd", "__version__", "gather_batch", "run"]
@@ -52,7 +52,7 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
         SystemExit: the same for a second SIGTERM.
     """
     from orchestrator.config.arguments import read_arguments
-    from orchestrator.driver.host_process import only_run, quiet_imports, unchanged
+    from orchestrator.driver.process.host_process import only_run, quiet_imports, unchanged
 
     read = read_arguments(arguments, settings)
     with only_run(), unchanged():

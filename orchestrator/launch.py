@@ -47,7 +47,7 @@ def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
 
             print(help_text(overrides, registry.config_class))
         elif restarts := [o for o in options if o.partition("=")[0] == RESTARTS_OPTION]:
-            from orchestrator.driver.restarts import launch_with_restarts
+            from orchestrator.driver.submit.restarts import launch_with_restarts
 
             return launch_with_restarts(overrides, _number_of_restarts(restarts[-1], options))
         else:
@@ -94,15 +94,15 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
 def _sweep(overrides: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:
     from orchestrator.driver.candidates import check_all
     from orchestrator.driver.session import run_sweep
-    from orchestrator.driver.sweep import open_sweep
+    from orchestrator.driver.sweep.sweep import open_sweep
 
     sweep, remaining = open_sweep(overrides, runs, redactor)
     return run_sweep(check_all(remaining, redactor, sweep=sweep), sweep)
 
 
 def _search(overrides: Sequence[str], preset: Mapping[str, str], redactor: Redactor) -> int:
-    from orchestrator.driver.search import open_search
     from orchestrator.driver.session import run_search
+    from orchestrator.driver.sweep.search import open_search
 
     return run_search(open_search(overrides, preset, redactor))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from orchestrator.exit_codes import BAD_INPUT
 
 if TYPE_CHECKING:
-    from orchestrator.driver.queue_control import QueueControl
+    from orchestrator.driver.queue.queue_control import QueueControl
 
 _DESCRIPTION = """\
 List the runs that share a Ray cluster, cancel one, or change its priority. A run waits until it is the first in the
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     options = _parser().parse_args(argv)
     from orchestrator.config.build import ConfigError
-    from orchestrator.driver.queue_control import QueueControl, QueueError
+    from orchestrator.driver.queue.queue_control import QueueControl, QueueError
 
     try:
         with QueueControl(options.address or os.environ.get("RAY_ADDRESS") or "auto") as queue:

@@ -57,7 +57,7 @@ def _address(options: argparse.Namespace) -> str | None:
 
 def _outputs_of(address: str) -> list[str]:
     """The output directories of the runs on the cluster of which this machine is a node, as far as it can read them."""
-    from orchestrator.driver.known_outputs import known_outputs, readable
+    from orchestrator.driver.reporting.known_outputs import known_outputs, readable
 
     directories, notes = readable(known_outputs(address))
     for note in notes:
@@ -66,7 +66,7 @@ def _outputs_of(address: str) -> list[str]:
 
 
 def _run_as_job(verb: str, words: Sequence[str], address: str) -> int:
-    from orchestrator.driver.verb_job import run_as_job
+    from orchestrator.driver.submit.verb_job import run_as_job
 
     only_address = argparse.ArgumentParser(add_help=False)
     only_address.add_argument("--address")

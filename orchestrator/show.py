@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from orchestrator.config.options import add_run
 from orchestrator.display.run_report import run_report
 from orchestrator.display.text import writable
-from orchestrator.driver.origin import this_origin
+from orchestrator.driver.process.origin import this_origin
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir, state_of
 from orchestrator.records.run_search import RunSearch

@@ -23,8 +23,8 @@ from orchestrator.exit_codes import BAD_INPUT, CONNECTION_LOST, INTERRUPTED
 from orchestrator.launch import RESTARTS_OPTION
 
 if TYPE_CHECKING:
-    from orchestrator.driver.job_submission import JobServer
-    from orchestrator.driver.origin import Origin
+    from orchestrator.driver.process.origin import Origin
+    from orchestrator.driver.submit.job_submission import JobServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with masked_output(redactor):
         try:
             if options.attach:
-                from orchestrator.driver.job_submission import JobServer
+                from orchestrator.driver.submit.job_submission import JobServer
 
                 return _follow(JobServer(options.address), options.attach)
             return _submit(options, redactor)
@@ -66,9 +66,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
-    from orchestrator.driver.job_submission import JobServer, make_submission
-    from orchestrator.driver.origin import origin_of_submission
     from orchestrator.driver.preflight.submitted import checked, visible_secrets
+    from orchestrator.driver.process.origin import origin_of_submission
+    from orchestrator.driver.submit.job_submission import JobServer, make_submission
     from orchestrator.records.git import git_facts
 
     if options.multirun and options.restarts is not None:
@@ -118,7 +118,7 @@ def _next_commands(
     server: JobServer, submission_id: str, origin: Origin, words: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield what the user may type next, and what for."""
-    from orchestrator.driver.restarts import resuming
+    from orchestrator.driver.submit.restarts import resuming
 
     yield "follow", server.command_to_follow(submission_id)
     yield "stop", server.command_to_stop(submission_id)

@@ -5,8 +5,8 @@ of CPU time in every worker, at each start and each recovery, for calls that do 
 :func:`install` registers a stand-in that answers these calls. Access to any other name, for example by
 ``torch.compile``, loads the real module at that moment.
 
-Checked with torch 2.11, 2.13 and 2.15. ``tests/unit/test_deferred_dynamo.py`` fails if eager training asks for a name
-that the stand-in does not have.
+Checked with torch 2.11, 2.13 and 2.15. ``tests/unit/compat/test_deferred_dynamo.py`` fails if eager training asks for
+a name that the stand-in does not have.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import json
 import os
 
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray sets it for the command of a submitted job; ``tests/unit/test_compat_ray.py`` compares the name with Ray's."""
+"""Ray sets it for the command of a submitted job; ``tests/unit/compat/test_compat_ray.py`` compares the name."""
 
 
 def submission_id() -> str | None:

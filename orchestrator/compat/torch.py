@@ -1,7 +1,7 @@
 """The private parts of PyTorch that this project depends on. No other module touches a private name of torch.
 
 They are checked with torch 2.11, 2.13 and 2.15. A difference between the supported versions belongs in here, in the
-function that it concerns; ``tests/unit/test_compat_torch.py`` fails with the name of whatever a version has removed.
+function that it concerns; ``tests/unit/compat/test_compat_torch.py`` names whatever a version has removed.
 Two parts have modules of their own: ``compat/pipelining.py``, and ``compat/deferred_dynamo.py``, the stand-in for
 ``torch._dynamo``.
 

@@ -15,15 +15,16 @@ from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.overrides import quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.driver import cluster, packages
-from orchestrator.driver.decision import Decision, chosen_before
-from orchestrator.driver.given_job import PickledJob, job_override, pickle_job
+from orchestrator.driver.auto.decision import Decision, chosen_before
+from orchestrator.driver.code import packages
+from orchestrator.driver.code.given_job import PickledJob, job_override, pickle_job
+from orchestrator.driver.code.worker_variables import worker_variables
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.resume import Resume, find_resume
-from orchestrator.driver.size_plans import plan_sizes
-from orchestrator.driver.sweep import Sweep
-from orchestrator.driver.worker_variables import worker_variables
+from orchestrator.driver.preflight.size_plans import plan_sizes
+from orchestrator.driver.process import cluster
+from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes

@@ -13,13 +13,13 @@ import ray.exceptions
 from orchestrator.config.build import ConfigError
 from orchestrator.config.job_loader import find_class
 from orchestrator.config.schema import Config
-from orchestrator.driver import cluster
-from orchestrator.driver.calls import GangError, describe_error
 from orchestrator.driver.candidates import this_machine
-from orchestrator.driver.network import clock_offset, measure_all_reduce
-from orchestrator.driver.node_reports import driver_report, node_reports
+from orchestrator.driver.code.worker_code import code_for_workers
+from orchestrator.driver.nodes.network import clock_offset, measure_all_reduce
+from orchestrator.driver.nodes.node_reports import driver_report, node_reports
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
-from orchestrator.driver.worker_code import code_for_workers
+from orchestrator.driver.process import cluster
+from orchestrator.driver.process.calls import GangError, describe_error
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import differences, grouped, versions
 from orchestrator.policy.node_health import (

@@ -14,10 +14,10 @@ from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.choice import choice_in_words
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
-from orchestrator.driver.origin import Origin
-from orchestrator.driver.profile_report import report_profile
-from orchestrator.driver.result import RunResult
-from orchestrator.driver.uploads import RecordUpload
+from orchestrator.driver.process.origin import Origin
+from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.reporting.profile_report import report_profile
+from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.verdict import RESULT_LOST
 from orchestrator.protocol.events import RunEnded, Sink, Warned

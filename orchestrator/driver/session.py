@@ -21,33 +21,33 @@ from orchestrator.config.schema import Config
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.display.text import count
-from orchestrator.driver import cluster
+from orchestrator.driver.auto.decision import NotMeasuredError
 from orchestrator.driver.candidates import Candidate, check_all, planned_on, this_machine, with_choice
-from orchestrator.driver.decision import NotMeasuredError
+from orchestrator.driver.code.given_job import pickle_job
+from orchestrator.driver.code.worker_code import CodeCache
 from orchestrator.driver.ending import RunEnding, commands_for_page
-from orchestrator.driver.event_stream import EventStream, FailureSink
-from orchestrator.driver.given_job import pickle_job
-from orchestrator.driver.job_metadata import JobStateSink, job_metadata
-from orchestrator.driver.known_outputs import enter_output
-from orchestrator.driver.left_reports import take_left_reports
-from orchestrator.driver.origin import this_origin
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.preflight.record import command_line, open_run
-from orchestrator.driver.prometheus import PrometheusSink
-from orchestrator.driver.queue_place import queue_entry
-from orchestrator.driver.result import RunResult
-from orchestrator.driver.run import Run
-from orchestrator.driver.run_spec import RunSpec
-from orchestrator.driver.search import Search
-from orchestrator.driver.side_by_side import num_at_once, run_side_by_side
-from orchestrator.driver.signals import StopSignals
-from orchestrator.driver.stop_requests import StopRequests
-from orchestrator.driver.stop_wait import stop_wait_warning
-from orchestrator.driver.sweep import Sweep
-from orchestrator.driver.uploads import RecordUpload
-from orchestrator.driver.worker_code import CodeCache
+from orchestrator.driver.process import cluster
+from orchestrator.driver.process.event_stream import EventStream, FailureSink
+from orchestrator.driver.process.origin import this_origin
+from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_spec import RunSpec
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.process.stop_requests import StopRequests
+from orchestrator.driver.process.stop_wait import stop_wait_warning
+from orchestrator.driver.queue.queue_place import queue_entry
+from orchestrator.driver.reporting.job_metadata import JobStateSink, job_metadata
+from orchestrator.driver.reporting.known_outputs import enter_output
+from orchestrator.driver.reporting.prometheus import PrometheusSink
+from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.run.left_reports import take_left_reports
+from orchestrator.driver.run.run import Run
+from orchestrator.driver.sweep.search import Search
+from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
+from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
@@ -62,7 +62,7 @@ from orchestrator.records.sweep_dir import membership
 from orchestrator.tracking.uploader import Uploader, recover_orphans, report_sweep
 
 if TYPE_CHECKING:
-    from orchestrator.driver.auto import Chooser
+    from orchestrator.driver.auto.chooser import Chooser
 
 
 def run_all(
@@ -126,7 +126,7 @@ def _run_all(
             sweep.at_once = parallel
             sweep.begin([candidate.overrides for candidate, _ in planned])
         if sweep is not None and sweep.at_once > 1:
-            return run_side_by_side([candidate for candidate, _ in planned], sweep, stop)
+            return run_side_by_side([candidate.overrides for candidate, _ in planned], sweep, stop)
         execute = functools.partial(_choose_and_run, nodes=nodes, codes=codes, stop=stop)
         if sweep is None:
             ((candidate, sizes),) = planned
@@ -216,7 +216,7 @@ def _print_plans(
 
 def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: CodeCache, stop: StopSignals) -> Chooser:
     """Return what chooses the strategy of ``candidate``; ``plan`` is that of the run which measures the job."""
-    from orchestrator.driver.auto import Chooser  # imports every strategy, which takes seconds
+    from orchestrator.driver.auto.chooser import Chooser  # imports every strategy, which takes seconds
 
     def run(config: Config, plan: Plan, job: Job, show_failure: bool) -> RunResult:
         errors: list[str] = []
@@ -290,7 +290,8 @@ def _ray(
                 _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)
             if not config.plan:
-                nodes = fit_nodes(nodes, candidates, codes.get(config.cluster))
+                modules = {c.config.job_module for c in candidates if c.given is None}
+                nodes = fit_nodes(nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster))
             yield nodes, planned_on(nodes, candidates, sweep)
         return
     machine = this_machine()

@@ -1,7 +1,7 @@
 """Whether a rank still makes progress, judged by what is usual in its phase. Pure.
 
 A rank may be slow for a good reason, so it has a long time. A process that a signal has stopped is found within seconds
-by other means: see ``driver/node_watch.py``.
+by other means: see ``driver/nodes/node_watch.py``.
 """
 
 from __future__ import annotations

@@ -43,20 +43,21 @@ from orchestrator.records.rank_log import log_header
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.staging import make_private
 from orchestrator.strategies import registry
-from orchestrator.worker import failures, rendezvous
-from orchestrator.worker.context import context_of
-from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.fault_injection import inject_fault
-from orchestrator.worker.gpu_meter import GpuMeter
+from orchestrator.worker import failures
+from orchestrator.worker.control import rendezvous
+from orchestrator.worker.control.context import context_of
+from orchestrator.worker.control.control import Outbox, StepGate
+from orchestrator.worker.control.fault_injection import inject_fault
+from orchestrator.worker.control.spool import Spool
+from orchestrator.worker.control.teardown import Teardown
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.metrics import CpuMeter, system_metrics
+from orchestrator.worker.measure.gpu_meter import GpuMeter
+from orchestrator.worker.measure.metrics import CpuMeter, system_metrics
 from orchestrator.worker.process import allocator, connections, crash_reports, memory, packages
 from orchestrator.worker.process.gpu import gpu_error, has_bf16
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
-from orchestrator.worker.spool import Spool
-from orchestrator.worker.teardown import Teardown
 
 DISCARD_TIMEOUT_S = 1.0
 """How long a rebuild waits for the checkpoint that the discarded loop is writing, which may end later."""

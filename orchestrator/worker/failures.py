@@ -16,11 +16,11 @@ from orchestrator.records.rank_log import log_tail
 from orchestrator.strategies.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.memory import TensorSize
-from orchestrator.worker import out_of_memory
-from orchestrator.worker.job_calls import ModelChangedError
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.metrics import NonFiniteError
+from orchestrator.worker.measure.metrics import NonFiniteError
 from orchestrator.worker.process.shared_directory import NotSharedError
+from orchestrator.worker.reports import out_of_memory
+from orchestrator.worker.reports.job_calls import ModelChangedError
 
 EXPLAINED = (DatasetError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""

@@ -25,20 +25,20 @@ from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.confirmation import confirmation
 from orchestrator.strategies.datasets import is_stream, known_length
 from orchestrator.strategies.weight_average import forget_average
-from orchestrator.worker.checkpoints import Checkpoints
-from orchestrator.worker.compile_meter import CompileMeter
-from orchestrator.worker.context import context_of, seed_step
-from orchestrator.worker.control import Outbox, StepGate
-from orchestrator.worker.data import epoch_of
-from orchestrator.worker.evaluation import evaluate
-from orchestrator.worker.fault_injection import inject_fault
-from orchestrator.worker.flops import FlopMeter
-from orchestrator.worker.job_data import JobData
-from orchestrator.worker.job_reports import JobReports
-from orchestrator.worker.metrics import NonFiniteError, Window, lr_of_groups
-from orchestrator.worker.profiling import NoProfiler, StepProfiler, profile_to
-from orchestrator.worker.samples import has_samples
-from orchestrator.worker.warner import Warner
+from orchestrator.worker.control.context import context_of, seed_step
+from orchestrator.worker.control.control import Outbox, StepGate
+from orchestrator.worker.control.fault_injection import inject_fault
+from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.data.batches import epoch_of
+from orchestrator.worker.data.job_data import JobData
+from orchestrator.worker.measure.compile_meter import CompileMeter
+from orchestrator.worker.measure.flops import FlopMeter
+from orchestrator.worker.measure.metrics import NonFiniteError, Window, lr_of_groups
+from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
+from orchestrator.worker.reports.checkpoints import Checkpoints
+from orchestrator.worker.reports.evaluation import evaluate
+from orchestrator.worker.reports.job_reports import JobReports
+from orchestrator.worker.reports.samples import has_samples
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all

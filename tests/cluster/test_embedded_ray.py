@@ -16,7 +16,7 @@ import multiprocessing
 import psutil
 
 from helpers.cases import CLUSTER
-from orchestrator.driver.cluster import embedded
+from orchestrator.driver.process.cluster import embedded
 
 multiprocessing.cpu_count = lambda: 16  # Ray starts no more processes at once than there are cores
 

@@ -24,13 +24,13 @@ from helpers.recorder import Recorder
 from helpers.runs import events, last_step, losses, wait_for
 from orchestrator import stop
 from orchestrator.config.redact import Redactor
-from orchestrator.driver import queue_place
-from orchestrator.driver.calls import GangError
-from orchestrator.driver.event_stream import EventStream
-from orchestrator.driver.queue_control import QueueControl, QueueError
-from orchestrator.driver.queue_place import QueuePlace, TurnLostError
-from orchestrator.driver.run_queue import find_queue
-from orchestrator.driver.signals import StopSignals
+from orchestrator.driver.process.calls import GangError
+from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.queue import queue_place
+from orchestrator.driver.queue.queue_control import QueueControl, QueueError
+from orchestrator.driver.queue.queue_place import QueuePlace, TurnLostError
+from orchestrator.driver.queue.run_queue import find_queue
 from orchestrator.protocol.events import WaitingInQueue, Warned
 from orchestrator.protocol.queue import QueueEntry
 from orchestrator.queue import main

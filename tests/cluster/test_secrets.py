@@ -15,9 +15,9 @@ import yaml
 from helpers import commands
 from orchestrator import logs, runs, show, stop, submit
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.job_submission import make_submission
-from orchestrator.driver.origin import origin_of_submission
 from orchestrator.driver.preflight.submitted import checked
+from orchestrator.driver.process.origin import origin_of_submission
+from orchestrator.driver.submit.job_submission import make_submission
 from orchestrator.launch import main
 
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nQEFAASCBKcwggSjAgEAAo\nXyz=\n-----END PRIVATE KEY-----\n"

@@ -29,7 +29,7 @@ from helpers.training import (
 )
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.replicated.comm_hooks import POWERSGD_WARM_UP_STEPS as WARM_UP
-from orchestrator.worker.data import SampleOrder
+from orchestrator.worker.data.batches import SampleOrder
 
 
 def hooked(comm_hook: str, **options: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.worker.control import AbandonedError, Outbox, PeersMissingError, StepGate
+from orchestrator.worker.control.control import AbandonedError, Outbox, PeersMissingError, StepGate
 
 
 def train_point(step: int, *, step_ms: tuple[float, ...] = (), comm_share: float | None = None) -> TrainPoint:

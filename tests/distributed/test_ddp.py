@@ -18,7 +18,7 @@ from helpers.toys import Dropped, Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.training import assert_same, assert_same_state, losses, make, model_of, steps, train
 from orchestrator.state import train_state
 from orchestrator.strategies.replicated.whole_model import WholeModel
-from orchestrator.worker.data import SampleOrder
+from orchestrator.worker.data.batches import SampleOrder
 
 
 def collectives(rank: int, case: Case) -> Counter[str]:

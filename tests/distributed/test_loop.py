@@ -21,8 +21,8 @@ from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.single import Single
-from orchestrator.worker.context import context_of
-from orchestrator.worker.control import Outbox
+from orchestrator.worker.control.context import context_of
+from orchestrator.worker.control.control import Outbox
 
 
 @pytest.mark.parametrize("val_size", [2, 7, 33])

@@ -14,8 +14,15 @@ from torch import Tensor
 from helpers.training import CPU
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.timeline.spans import Span
-from orchestrator.worker.gpu_meter import GpuMeter
-from orchestrator.worker.metrics import CpuMeter, NonFiniteError, StepTimer, Window, peak_memory_mb, system_metrics
+from orchestrator.worker.measure.gpu_meter import GpuMeter
+from orchestrator.worker.measure.metrics import (
+    CpuMeter,
+    NonFiniteError,
+    StepTimer,
+    Window,
+    peak_memory_mb,
+    system_metrics,
+)
 
 NAN = float("nan")
 

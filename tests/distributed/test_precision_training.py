@@ -20,7 +20,7 @@ from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.loss_scale import INITIAL
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.replicated.dp import DPConfig
-from orchestrator.worker.data import SampleOrder
+from orchestrator.worker.data.batches import SampleOrder
 
 DATA_PARALLEL = DPConfig(name="dp", num_workers=2, loss_on="replicas", verbose=False)
 SYNCHRONOUS = ("ddp-2", "model_parallel-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")

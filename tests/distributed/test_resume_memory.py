@@ -16,7 +16,7 @@ from helpers.runs import in_campaign
 from helpers.training import assert_same_state, close_strategies, make, model_of, piece
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.train_state import TrainState
-from orchestrator.worker.metrics import peak_memory_mb
+from orchestrator.worker.measure.metrics import peak_memory_mb
 
 SMALL = AdamDigits(hidden=8, depth=9)
 LARGE = AdamDigits(hidden=1300, depth=9)

@@ -27,8 +27,8 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.confirmation import no_confirmation
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.replicated.single import Single
-from orchestrator.worker.context import context_of
-from orchestrator.worker.control import AbandonedError, Outbox
+from orchestrator.worker.control.context import context_of
+from orchestrator.worker.control.control import AbandonedError, Outbox
 
 SHORT = having(steps=6, global_batch_size=16)
 

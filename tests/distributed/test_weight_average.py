@@ -23,7 +23,7 @@ from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.strategies.replicated.whole_model import WholeModel
 from orchestrator.strategies.weight_average import KEY
-from orchestrator.worker.data import SampleOrder
+from orchestrator.worker.data.batches import SampleOrder
 
 DECAY = 0.8
 AVERAGING = having(steps=6, global_batch_size=24, ema_decay=DECAY)

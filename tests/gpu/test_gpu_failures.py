@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from helpers.gang import Backend
 from helpers.runs import events, series
-from orchestrator.driver.gang import SHARED_GPU
+from orchestrator.driver.gang.gang import SHARED_GPU
 from orchestrator.records.run_dir import RunDir
 
 STEPS = 24

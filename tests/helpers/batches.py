@@ -10,9 +10,9 @@ from helpers.gang import own_device
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.datasets import is_stream
-from orchestrator.worker import evaluation
-from orchestrator.worker.data import EvalBatches, train_batches
-from orchestrator.worker.stream import StreamReader
+from orchestrator.worker.data.batches import EvalBatches, train_batches
+from orchestrator.worker.data.stream import StreamReader
+from orchestrator.worker.reports import evaluation
 
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (3, 2), (4, 1), (5, 2)]
 """``data_parallel_size`` and ``grad_accumulation``."""

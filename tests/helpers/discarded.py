@@ -17,7 +17,7 @@ from helpers.gang import own_device
 from helpers.loops import loop_of
 from helpers.training import made, make
 from orchestrator.compat.torch import FakeTensor
-from orchestrator.worker.control import AbandonedError, StepGate
+from orchestrator.worker.control.control import AbandonedError, StepGate
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.process import memory
 

@@ -13,7 +13,7 @@ from helpers.training import Steps, make, steps, watched
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums, Strategy
-from orchestrator.worker.data import EvalBatches
+from orchestrator.worker.data.batches import EvalBatches
 
 
 def evaluated_in_slices(rank: int, case: Case) -> tuple[int, EvalPoint]:

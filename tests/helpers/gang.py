@@ -99,7 +99,7 @@ class Gang:
     """
 
     def __init__(self, backend: Backend = GLOO) -> None:
-        from orchestrator.worker.rendezvous import open_store
+        from orchestrator.worker.control.rendezvous import open_store
 
         self.backend = backend
         self._store = open_store(HOST, timeout_s=30)
@@ -244,7 +244,7 @@ def group_of(rank: int, call: Call) -> Iterator[None]:
     """The process group that ``call`` asks for."""
     from helpers.cases import assignment
     from helpers.training import close_strategies
-    from orchestrator.worker import rendezvous
+    from orchestrator.worker.control import rendezvous
 
     if call.store_port is None:
         yield

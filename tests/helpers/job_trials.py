@@ -14,7 +14,7 @@ from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows
-from orchestrator.worker.data import EvalBatches, train_batches
+from orchestrator.worker.data.batches import EvalBatches, train_batches
 
 
 def errors(target: str, **fields: Any) -> list[str]:

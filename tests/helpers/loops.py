@@ -15,7 +15,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, TrainPoint
 from orchestrator.strategies.base import Strategy
-from orchestrator.worker.control import Outbox, StepGate
+from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
 
 

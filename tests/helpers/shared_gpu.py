@@ -39,7 +39,7 @@ def shared_gpu_ray(num_gpus: int) -> Iterator[None]:
     """
     import ray
 
-    from orchestrator.driver.gang import SHARED_GPU
+    from orchestrator.driver.gang.gang import SHARED_GPU
 
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     variables = {

@@ -19,8 +19,8 @@ from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.replicated.whole_model import WholeModel
-from orchestrator.worker.context import seed_step
-from orchestrator.worker.data import checked_weights, train_batches
+from orchestrator.worker.control.context import seed_step
+from orchestrator.worker.data.batches import checked_weights, train_batches
 
 CPU = torch.device("cpu")
 made: list[Strategy] = []

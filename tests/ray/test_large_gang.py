@@ -16,7 +16,7 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.runs import wait_for
-from orchestrator.driver.spares import START_ATTEMPTS
+from orchestrator.driver.gang.spares import START_ATTEMPTS
 from orchestrator.policy.verdict import RESULT_LOST
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
 from orchestrator.protocol.messages import Heartbeat

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from helpers.runs import wait_for
-from orchestrator.driver import node_watch
-from orchestrator.driver.node_watch import NodeWatch, stopped_processes
+from orchestrator.driver.nodes import node_watch
+from orchestrator.driver.nodes.node_watch import NodeWatch, stopped_processes
 
 NO_ANSWER = {1: False}
 

@@ -12,9 +12,9 @@ from mlflow import MlflowClient
 
 from helpers.runs import wait_for
 from orchestrator import compare, launch
-from orchestrator.driver.profile_report import MERGED
+from orchestrator.driver.reporting.profile_report import MERGED
 from orchestrator.records.run_dir import RunDir
-from orchestrator.worker.profiling import PROFILED_STEPS
+from orchestrator.worker.measure.profiling import PROFILED_STEPS
 
 
 def test_the_runs_of_a_sweep_are_side_by_side(

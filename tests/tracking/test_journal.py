@@ -10,7 +10,7 @@ import pytest
 
 from helpers.recorder import Recorder
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.event_stream import EventStream
+from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.protocol.events import (
     MetricsLogged,
     RankProgress,

@@ -29,9 +29,9 @@ from helpers.tracked_runs import (
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.origin import HERE
-from orchestrator.driver.result import RunResult
-from orchestrator.driver.uploads import RecordUpload
+from orchestrator.driver.process.origin import HERE
+from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
 from orchestrator.tracking.transfer import read_cursor

@@ -1,7 +1,7 @@
 """The private objects of Ray that this package uses, written against Ray 2.60.0.
 
 Ray may move them in any release. Each is looked up at the moment of its use, so that an error names the one that moved,
-and ``tests/unit/test_compat_ray.py`` checks all of :class:`Internal` against the installed Ray.
+and ``tests/unit/compat/test_compat_ray.py`` checks all of :class:`Internal` against the installed Ray.
 """
 
 from __future__ import annotations

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import ray
 
 from orchestrator.config.build import ConfigError
-from orchestrator.driver import cluster
-from orchestrator.driver.candidates import Candidate
-from orchestrator.driver.node_reports import driver_report, node_reports
-from orchestrator.driver.worker_code import WorkerCode
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.driver.code.worker_code import WorkerCode
+from orchestrator.driver.nodes.node_reports import driver_report, node_reports
+from orchestrator.driver.process import cluster
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import node_errors
 
 
-def fit_nodes(nodes: tuple[Node, ...], candidates: Sequence[Candidate], code: WorkerCode) -> tuple[Node, ...]:
-    """Ask each node on which a worker may start whether it can run the jobs with ``code``.
+def fit_nodes(
+    nodes: tuple[Node, ...], config: ClusterConfig, *, job_modules: Collection[str], code: WorkerCode
+) -> tuple[Node, ...]:
+    """Ask each node on which a worker may start whether it can import ``job_modules`` and run with ``code``.
 
     This machine is not asked if workers may start on it alone.
 
@@ -26,12 +28,10 @@ def fit_nodes(nodes: tuple[Node, ...], candidates: Sequence[Candidate], code: Wo
     Raises:
         ConfigError: some nodes cannot, or do not answer within ``cluster.rendezvous_timeout_s``.
     """
-    config = candidates[0].config.cluster
     asked = [node for node in nodes if node.cpus >= config.cpus_per_worker]
     if {node.node_id for node in asked} <= {ray.get_runtime_context().get_node_id()}:
         return nodes
-    modules = {c.config.job_module for c in candidates if c.given is None}
-    reports = node_reports(asked, timeout_s=config.rendezvous_timeout_s, job_modules=sorted(modules), code=code)
+    reports = node_reports(asked, timeout_s=config.rendezvous_timeout_s, job_modules=sorted(job_modules), code=code)
     alive = {node.node_id for node in cluster.nodes()}
     of_living = [report for node, report in zip(asked, reports, strict=True) if node.node_id in alive]
     if errors := node_errors(of_living, driver_report()):

@@ -15,11 +15,11 @@ from orchestrator.config.compose import to_yaml
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.driver.origin import HERE, Origin
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir, unwritable
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
 from orchestrator.driver.preflight.source import source_of
+from orchestrator.driver.process.origin import HERE, Origin
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.records.machine import machine_facts

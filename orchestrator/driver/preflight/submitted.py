@@ -14,7 +14,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.search_space import example, is_search
 from orchestrator.config.secret_names import is_secret
-from orchestrator.driver.packages import module_size_errors, size_errors
+from orchestrator.driver.code.packages import module_size_errors, size_errors
 from orchestrator.strategies import registry
 
 

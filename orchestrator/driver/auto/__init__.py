@@ -1,0 +1,1 @@
+"""``strategy=auto``: a measuring run, and the choice that follows from it."""

@@ -1,0 +1,243 @@
+"""``strategy=auto`` on the driver: measure the job, predict all contenders, measure the best of them, and choose."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.compat.pipelining import computations
+from orchestrator.config.build import ConfigError, build
+from orchestrator.config.compose import compose
+from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import Config
+from orchestrator.driver.auto.decision import Decision, NotMeasuredError
+from orchestrator.driver.auto.profile_key import profile_key
+from orchestrator.driver.preflight.paths import output_dir
+from orchestrator.driver.process.result import RunResult
+from orchestrator.job import Job, has_training_step
+from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import read_manifest
+from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.strategies import registry
+from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
+from orchestrator.timeline.ideal import Action
+from orchestrator.tuning.choose import Contender, best, next_to_measure
+from orchestrator.tuning.predict import memory_error, predict
+from orchestrator.tuning.profile import Profile
+from orchestrator.tuning.proposals import proposals
+
+FOLDER = "auto"
+"""The directory below ``output_dir`` with the profiles, and with the runs that measure."""
+LONGEST_S = 300.0
+"""The least timeout of the first step of a run that measures, in which one rank works while the others wait."""
+WARM_UP = 1.25
+"""A run has this many times the steps that are to be measured, because the first fifth does not count."""
+
+QuietRun = Callable[[Config, Plan, Job, bool], RunResult]
+"""Executes a run without a console. The last argument says whether to show why it failed."""
+
+
+class Chooser:
+    """Chooses the strategy of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        job: Job,
+        plan: Plan,
+        nodes: tuple[Node, ...],
+        run: QuietRun,
+        *,
+        redactor: Redactor,
+        oversubscribe_cpus: bool,
+    ):
+        """Prepare a choice.
+
+        Args:
+            config: the configuration of the run, with ``strategy=auto``.
+            job: the job.
+            plan: that of the run which measures the job, on as many workers as the strategy may use.
+            nodes: the nodes of the cluster.
+            run: executes the runs that measure.
+            redactor: masks secrets in the reasons of refusals.
+            oversubscribe_cpus: see :func:`make_plan`.
+        """
+        assert isinstance(config.strategy, AutoConfig)
+        self._config = config
+        self._options = config.strategy
+        self._job = job
+        self._plan = plan
+        self._nodes = nodes
+        self._run = run
+        self._redactor = redactor
+        self._oversubscribe_cpus = oversubscribe_cpus
+        self._plans: dict[tuple[str, ...], tuple[Config, Plan]] = {}
+
+    def choose(self, *, measure: bool = True) -> Decision:
+        """Predict all contenders, measure the best of them if ``measure``, and return the best.
+
+        Raises:
+            NotMeasuredError: the job could not be measured, or a signal came.
+            ConfigError: no strategy can train the job here; nothing else was started.
+        """
+        began = time.monotonic()
+        contenders = self._predicted(self.contenders())
+        planned = time.monotonic()
+        options = self._options
+        while measure and (index := next_to_measure(contenders, options.measured)) is not None:
+            contenders[index] = self._measured(contenders[index], steps=options.measured_steps)
+        winner = best(contenders)
+        if winner is None:
+            raise ConfigError([f"strategy=auto: no strategy fits; {c.name}: {c.refused}" for c in contenders])
+        config, plan = self._plans[winner.overrides]
+        return Decision(
+            overrides=winner.overrides,
+            config=config,
+            plan=plan,
+            contenders=tuple(contenders),
+            planning_s=planned - began,
+            measuring_s=time.monotonic() - planned,
+        )
+
+    def contenders(self) -> list[Contender]:
+        """Plan all proposals; those that cannot be are refused."""
+        options = self._options
+        return [
+            self._planned(overrides)
+            for overrides in proposals(self._plan.world_size, options.candidates, options.schedules)
+        ]
+
+    def _predicted(self, contenders: list[Contender]) -> list[Contender]:
+        """Return the contenders with their predictions, for which the job is measured unless it has been before."""
+        if has_training_step(self._job) or all(c.refused for c in contenders):
+            return contenders
+        profile = self._profile()
+        return [c if c.refused else self._with_prediction(c, profile) for c in contenders]
+
+    def _measured(self, contender: Contender, *, steps: int) -> Contender:
+        """Return ``contender`` with the median time of ``steps`` steps, or refused if its run failed.
+
+        Raises:
+            NotMeasuredError: a signal stopped the run.
+        """
+        config, plan = self._plans[contender.overrides]
+        total = math.ceil(steps * WARM_UP)
+        result = self._run_briefly(config, plan, steps=total, log_every=min(total, config.train.log_every))
+        if result.status == "KILLED":
+            raise NotMeasuredError(result)
+        if result.status != "FINISHED":
+            return replace(contender, refused=f"it failed: {result.reason}")
+        return replace(contender, measured_ms=float(result.summary["step_ms_p50"]))
+
+    def _planned(self, overrides: tuple[str, ...]) -> Contender:
+        """Plan a proposal, and check the job for it."""
+        errors: list[str] = []
+        composed, _ = compose(overrides, errors, registry.config_class)
+        if composed is not None:
+            config = replace(self._config, strategy=composed.strategy, name=self._config.run_name)
+            rules = registry.load(composed.strategy.name)
+            try:
+                plan = make_plan(config, rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
+                if plan.device != self._plan.device:
+                    errors.append(f"{rules.cpu_only}; the job was measured on GPUs")
+                notes = rules.check(config, self._job, plan, errors)
+                self._plans[overrides] = (config, replace(plan, notes=(*plan.notes, *notes)))
+            except ConfigError as e:
+                errors += e.errors
+            except Exception as e:  # whatever the model raises, another strategy may be able to train it
+                errors.append(f"{type(e).__name__}: {e}")
+        return Contender(overrides=overrides, refused=self._redactor.text("; ".join(errors)))
+
+    def _with_prediction(self, contender: Contender, profile: Profile) -> Contender:
+        _, plan = self._plans[contender.overrides]
+        if plan.pipeline is not None and (why := profile.division(plan.pipeline.num_stages).refused):
+            return replace(contender, refused=self._redactor.text(why))
+        prediction = predict(profile, plan, _orders)
+        error = memory_error(profile, plan, prediction, num_nodes=len(self._nodes))
+        return replace(contender, prediction=prediction, refused=error or "")
+
+    def _profile(self) -> Profile:
+        """Return the profile of an earlier run, or measure the job."""
+        folder = output_dir(self._config).path / FOLDER
+        key = profile_key(self._config, self._job, self._plan, self._nodes)
+        file = folder / f"profile-{key}.json"
+        if self._options.profile == "reuse" and (saved := _read(file)) is not None:
+            where = self._redactor.text(str(file))
+            print(f"auto uses the measurements in {where}; strategy.profile=fresh makes new ones", flush=True)
+            return saved
+        result = self._run_briefly(self._config, self._plan, steps=PROFILE_STEPS, log_every=PROFILE_STEPS, keep=True)
+        if result.status != "FINISHED":
+            raise NotMeasuredError(result)
+        run_dir = RunDir(result.run_dir)
+        checkpoint = CheckpointStore(run_dir.checkpoints, None).find_newest(lambda damaged: None)
+        assert checkpoint is not None
+        data: dict[str, Any] = read_manifest(checkpoint)["meta"][PROFILE_KEY]
+        errors: list[str] = []
+        profile = build(Profile, data, "", errors)
+        assert profile is not None, errors
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, data)
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        return profile
+
+    def _run_briefly(self, config: Config, plan: Plan, *, steps: int, log_every: int, keep: bool = False) -> RunResult:
+        """Execute a run of a few steps, without evaluations; ``keep`` its directory although it finishes."""
+        url, question_mark, query = config.output_dir.partition("?")
+        brief = replace(
+            config,
+            name=f"{plan.job}-{plan.strategy}",
+            resume="never",
+            profile=False,
+            output_dir=f"{url.rstrip('/')}/{FOLDER}{question_mark}{query}",
+            train=replace(config.train, steps=steps, eval_every=0, log_every=log_every),
+            checkpoint=replace(config.checkpoint, every=0, keep=1),
+            tracking=replace(config.tracking, uri=None),
+            recovery=replace(
+                config.recovery,
+                max_failures=0,
+                spares=0,
+                chaos=(),
+                hang_max_s=max(LONGEST_S, config.recovery.hang_max_s),
+            ),
+            cluster=replace(config.cluster, collective_timeout_s=max(LONGEST_S, config.cluster.collective_timeout_s)),
+        )
+        brief_plan = replace(plan, run_name=brief.run_name, steps=steps, spares=0, faults=())
+        result = self._run(brief, brief_plan, without_validation(self._job), keep)
+        if result.status == "FINISHED" and not keep:
+            shutil.rmtree(result.run_dir, ignore_errors=True)
+        return result
+
+
+def without_validation(job: Job) -> Job:
+    """Return a copy of ``job`` that has no validation set and draws no samples, so that a run of it only trains."""
+    cls = type(job)
+
+    def dataset(self: Any, split: Any) -> Any:
+        return None if split == "val" else cls.dataset(self, split)
+
+    brief = copy.copy(job)
+    object.__setattr__(brief, "__class__", type(cls.__name__, (cls,), {"dataset": dataset, "sample": Job.sample}))
+    return brief
+
+
+def _orders(layout: PipelineLayout) -> list[list[Action]]:
+    workers = max(layout.stage_ranks) + 1
+    return computations(layout.schedule, workers, layout.num_microbatches, layout.num_stages // workers)
+
+
+def _read(file: Path) -> Profile | None:
+    """Return the profile in a file; None if there is none, or one of another version of this program."""
+    try:
+        data = read_json(file)
+    except ValueError:
+        return None
+    return build(Profile, data, "", []) if data else None

@@ -1,0 +1,78 @@
+"""The choice of ``strategy=auto``, and its record in the directory of the run."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+
+from orchestrator.config.schema import Config
+from orchestrator.display.text import takes_unicode, writable
+from orchestrator.display.text_table import TableColumn, text_lines, without_least
+from orchestrator.driver.process.result import RunResult
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.elastic import Sizes
+from orchestrator.records.json_file import read_json, write_atomically, write_json
+from orchestrator.records.run_dir import RunDir
+from orchestrator.tuning import report
+from orchestrator.tuning.choose import Contender
+
+_WIDTH_WITHOUT_TERMINAL = 160
+
+
+class NotMeasuredError(Exception):
+    """The run that measures the job did not finish. ``result``: how it ended."""
+
+    def __init__(self, result: RunResult):
+        super().__init__(result.reason)
+        self.result = result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The chosen strategy: its overrides, its configuration and its plan, and the contenders that it was among.
+
+    ``planning_s`` is how long the predictions took, with the run for the profile, and ``measuring_s`` what followed.
+    """
+
+    overrides: tuple[str, ...]
+    config: Config
+    plan: Plan
+    contenders: tuple[Contender, ...]
+    planning_s: float
+    measuring_s: float
+
+    @property
+    def sizes(self) -> Sizes:
+        """The plan, as that of a run which keeps its size."""
+        return Sizes.of(self.plan)
+
+    @property
+    def text(self) -> str:
+        """The table and the choice, for the terminal."""
+        columns = [
+            TableColumn(
+                heading=heading,
+                cells=cells,
+                justify="right" if place else "left",
+                priority=report.DISPENSABLE.index(heading) if heading in report.DISPENSABLE else None,
+            )
+            for place, (heading, *cells) in enumerate(report.columns(self.contenders))
+        ]
+        width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
+        table = text_lines(without_least(columns, width), unicode=takes_unicode(sys.stdout))
+        return writable(report.with_table(self.contenders, table), sys.stdout)
+
+    def write_to(self, run_dir: RunDir) -> None:
+        """Keep the table and the choice in the directory of the run, and mark its record."""
+        durations = {"planning_s": self.planning_s, "measuring_s": self.measuring_s}
+        write_json(run_dir.choice_record, {"overrides": self.overrides, **durations, **report.record(self.contenders)})
+        write_atomically(run_dir.choice_report, f"{report.markdown(self.contenders)}\n".encode())
+        tags = run_dir.read_record().get("tags", {})
+        run_dir.update_record(tags={**tags, "strategy.chosen_by": "auto"})
+
+
+def chosen_before(run_dir: RunDir) -> tuple[str, ...] | None:
+    """Return the overrides of the strategy that was chosen for a run; None if it was not chosen by ``auto``."""
+    overrides = read_json(run_dir.choice_record).get("overrides")
+    return None if overrides is None else tuple(overrides)

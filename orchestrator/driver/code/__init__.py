@@ -1,0 +1,1 @@
+"""The code, packages and variables that workers get."""

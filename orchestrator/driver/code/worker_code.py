@@ -1,0 +1,162 @@
+"""The code and the packages that Ray brings to each node for the workers of a run: their runtime environment.
+
+A node that has the code of the job where the driver has it, on a shared disk or in a checkout of its own, needs
+nothing. For other nodes, the working directory of the driver travels as a package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.compat.ray.packages import PIN_S, make_package, max_package_bytes, upload_package
+from orchestrator.config.build import ConfigError
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.driver.code.packages import module_paths, module_size_errors, requirements, size_errors
+from orchestrator.driver.process.calls import answers_in_time
+from orchestrator.driver.process.cluster import allowed_nodes
+from orchestrator.planning.plan import Node
+
+LOOK_TIMEOUT_S = 30.0
+"""A node that does not say in this time what it has gets the code."""
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class WorkerCode:
+    """What the workers of a run need on each node. Use as a context manager.
+
+    The packages are kept here until the exit, because Ray drops them when no job refers to them.
+
+    Attributes:
+        working_dir: the directory that travels; None if the nodes have the code.
+        pip: the requirements that each worker installs.
+    """
+
+    def __init__(self, *, working_dir: Path | None, py_modules: Sequence[Path], pip: Sequence[str]):
+        self.working_dir = working_dir
+        self.pip = tuple(pip)
+        self._py_modules = py_modules
+        self._packages = contextlib.ExitStack()
+        self._directory: Path | None = None
+        self._modules: list[Path] = []
+        self._uploaded_at = -float(PIN_S)
+        self._runtime_env: dict[str, Any] = {}
+
+    def __enter__(self) -> WorkerCode:
+        folder = Path(self._packages.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-code-")))
+        if self.working_dir is not None:
+            self._directory = make_package(self.working_dir, folder / "working_dir.zip")
+        for number, module in enumerate(self._py_modules):
+            is_wheel = module.suffix == ".whl"
+            package = module if is_wheel else make_package(module, folder / f"{number}.zip", with_name=module.is_dir())
+            self._modules.append(package)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._packages.close()
+
+    def runtime_env(self) -> dict[str, Any]:
+        """Return the option ``runtime_env`` of an actor, and bring to the cluster what it may have dropped."""
+        if time.monotonic() - self._uploaded_at > PIN_S / 2:
+            self._runtime_env = {}
+            if self._directory is not None:
+                self._runtime_env["working_dir"] = upload_package(self._directory)
+            if self._modules:
+                self._runtime_env["py_modules"] = [upload_package(module) for module in self._modules]
+            self._uploaded_at = time.monotonic()
+        return self._runtime_env
+
+
+def code_for_workers(cluster: ClusterConfig, nodes: Sequence[Node]) -> WorkerCode:
+    """Return what the workers of a run need on ``nodes``, which this process is connected to.
+
+    Raises:
+        ConfigError: ``cluster.pip`` or ``cluster.py_modules`` names a file that does not exist, or what has to travel
+            is too large.
+    """
+    py_modules, pip = module_paths(cluster.py_modules), requirements(cluster.pip)
+    errors = module_size_errors(cluster.py_modules, limit=max_package_bytes())
+    working_dir = Path.cwd()
+    if lacking := _nodes_to_supply(working_dir, nodes, autoscaling=cluster.autoscaling):
+        what = f"{working_dir} has to travel to {', '.join(lacking)} because the code of the job is there"
+        errors += size_errors(working_dir, what=what, limit=max_package_bytes())
+    if errors:
+        raise ConfigError(errors)
+    return WorkerCode(working_dir=working_dir if lacking else None, py_modules=py_modules, pip=pip)
+
+
+class CodeCache:
+    """The code of the workers of several runs: made once for all runs that need the same. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._codes: dict[tuple[Any, ...], WorkerCode] = {}
+        self._made = contextlib.ExitStack()
+
+    def __enter__(self) -> CodeCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.close()
+
+    def get(self, config: ClusterConfig) -> WorkerCode:
+        """Return what the workers of a run need on the present nodes. Raises like :func:`code_for_workers`."""
+        nodes = allowed_nodes(config)
+        key = (config.py_modules, config.pip, config.autoscaling, frozenset(node.node_id for node in nodes))
+        if key not in self._codes:
+            self._codes[key] = self._made.enter_context(code_for_workers(config, nodes))
+        return self._codes[key]
+
+
+def code_files(directory: Path, modules: Iterable[ModuleType]) -> dict[str, str]:
+    """Return the hash of each file below ``directory`` that one of ``modules`` was loaded from, by its path.
+
+    Installed packages are left out, also those of a virtual environment below ``directory``.
+    """
+    files = {Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str)}
+    own = [f for f in files if f.is_relative_to(directory) and not set(_INSTALLED) & set(f.parts)]
+    return {str(file): digest for file in sorted(own) if (digest := _digest(file)) is not None}
+
+
+def _nodes_to_supply(working_dir: Path, nodes: Sequence[Node], *, autoscaling: bool) -> list[str]:
+    """Return the names of the nodes that lack code of the driver; those of an autoscaler are still to come."""
+    context = ray.get_runtime_context()
+    others = {n.node_id: n.name for n in nodes if n.node_id != context.get_node_id()}
+    if not (others or autoscaling) or context.runtime_env.get("working_dir"):
+        return []
+    files = code_files(working_dir, list(sys.modules.values()))
+    if not files:
+        return []
+    lacking = sorted(others[node_id] for node_id in _nodes_without(files, others))
+    return [*lacking, "the nodes that the autoscaler adds"] if autoscaling else lacking
+
+
+def _nodes_without(files: Mapping[str, str], node_ids: Collection[str]) -> set[str]:
+    pending: dict[Any, str] = {}
+    for node_id in node_ids:
+        on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        pending[_has_files.options(scheduling_strategy=on_node).remote(files)] = node_id
+    answers = answers_in_time(pending, LOOK_TIMEOUT_S)
+    return {node_id for node_id in node_ids if not answers.get(node_id)}
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _has_files(files: Mapping[str, str]) -> bool:
+    return all(_digest(Path(path)) == digest for path, digest in files.items())
+
+
+def _digest(file: Path) -> str | None:
+    """The hash of a file; None if it cannot be read."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None

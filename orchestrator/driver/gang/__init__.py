@@ -1,0 +1,1 @@
+"""The workers of a run: seats, start, admission of nodes, spares."""

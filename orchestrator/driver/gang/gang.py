@@ -1,0 +1,402 @@
+"""The gang: the workers of a run, acquired and released together, replaced one by one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from orchestrator.driver.code.worker_code import WorkerCode
+from orchestrator.driver.gang.admission import Admission
+from orchestrator.driver.gang.slots import Slots, kill_process
+from orchestrator.driver.gang.spares import START_ATTEMPTS, Spares
+from orchestrator.driver.gang.start_wait import wait_for_actors
+from orchestrator.driver.nodes.node_watch import NodeWatch
+from orchestrator.driver.process.calls import (
+    GangError,
+    NoWorkersError,
+    all_answers,
+    answers_in_time,
+    cause_of_death,
+)
+from orchestrator.driver.process.waiting import ResourceWait, WaitMonitor
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.devices import shared_gpu, unusable_gpus
+from orchestrator.policy.elastic import Sizes
+from orchestrator.policy.rank_order import groups_on_one_node, rank_order, shards_last
+from orchestrator.policy.shortage import Request, room
+from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
+
+HEARTBEATS_PER_ROUND = 64
+"""Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
+PLACEMENT_PATIENCE_S = 1.5
+"""An elastic run tries a smaller size if Ray has not placed its workers after this time."""
+SPARES_POLL_S = 0.2
+SHARED_GPU = "ORCHESTRATOR_TEST_SHARED_GPU"
+"""Environment variable for the tests of this project alone: if set, several workers may use one GPU."""
+
+WorkerMethod = Any
+"""A method of :class:`~orchestrator.worker.actor.Worker`, such as ``Worker.hold``, as Ray's decorator returns it."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker with a rank: its actor, where that runs, and in which slot."""
+
+    global_rank: int
+    actor: Any
+    info: WorkerInfo
+    slot: int
+
+
+class Gang:
+    """All workers of a run. Use as a context manager, which releases everything on exit.
+
+    ``members``: the workers with a rank, by rank. The spares are kept apart.
+    ``failed_heartbeats``: by rank, the errors of the last round of heartbeats in which a worker lives.
+    ``waited_s``: how long :meth:`acquire` has waited for resources, in seconds.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        environment: WorkerEnvironment,
+        code: WorkerCode,
+        nodes: NodeWatch,
+        admission: Admission,
+        monitor: WaitMonitor,
+        *,
+        variables: Variables,
+        label: str,
+    ):
+        self.members: tuple[Member, ...] = ()
+        self.waited_s = 0.0
+        self.failed_heartbeats: dict[int, ray.exceptions.RayError] = {}
+        self._plan = plan
+        self._nodes = nodes
+        self._admission = admission
+        self._monitor = monitor
+        self._environment = environment
+        self._code = code
+        self._config = environment.config.cluster
+        self._label = label
+        self._slots = Slots(
+            plan,
+            code,
+            start_timeout_s=self._config.start_timeout_s,
+            heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            variables=variables,
+            label=label,
+        )
+        self._spares = Spares(self._slots, nodes, admission, environment, monitor, one_node=plan.one_node)
+        self._lost: set[int] = set()  # ranks whose workers are lost or must leave, until ranks are assigned again
+        self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
+        self._last_heartbeats: dict[int, Heartbeat] = {}  # by rank: those that came with outcomes, to be returned
+        self._next_asked = 0  # the rank with which the next round of heartbeats begins
+
+    def __enter__(self) -> Gang:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def workers_by_node(self) -> Mapping[str, int]:
+        """The number of ranks and spares on each node, by its id."""
+        return Counter(info.node_id for info in self.workers)
+
+    def release(self) -> None:
+        """Kill all workers and give back their resources. The gang may be acquired again."""
+        self._slots.release()
+        self.members = ()
+        self._spares.forget()
+        self._lost = set()
+        self._pending_heartbeats, self._last_heartbeats, self._next_asked = {}, {}, 0
+
+    def acquire(self, sizes: Sizes) -> Plan:
+        """Reserve the resources, start the actors, and assign the ranks.
+
+        Returns:
+            The plan of the run: the initial one, or that of a smaller size if there is no room for it at this moment.
+
+        Raises:
+            GangError: not in time, a GPU cannot be used, or two workers landed on one GPU.
+            Interrupted: a stop was requested.
+        """
+        placed = self._reserve(sizes)
+        slots, plan = list(placed), self._plan
+        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        infos = wait_for_actors(
+            {self._slots.start(slot): hosts[node_id] for slot, node_id in placed.items()},
+            timeout_s=self._config.start_timeout_s,
+            pip=self._code.pip,
+            monitor=self._monitor,
+        )
+        self._check_devices(infos)
+        group_size = len(plan.mesh.close_groups[0])
+        order = groups_on_one_node(infos, rank_order(infos), group_size=group_size)
+        by_rank = shards_last(infos, order[: plan.world_size], num_shards=plan.mesh.num_shards)
+        self._assign_ranks([(slots[index], infos[index]) for index in by_rank])
+        self._spares.begin({slots[index]: infos[index] for index in order[plan.world_size :]})
+        return plan
+
+    def _reserve(self, sizes: Sizes) -> dict[int, str]:
+        """Reserve the slots of the largest size with room, or of the smallest one as soon as there is room for it.
+
+        Slots on a node that is not admitted are given back, and sought elsewhere.
+
+        Returns:
+            The id of the node of each slot, node by node.
+        """
+        least = sizes.smallest.world_size
+        wanted = f"at least {_workers(least)}" if sizes.is_elastic else _workers(least)
+        wait = self._wait_for(wanted, least + self._plan.spares, unfit_timeout_s=self._config.unfit_timeout_s)
+        waited_before_s = self.waited_s
+        while True:
+            plan = self._plan
+            placed = self._slots.reserve_all(
+                plan.world_size + plan.spares,
+                one_node=plan.one_node,
+                avoid=self._admission.trouble().keys(),
+                wait=wait,
+                patience_s=math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S,
+            )
+            self.waited_s = waited_before_s + wait.waited_s
+            if placed is None:
+                self._plan = sizes.fitting(room(self._request(1), wait.state()))
+            elif self._admission.admits_all(set(placed.values())):
+                return placed
+            else:
+                self._slots.release()
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Take back the slots of workers that are lost or must leave, and kill what is left of them."""
+        for rank in ranks:
+            self._vacate(self.members[rank])
+        self._spares.vacate_lost_nodes()
+        self._lost |= set(ranks)
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The members and the spares."""
+        return (*self._infos(), *self._spares.infos.values())
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Give each of ``ranks``, which are lost, a new worker: a spare if one is ready, or else one to wait for.
+
+        Raises:
+            NoWorkersError: not in time, or each new worker dies at once.
+            Interrupted: a stop was requested.
+        """
+        while len(spares := self._spares.alive(self._infos())) < len(ranks):
+            self.wait_for_spares(len(ranks), f"{_workers(len(ranks))} in place of those lost")
+        workers = [(m.slot, m.info) for m in self.members]
+        for rank in ranks:
+            node_id = self.members[rank].info.node_id
+            spare = next((s for s in spares if self._spares.infos[s].node_id == node_id), spares[0])
+            spares.remove(spare)
+            workers[rank] = spare, self._spares.infos.pop(spare)
+        self._assign_ranks(workers)
+        self._check_devices(self._infos())
+
+    def wait_for_spares(self, count: int, wanted: str) -> None:
+        """Start workers wherever there is room until ``count`` could take a rank, and wait for them.
+
+        Raises:
+            NoWorkersError: not in time, or each new worker dies at once.
+            Interrupted: a stop was requested.
+        """
+        given_up = self._spares.num_given_up
+        wait = self._wait_for(wanted, max(1, count - self.ready()))
+        while (missing := count - self.ready()) > 0:
+            if self._spares.num_given_up > given_up:
+                raise NoWorkersError(f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs")
+            self._nodes.note_dead()
+            self._spares.seek(missing)
+            wait.check()
+            self._spares.wait(SPARES_POLL_S)
+
+    def reassign_ranks(self, plan: Plan, before: Sequence[int | None]) -> bool:
+        """Change to ``plan``, whose ranks go to present members and spares.
+
+        Args:
+            plan: the plan of the next generation, of another size.
+            before: for each new rank the present rank of its worker; None for a spare.
+
+        Returns:
+            False if there are too few live spares; nothing has changed then.
+        """
+        spares = self._spares.alive(self._infos()) if None in before else []
+        if len(spares) < before.count(None):
+            return False
+        joining = iter(spares)
+        workers = []
+        for rank in before:
+            if rank is None:
+                slot = next(joining)
+                workers.append((slot, self._spares.infos.pop(slot)))
+            else:
+                workers.append((self.members[rank].slot, self.members[rank].info))
+        for member in self.members:
+            if member.global_rank not in self._lost.union(before):
+                self._vacate(member)
+        self._plan = plan
+        self._assign_ranks(workers)
+        self._check_devices(self._infos())
+        return True
+
+    def refill(self, workers: int) -> None:
+        """Start workers in the background until there are ``workers``, members included.
+
+        New workers, and spares that have not done so, load what every rank needs. Do not call this while a generation
+        starts: loading takes CPU time from it. A slot in which :data:`START_ATTEMPTS` workers in a row died counts as
+        one of them.
+        """
+        self._spares.prepare()
+        self._spares.seek(workers - len(self.members) - len(self._spares.infos) - self._spares.num_given_up)
+
+    def ready(self) -> int:
+        """Return how many spares could take a rank at once."""
+        return len(self._spares.fit(self._infos()))
+
+    def heartbeats(
+        self, *, with_system_metrics: bool, wait_s: float, ranks: Collection[int] | None = None
+    ) -> dict[int, Heartbeat]:
+        """Ask members for a heartbeat and return those that come within ``wait_s`` seconds, by rank.
+
+        A later answer is merged into the rank's next one. The heartbeat of an outcome is returned as well, but not
+        before the rank's pending one, so that reports stay in order.
+
+        Args:
+            with_system_metrics: whether the first member of each node adds the system metrics of its node.
+            wait_s: how long to wait for answers.
+            ranks: the ranks to ask. None for the next :data:`HEARTBEATS_PER_ROUND` members, so that the cost of a round
+                does not grow with the gang.
+        """
+        errors: dict[int, ray.exceptions.RayError] = {}
+        answers: list[tuple[int, Heartbeat]] = list(
+            answers_in_time(self._pending_heartbeats, 0.0, errors=errors).items()
+        )
+        reporting: set[int] = set()
+        if with_system_metrics:
+            reporting = set({m.info.node_id: m.global_rank for m in reversed(self.members)}.values())
+        asked = self._next_in_turn() | reporting if ranks is None else set(ranks)
+        for rank in sorted(asked - self.unanswered()):
+            answer = self.members[rank].actor.heartbeat.remote(rank in reporting)
+            self._pending_heartbeats[answer] = rank
+        awaited = {r: rank for r, rank in self._pending_heartbeats.items() if ranks is None or rank in ranks}
+        others = {r: rank for r, rank in self._pending_heartbeats.items() if r not in awaited}
+        answers += answers_in_time(awaited, wait_s, errors=errors).items()
+        self._pending_heartbeats = others | awaited
+        self.failed_heartbeats = {rank: e for rank, e in errors.items() if cause_of_death(e) is None}
+        complete = self._last_heartbeats.keys() - self.unanswered()
+        answers += [(rank, self._last_heartbeats.pop(rank)) for rank in complete]
+        return merged(answers)
+
+    def add_last_heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
+        """Add the heartbeat that came with an outcome to those that :meth:`heartbeats` returns."""
+        self._last_heartbeats[rank] = heartbeat
+
+    def unanswered(self) -> set[int]:
+        """Return the ranks that have been asked for a heartbeat and have not answered yet."""
+        return set(self._pending_heartbeats.values())
+
+    def ask_one(
+        self, rank: int, method: WorkerMethod, *args: Any, timeout_s: float, check: Callable[[], None] | None = None
+    ) -> Any:
+        """Call ``method`` of one member and return its answer; ``check()`` runs meanwhile.
+
+        Raises:
+            NoAnswerError: not in time.
+            GangError: Ray is dead.
+            RayError: the worker is dead, or could not carry out the call.
+        """
+        return all_answers([_call(self.members[rank], method, *args)], timeout_s, check=check)[0]
+
+    def poll(
+        self,
+        method: WorkerMethod,
+        *args: Any,
+        ranks: Collection[int],
+        timeout_s: float,
+        check: Callable[[], None] | None = None,
+    ) -> dict[int, Any]:
+        """Call ``method`` of some members and return the answers that come in time, by rank.
+
+        ``check()`` runs meanwhile, and may raise to stop waiting.
+        """
+        pending = {_call(m, method, *args): m.global_rank for m in self.members if m.global_rank in ranks}
+        return answers_in_time(pending, timeout_s, check=check)
+
+    def tell(self, method: WorkerMethod, *args: Any, ranks: Collection[int]) -> None:
+        """Call ``method`` of some members without waiting for an answer."""
+        for member in self.members:
+            if member.global_rank in ranks:
+                _call(member, method, *args)
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of a rank at once, even if it is stopped."""
+        member = self.members[rank]
+        kill_process(member.info)
+        self._slots.kill(member.slot)
+
+    def _next_in_turn(self) -> set[int]:
+        """Return the ranks to ask in the next round."""
+        world_size = len(self.members)
+        count = min(world_size, HEARTBEATS_PER_ROUND)
+        first, self._next_asked = self._next_asked, (self._next_asked + count) % world_size
+        return {(first + i) % world_size for i in range(count)}
+
+    def _check_devices(self, infos: Sequence[WorkerInfo]) -> None:
+        error = unusable_gpus(infos, self._config.device)
+        if error is None and SHARED_GPU not in os.environ:
+            error = shared_gpu(infos)
+        if error is not None:
+            raise GangError(error)
+
+    def _request(self, count: int) -> Request:
+        return Request(count=count, each=self._slots.resources, one_node=self._plan.one_node)
+
+    def _wait_for(self, wanted: str, count: int, *, unfit_timeout_s: float | None = None) -> ResourceWait:
+        return ResourceWait(
+            wanted,
+            self._request(count),
+            self._config,
+            self._monitor,
+            label=self._label,
+            trouble=self._admission.trouble,
+            unfit_timeout_s=unfit_timeout_s,
+        )
+
+    def _infos(self) -> list[WorkerInfo]:
+        return [member.info for member in self.members]
+
+    def _vacate(self, member: Member) -> None:
+        self._spares.vacate(member.slot, member.info.node_id)
+
+    def _assign_ranks(self, workers: Sequence[tuple[int, WorkerInfo]]) -> None:
+        """Make members of the workers, each with its slot, in the order of their ranks."""
+        members = tuple(
+            Member(global_rank=rank, actor=self._slots.actor(slot), info=info, slot=slot)
+            for rank, (slot, info) in enumerate(workers)
+        )
+        unchanged = {m.global_rank for m, before in zip(members, self.members, strict=False) if m.info == before.info}
+        self.members = members
+        self._lost = set()
+        self._pending_heartbeats = {r: rank for r, rank in self._pending_heartbeats.items() if rank in unchanged}
+        self._last_heartbeats = {rank: h for rank, h in self._last_heartbeats.items() if rank in unchanged}
+        self._next_asked = 0
+
+
+def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:
+    return getattr(member.actor, method.__name__).remote(*args)
+
+
+def _workers(count: int) -> str:
+    return "a worker" if count == 1 else f"{count} workers"

@@ -1,0 +1,194 @@
+"""Slots: resources for one worker each, reserved in the cluster, and the actors that run in them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from orchestrator.driver.code.worker_code import WorkerCode
+from orchestrator.driver.process.waiting import ResourceWait
+from orchestrator.planning.plan import Plan
+from orchestrator.protocol.messages import Variables, WorkerInfo
+from orchestrator.worker.actor import remote_worker
+
+RELEASE_TIMEOUT_S = 5.0
+NODE_ID_LABEL = "ray.io/node-id"
+"""The label by which Ray itself names each node."""
+
+
+class Slots:
+    """The slots of a run, by number. Those reserved together become available together; more can be added later."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        code: WorkerCode,
+        *,
+        start_timeout_s: float,
+        heartbeat_timeout_s: float,
+        variables: Variables,
+        label: str,
+    ):
+        self.resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
+        if plan.gpus_per_worker:
+            self.resources["GPU"] = plan.gpus_per_worker
+        self._code = code
+        self._start_timeout_s = start_timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._variables = variables
+        self._label = label
+        self._bundles: dict[int, tuple[PlacementGroup, int]] = {}
+        self._reserved = 0
+        self._actors: dict[int, Any] = {}
+        self._started = 0
+
+    def reserve_all(
+        self, count: int, *, one_node: bool, avoid: Collection[str], wait: ResourceWait, patience_s: float = math.inf
+    ) -> dict[int, str] | None:
+        """Reserve ``count`` slots, none of them on a node whose id is in ``avoid``, and wait until they are available.
+
+        Returns:
+            The id of the node of each slot, node by node. None if the slots are not available after ``patience_s``;
+            nothing is reserved then.
+
+        Raises:
+            GangError, Interrupted: see :meth:`ResourceWait.check`.
+        """
+        slots = self._reserve(count, "STRICT_PACK" if one_node else "PACK", avoid=avoid)
+        group, _ = self._bundles[slots[0]]
+        deadline = time.monotonic() + patience_s
+        while not group.wait(timeout_seconds=0.5):
+            wait.check()
+            if time.monotonic() > deadline:
+                self._give_back(slots)
+                return None
+        # Ray may place the bundles of a group in any order.
+        return dict(sorted(self.placed(slots).items(), key=lambda placed: (placed[1], placed[0])))
+
+    def placed(self, slots: Iterable[int]) -> dict[int, str]:
+        """Return the id of the node of each of ``slots`` that Ray has placed."""
+        bundles = {slot: self._bundles[slot] for slot in slots}
+        groups = {group.id: group for group, _ in bundles.values()}
+        nodes = {id_: placement_group_table(group)["bundles_to_node_id"] for id_, group in groups.items()}
+        node_ids = {slot: nodes[group.id][index] for slot, (group, index) in bundles.items()}
+        return {slot: node_id for slot, node_id in node_ids.items() if node_id}
+
+    def reserve(self, *, avoid: Collection[str]) -> int:
+        """Reserve one more slot and return it at once; it is available when the cluster has room.
+
+        ``avoid``: the ids of nodes on which it must not be. Ray takes a minute to find out that a silent one is dead.
+        """
+        return self._reserve(1, "PACK", avoid=avoid)[0]
+
+    def withdraw(self, slot: int) -> bool:
+        """Kill the actor in ``slot``, and give the slot back if it was reserved alone; returns whether it was."""
+        self.kill(slot)
+        group, _ = self._bundles[slot]
+        alone = sum(other is group for other, _ in self._bundles.values()) == 1
+        if alone:
+            self._give_back([slot])
+        return alone
+
+    def start(self, slot: int) -> Any:
+        """Start an actor in ``slot``.
+
+        Returns:
+            A reference to its :class:`WorkerInfo`, which is ready when the actor is up.
+        """
+        name = f"{self._label}/worker-{self._started}"
+        self._started += 1
+        group, bundle = self._bundles[slot]
+        actor = (
+            remote_worker()
+            .options(
+                name=name,
+                num_cpus=self.resources["CPU"],
+                num_gpus=self.resources.get("GPU", 0),
+                max_restarts=0,
+                runtime_env=self._code.runtime_env(),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            )
+            .remote(
+                name,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                variables=self._variables,
+                requirements=self._code.pip,
+                install_timeout_s=self._start_timeout_s,
+            )
+        )
+        self._actors[slot] = actor
+        return actor.worker_info.remote()
+
+    def actor(self, slot: int) -> Any:
+        """Return the handle of the actor that was last started in ``slot``."""
+        return self._actors[slot]
+
+    def kill(self, slot: int) -> None:
+        """Kill the actor in ``slot``; the slot stays reserved. Never raises."""
+        with contextlib.suppress(Exception):
+            ray.kill(self._actors[slot])
+
+    def release(self) -> None:
+        """Kill the actors and give the resources back. Never raises."""
+        for slot in self._actors:
+            self.kill(slot)
+        self._give_back(list(self._bundles))
+        self._actors = {}
+
+    def _reserve(self, count: int, strategy: str, *, avoid: Collection[str]) -> list[int]:
+        slots = list(range(self._reserved, self._reserved + count))
+        avoided = ",".join(sorted(avoid))
+        group: PlacementGroup = placement_group(
+            [dict(self.resources) for _ in slots],
+            strategy=strategy,
+            name=f"{self._label}/{self._reserved}",
+            bundle_label_selector=[{NODE_ID_LABEL: f"!in({avoided})"} for _ in slots] if avoided else None,
+        )
+        self._bundles |= {slot: (group, index) for index, slot in enumerate(slots)}
+        self._reserved += count
+        return slots
+
+    def _give_back(self, slots: Iterable[int]) -> None:
+        """Remove the placement groups of ``slots``, which are all of theirs. Never raises."""
+        groups = {group.id: group for group, _ in map(self._bundles.pop, slots)}
+        # In a thread of its own, because the call takes a minute if Ray is dead.
+        thread = threading.Thread(target=_remove, args=(list(groups.values()),), daemon=True)
+        thread.start()
+        thread.join(RELEASE_TIMEOUT_S)
+
+
+def kill_process(info: WorkerInfo) -> None:
+    """Kill a process with a signal on its own node: ``ray.kill`` takes seconds if the process is stopped (SIGSTOP)."""
+    if info.node_id == ray.get_runtime_context().get_node_id():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(info.pid, signal.SIGKILL)
+    else:
+        on_node = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+        _kill_process.options(scheduling_strategy=on_node).remote(info.pid)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _remove(groups: Sequence[PlacementGroup]) -> None:
+    for group in groups:
+        with contextlib.suppress(Exception):
+            remove_placement_group(group)

@@ -1,0 +1,201 @@
+"""Workers without a rank: those that are ready to take one, and those that start in the background."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import ray
+import ray.exceptions
+
+from orchestrator.driver.gang.admission import Admission
+from orchestrator.driver.gang.slots import Slots
+from orchestrator.driver.nodes.node_watch import NodeWatch
+from orchestrator.driver.process.calls import answers_in_time, describe_error
+from orchestrator.driver.process.waiting import WaitMonitor
+from orchestrator.policy.devices import can_join
+from orchestrator.protocol.messages import WorkerEnvironment, WorkerInfo
+
+START_ATTEMPTS = 3
+"""Give a slot up after this many workers in a row died in it while they started."""
+LOOKED_UP_AT_ONCE = 64
+"""Look up the nodes of this many slots at a time, because each takes a call to Ray."""
+SPARE_TIMEOUT_S = 1.0
+"""Discard spares that do not answer within this time."""
+
+
+class Spares:
+    """The spares of a run, and the slots in which more of them could start.
+
+    A slot is vacant if its worker is gone. It is stranded if its node was lost: Ray moves it to another node when it
+    has found the node dead and has room for all such slots that were reserved together. A worker that is started there
+    may come up late, or never. A worker is started in a slot when Ray has placed it on a node that is admitted.
+
+    ``infos``: the spares that have started, by slot. ``num_given_up``: the number of slots in which no worker starts.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        nodes: NodeWatch,
+        admission: Admission,
+        environment: WorkerEnvironment,
+        monitor: WaitMonitor,
+        *,
+        one_node: bool,
+    ):
+        self._slots = slots
+        self._nodes = nodes
+        self._admission = admission
+        self._environment = environment
+        self._monitor = monitor
+        self._one_node = one_node
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all spares and slots, which the gang has released."""
+        self.infos: dict[int, WorkerInfo] = {}
+        self.num_given_up = 0
+        self._waiting: list[int] = []  # slots in which workers start when their nodes are known and admitted
+        self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
+        self._unprepared: set[int] = set()
+        self._vacant: list[int] = []
+        self._node_before: dict[int, str] = {}  # by slot: the id of the node on which it was when it became vacant
+        self._failed_starts: Counter[int] = Counter()  # by slot: those in a row
+
+    def begin(self, infos: Mapping[int, WorkerInfo]) -> None:
+        """Take over the spares that were started together with the members, by slot."""
+        self.infos |= infos
+        self._unprepared |= infos.keys()
+
+    def vacate(self, slot: int, node_id: str) -> None:
+        """Kill what is left in ``slot``, and leave it to another worker, unless its node is draining."""
+        self._slots.kill(slot)
+        self.infos.pop(slot, None)
+        if self._one_node or node_id not in self._nodes.draining:
+            self._vacant.append(slot)
+            self._node_before[slot] = node_id
+
+    def vacate_lost_nodes(self) -> None:
+        """Give up the spares on lost nodes."""
+        for slot, info in list(self.infos.items()):
+            if info.node_id in self._nodes.lost:
+                self.vacate(slot, info.node_id)
+
+    def prepare(self) -> None:
+        """Let the spares that have not done so load what every rank needs."""
+        for slot in self._unprepared.intersection(self.infos):
+            self._slots.actor(slot).prepare.remote(self._environment)
+        self._unprepared = set()
+
+    def seek(self, missing: int) -> None:
+        """Have ``missing`` workers starting, besides those in stranded slots; none at all if none is missing.
+
+        Vacant slots come first, then new ones wherever the cluster has room or will have it.
+        """
+        if missing <= 0:
+            self._end_starts()
+            return
+        for slot in filter(self._is_stranded, list(self._vacant)):
+            self._vacant.remove(slot)
+            self._waiting.append(slot)
+        hopeful = sum(not self._is_stranded(slot) for slot in self._unready())
+        for _ in range(missing - hopeful):
+            slot = self._vacant.pop() if self._vacant else self._slots.reserve(avoid=self._admission.trouble())
+            self._waiting.append(slot)
+        self._start_admitted()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until one of those that are starting has started or has failed to, or until it is time to look again."""
+        if self._starting:
+            ray.wait(list(self._starting), timeout=timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def fit(self, members: Sequence[WorkerInfo]) -> list[int]:
+        """Return the slots of the spares that could take a rank beside ``members``, in ascending order."""
+        self._start_admitted()
+        starting = list(self._starting)
+        for reference in ray.wait(starting, num_returns=len(starting), timeout=0)[0] if starting else ():
+            slot = self._starting.pop(reference)
+            try:
+                info = cast(WorkerInfo, ray.get(reference))
+            except ray.exceptions.RayError as e:
+                self._record_failed_start(slot, e)
+            else:
+                self._record_start(slot, info, members)
+        trouble = self._nodes.trouble()
+        return sorted(s for s, info in self.infos.items() if info.node_id not in trouble and can_join(info, members))
+
+    def alive(self, members: Sequence[WorkerInfo]) -> list[int]:
+        """Return those of :meth:`fit` that answer at once; the others are given up."""
+        self.fit(members)
+        answers = answers_in_time(
+            {self._slots.actor(slot).worker_info.remote(): slot for slot in self.infos}, SPARE_TIMEOUT_S
+        )
+        for slot in self.infos.keys() - answers:
+            self.vacate(slot, self.infos[slot].node_id)
+        return self.fit(members)
+
+    def _is_stranded(self, slot: int) -> bool:
+        # Workers that must share a node are of no use elsewhere.
+        return not self._one_node and self._node_before.get(slot) in self._nodes.lost
+
+    def _unready(self) -> list[int]:
+        """Return the slots of workers that start, or will."""
+        return [*self._waiting, *self._starting.values()]
+
+    def _start_admitted(self) -> None:
+        """Start workers in the slots on admitted nodes, and leave those on refused ones."""
+        looked_up, later = self._waiting[:LOOKED_UP_AT_ONCE], self._waiting[LOOKED_UP_AT_ONCE:]
+        self._waiting = later + looked_up
+        for slot, node_id in self._slots.placed(looked_up).items():
+            admitted = self._admission.admits(node_id)
+            if admitted is None:
+                continue
+            self._waiting.remove(slot)
+            if admitted:
+                self._slots.start(slot)
+                self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
+            else:
+                self._slots.withdraw(slot)
+                self._node_before.pop(slot, None)
+
+    def _end_starts(self) -> None:
+        for slot in self._unready():
+            if self._slots.withdraw(slot):
+                self._node_before.pop(slot, None)
+            else:
+                self._vacant.append(slot)
+        self._waiting.clear()
+        self._starting.clear()
+
+    def _record_start(self, slot: int, info: WorkerInfo, members: Sequence[WorkerInfo]) -> None:
+        if not self._admission.admits(info.node_id):
+            # Ray has moved the slot from a lost node while the worker was to start there.
+            self._slots.kill(slot)
+            self._waiting.append(slot)
+            return
+        self.infos[slot] = info
+        del self._failed_starts[slot]
+        if info.node_id == self._node_before.pop(slot, None):
+            self._nodes.lost.discard(info.node_id)
+        if not can_join(info, members):
+            self._monitor.warn(f"an additional worker on {info.hostname} can take no rank: {info.gpu_error}")
+
+    def _record_failed_start(self, slot: int, error: ray.exceptions.RayError) -> None:
+        if self._is_stranded(slot):
+            self._vacant.append(slot)
+            return
+        self._failed_starts[slot] += 1
+        if self._failed_starts[slot] < START_ATTEMPTS:
+            self._vacant.append(slot)
+            return
+        if not self.num_given_up:
+            self._monitor.warn(
+                f"{START_ATTEMPTS} additional workers in a row died while they started ({describe_error(error)}); the "
+                "run continues with fewer; see Ray's logs"
+            )
+        self.num_given_up += 1

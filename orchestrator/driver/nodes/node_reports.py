@@ -1,0 +1,106 @@
+"""The reports of the nodes of a cluster: a task without CPUs on each of them, all at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.compat.ray.process import pickled_by_value
+from orchestrator.driver.code.worker_code import WorkerCode
+from orchestrator.driver.process.calls import answers_in_time, describe_error
+from orchestrator.planning.plan import Node
+from orchestrator.protocol.node_report import NodeReport, NoReport
+from orchestrator.worker.process import node_facts
+
+WORKER = "orchestrator.worker.actor"
+"""The module of the workers."""
+
+
+def driver_report() -> NodeReport:
+    """Return the report of this process."""
+    return NodeReport(**node_facts.node_facts())
+
+
+def node_reports(nodes: Sequence[Node], *, timeout_s: float, **question: Any) -> list[NodeReport | NoReport]:
+    """Return a report for each node, in order.
+
+    Args:
+        nodes: the nodes to ask.
+        timeout_s: how long to wait for all of them.
+        question: see :func:`ask_nodes`.
+    """
+    reports = reports_in_time(ask_nodes(nodes, **question), timeout_s)
+    return [reports.get(node) or late_report(node, timeout_s) for node in nodes]
+
+
+def ask_nodes(
+    nodes: Sequence[Node],
+    *,
+    job_modules: Sequence[str],
+    code: WorkerCode,
+    output_dir: str | None = None,
+    nonce: str | None = None,
+    with_gpus: bool = False,
+) -> dict[Any, Node]:
+    """Ask each node for its report, and return the nodes by pending answer. Ray must be connected.
+
+    The nodes have what the workers of a run will have: its ``code``, and the import paths of this process. What
+    ``cluster.pip`` will install may be missing still, so the jobs are not imported then.
+
+    Args:
+        nodes: the nodes to ask.
+        job_modules: the modules of the jobs, to import them beside that of the workers.
+        code: the code and the packages that travel to the workers.
+        output_dir, nonce, with_gpus: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
+    """
+    facts_wanted = {
+        "working_dir": str(Path.cwd()) if code.working_dir is None else None,
+        "import_paths": [str(Path(path).resolve()) for path in sys.path],
+        "modules": [WORKER, *([] if code.pip else job_modules)],
+        "output_dir": output_dir,
+        "nonce": nonce,
+        "with_gpus": with_gpus,
+    }
+    arguments = {node: {"address": node.address, **facts_wanted} for node in nodes}
+    return on_nodes(node_facts.node_facts, arguments, code.runtime_env())
+
+
+def reports_in_time(pending: dict[Any, Node], timeout_s: float) -> dict[Node, NodeReport | NoReport]:
+    """Return what comes within ``timeout_s``, and remove it from the ``pending`` answers of :func:`ask_nodes`."""
+    errors: dict[Node, ray.exceptions.RayError] = {}
+    facts = answers_in_time(pending, timeout_s, errors=errors)
+    reports: dict[Node, NodeReport | NoReport] = {
+        node: NodeReport(**{**answer, "name": node.name}) for node, answer in facts.items()
+    }
+    return reports | {node: _no_report(node, describe_error(error)) for node, error in errors.items()}
+
+
+def late_report(node: Node, timeout_s: float) -> NoReport:
+    """Return the report of a node that has not answered within ``timeout_s``."""
+    return _no_report(node, f"did not answer within {timeout_s:g} s (cluster.rendezvous_timeout_s)")
+
+
+def _no_report(node: Node, reason: str) -> NoReport:
+    return NoReport(name=node.name, address=node.address, reason=reason)
+
+
+def on_nodes(
+    function: Callable[..., Any],
+    arguments: Mapping[Node, Mapping[str, Any]],
+    runtime_env: Mapping[str, Any] | None = None,
+) -> dict[Any, Node]:
+    """Call a function of ``node_facts`` on each node, with its ``arguments``; returns the nodes by pending answer."""
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+
+    def call(node: Node) -> Any:
+        where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        return task.options(scheduling_strategy=where, runtime_env=runtime_env).remote(**arguments[node])
+
+    with pickled_by_value(node_facts):
+        return {call(node): node for node in arguments}

@@ -1,0 +1,62 @@
+"""What the nodes of the cluster have, and who holds it, as Ray knows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import ray
+
+from orchestrator.compat.ray.cluster import free_resources, placed_actors, placed_bundles
+from orchestrator.policy.shortage import ClusterState, Holding, NodeState
+
+_OF_RUN = re.compile(r"(?P<run>.+)/\d+")
+"""The name that :class:`~orchestrator.driver.gang.slots.Slots` gives a placement group."""
+
+
+def cluster_state(*, own_label: str = "", trouble: Mapping[str, str] | None = None) -> ClusterState:
+    """Return the state of the living nodes.
+
+    Args:
+        own_label: begins the names of this run's own placement groups; empty if it has none.
+        trouble: why nothing can be placed on some nodes, by node id; None if nothing is known about that.
+    """
+    free = free_resources()
+    nodes = [
+        NodeState(
+            node_id=n["NodeID"],
+            name=n["NodeManagerHostname"],
+            address=n["NodeManagerAddress"],
+            total=n["Resources"],
+            free=free.get(n["NodeID"], {}),
+            trouble=(trouble or {}).get(n["NodeID"], ""),
+        )
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+    holdings = [
+        Holding(
+            node_id=bundle.node_id,
+            holder=_holder(bundle.group, own_label),
+            resources=bundle.resources,
+            since=bundle.placed_at,
+        )
+        for bundle in placed_bundles()
+    ]
+    holdings += [
+        Holding(
+            node_id=actor.node_id,
+            holder=f"Ray job {actor.job}",
+            resources=actor.resources,
+            since=actor.started_at,
+        )
+        for actor in placed_actors()
+    ]
+    return ClusterState(nodes=nodes, holdings=holdings)
+
+
+def _holder(group: str, own_label: str) -> str:
+    """Return who has reserved the placement group with this name, as shown to users."""
+    if (match := _OF_RUN.fullmatch(group)) is None:
+        return f"placement group {group}" if group else "an unnamed placement group"
+    return "this run" if match["run"] == own_label else f"run {match['run']}"

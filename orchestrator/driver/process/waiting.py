@@ -1,0 +1,152 @@
+"""Waits for Ray that also check for signals and the lease, and report progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.driver.process.calls import NoWorkersError, UnfitError, check_ray
+from orchestrator.driver.process.cluster_state import cluster_state
+from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.policy.shortage import ClusterState, Request, can_ever_fit, explain
+from orchestrator.protocol.events import WaitingForResources
+from orchestrator.records.lease import Lease
+
+FIRST_MESSAGE_S, MESSAGE_EVERY_S = 2.0, 5.0
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM came while no step was running."""
+
+
+class WaitMonitor:
+    """The driver's duties while it waits for workers that do not train yet.
+
+    ``grace_s``: the seconds that a wait continues after a stop request. ``check_turn``: see
+    :meth:`~orchestrator.driver.queue.queue_place.QueuePlace.check_turn`.
+    """
+
+    def __init__(
+        self, events: EventStream, lease: Lease, stop: StopSignals, check_turn: Callable[[], None] = lambda: None
+    ):
+        self._events = events
+        self._lease = lease
+        self._stop = stop
+        self._check_turn = check_turn
+        self.grace_s = 0.0
+
+    def check(self) -> None:
+        """Decide whether to wait longer. To be called several times a second.
+
+        Raises:
+            Interrupted: a stop has been requested, and the grace period has passed.
+            SupersededError: another driver has taken over the run.
+            TurnLostError: another run goes first.
+        """
+        self._lease.check()
+        self._check_turn()
+        if self._stop.received is not None and self._stop.seconds_ago >= self.grace_s:
+            raise Interrupted
+
+    def warn(self, message: str) -> None:
+        """Warn the user."""
+        self._events.warn(message)
+
+    def report(self, waited_s: float, wanted: str, why: str = "") -> None:
+        """Report what the run waits for, and why; empty if that is not known."""
+        self._events.emit(WaitingForResources(waited_s=waited_s, wanted=wanted, why=why))
+
+
+class UnfitLimit:
+    """Ends the wait for a cluster that has become too small for a run.
+
+    ``timeout_s``: how long the cluster may be too small; None for no limit.
+    """
+
+    def __init__(self, timeout_s: float | None):
+        self._timeout_s = timeout_s
+        self._since: float | None = None
+
+    def check(self, is_unfit: bool, why: Callable[[], str]) -> None:
+        """Take note of whether the cluster is too small; ``why()`` returns what the run needs, and what there is.
+
+        Raises:
+            UnfitError: it has been so for the timeout.
+        """
+        if not is_unfit or self._timeout_s is None:
+            self._since = None
+            return
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since > self._timeout_s:
+            raise UnfitError(
+                f"the cluster has been too small for {now - self._since:.0f} s (cluster.unfit_timeout_s): {why()}"
+            )
+
+
+class ResourceWait:
+    """One wait for room in the cluster: reports every few seconds, and gives up after ``cluster.pending_timeout_s``.
+
+    ``wanted`` names what is waited for, and ``request`` is what would suffice. ``label`` begins the names of the run's
+    own placement groups. ``trouble`` returns why nothing can be placed on some nodes, by node id. ``unfit_timeout_s``:
+    give up earlier if the cluster is too small for so long; None not to.
+    """
+
+    def __init__(
+        self,
+        wanted: str,
+        request: Request,
+        config: ClusterConfig,
+        monitor: WaitMonitor,
+        *,
+        label: str,
+        trouble: Callable[[], Mapping[str, str]],
+        unfit_timeout_s: float | None = None,
+    ):
+        self._wanted = wanted
+        self._request = request
+        self._config = config
+        self._monitor = monitor
+        self._label = label
+        self._trouble = trouble
+        self._unfit = UnfitLimit(unfit_timeout_s)
+        self._began = time.monotonic()
+        self._report_at = self._began + FIRST_MESSAGE_S
+
+    @property
+    def waited_s(self) -> float:
+        """The time since the wait began, in seconds."""
+        return time.monotonic() - self._began
+
+    def check(self) -> None:
+        """Decide whether to wait longer. To be called several times a second.
+
+        Raises:
+            NoWorkersError: the timeout has passed.
+            UnfitError: the cluster has been too small for too long.
+            GangError: Ray is dead.
+            Interrupted, SupersededError: see :meth:`WaitMonitor.check`.
+        """
+        self._monitor.check()
+        check_ray()
+        if self.waited_s > self._config.pending_timeout_s:
+            raise NoWorkersError(
+                f"no room for {self._wanted} within {self.waited_s:.0f} s: {self._explain(self.state())}; free some, "
+                "lower strategy.num_workers, or raise cluster.pending_timeout_s"
+            )
+        if time.monotonic() > self._report_at:
+            self._report_at = time.monotonic() + MESSAGE_EVERY_S
+            state = self.state()
+            why = self._explain(state)
+            self._monitor.report(self.waited_s, self._wanted, why)
+            is_unfit = not self._config.autoscaling and not can_ever_fit(self._request, state)
+            self._unfit.check(is_unfit, lambda: why)
+
+    def state(self) -> ClusterState:
+        """Return the present state of the cluster."""
+        return cluster_state(own_label=self._label, trouble=self._trouble())
+
+    def _explain(self, state: ClusterState) -> str:
+        return explain(self._request, state, autoscaling=self._config.autoscaling, now=time.time())

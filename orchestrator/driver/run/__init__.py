@@ -1,0 +1,1 @@
+"""One run: its generations, its health, its pauses and recoveries."""

@@ -1,0 +1,184 @@
+"""The health of the ranks of a generation: those that are silent, hang or hold up the others are terminated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from time import time
+from typing import cast
+
+import ray.exceptions
+
+from orchestrator.config.schema import Config
+from orchestrator.driver.gang.gang import Gang, Member
+from orchestrator.driver.nodes.node_watch import NodeWatch
+from orchestrator.driver.process.calls import describe_error
+from orchestrator.driver.reporting.hang_report import write_stacks
+from orchestrator.driver.run.telemetry import Telemetry
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.failure import (
+    failed_call,
+    hang,
+    node_loss,
+    silence,
+    standstill,
+    stopped,
+    too_slow,
+    unreachable_addresses,
+)
+from orchestrator.policy.hang import HangDetector, culprit
+from orchestrator.policy.outcomes import Outcomes
+from orchestrator.protocol.messages import Failure, Heartbeat, Stacks, WorkerInfo
+from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies import registry
+from orchestrator.worker.actor import Worker
+
+STACKS_TIMEOUT_S = 2.0
+
+
+class Health:
+    """Judges the ranks of one generation by their heartbeats, and terminates those that hold it up.
+
+    ``hung_at``: the last step of the rank that was terminated because it hung; None if none was.
+    ``lost_nodes``: the ids of the nodes that were lost in this generation.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        gang: Gang,
+        plan: Plan,
+        config: Config,
+        run_dir: RunDir,
+        *,
+        telemetry: Telemetry,
+        nodes: NodeWatch,
+        outcomes: Outcomes,
+        earlier_hangs: Sequence[int],
+    ):
+        self.hung_at: int | None = None
+        self.lost_nodes: set[str] = set()
+        self._generation = generation
+        self._gang = gang
+        self._plan = plan
+        self._config = config
+        self._run_dir = run_dir
+        self._telemetry = telemetry
+        self._nodes = nodes
+        self._outcomes = outcomes
+        self._heard_at: dict[int, float] = {}
+        synchronous = registry.load(config.strategy.name).is_synchronous(config.strategy)
+        self._hangs = HangDetector(config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
+
+    @property
+    def usual_s(self) -> float:
+        """The usual time of a batch on the slowest rank, in seconds; 0 if unknown."""
+        return self._hangs.usual_s
+
+    def check(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
+        """Judge all ranks after a round of heartbeats; ``now`` is in seconds of a clock of watched time."""
+        unfinished = [self._gang.members[rank] for rank in self._outcomes.unfinished]
+        self._observe(unfinished, heartbeats, now)
+        silent_nodes = self._nodes.silent(self._answers_by_node(heartbeats), now)
+        on_silent_node = [m for m in unfinished if m.info.node_id in silent_nodes]
+        self.lose_nodes({m.info.node_id for m in on_silent_node})
+        if self._outcomes.any_failed:
+            return
+        node_timeout_s = self._config.cluster.node_timeout_s
+        for member in on_silent_node:
+            failure = node_loss(node_timeout_s, hostname=member.info.hostname, time=time())
+            self.terminate(member.global_rank, failure)
+        for rank, error in self._gang.failed_heartbeats.items():
+            if rank not in self._outcomes:
+                self.terminate(rank, failed_call_of(self._gang.members[rank].info, error))
+        slow = self._telemetry.straggler
+        if slow is not None and self._config.recovery.replace_stragglers and self._is_training(slow.rank):
+            self.terminate(slow.rank, too_slow(slow.slower_by, time=time()))
+            return
+        for member in unfinished:
+            if member.global_rank not in self._outcomes:
+                self._terminate_if_silent(member, now)
+        if not self._outcomes.any_failed:
+            self._terminate_culprit_of_hang([m.global_rank for m in unfinished], now)
+
+    def terminate(self, rank: int, failure: Failure) -> None:
+        """Kill a rank's process. This closes its connections, which frees the ranks that wait for it."""
+        self.record(rank, failure)
+        self._gang.kill(rank)
+
+    def record(self, rank: int, failure: Failure) -> None:
+        """Record that a rank has failed."""
+        self._outcomes.fail(rank, failure, step=self._telemetry.last_step.get(rank, 0))
+
+    def record_standstill(self, rank: int) -> None:
+        """Record that all others have lost their connection to a rank that has not ended."""
+        self.record(rank, standstill(self._config.cluster, self._hangs.phase(rank), time=time()))
+
+    def lose_nodes(self, node_ids: Collection[str]) -> None:
+        """Take note of nodes that are lost."""
+        self.lost_nodes.update(node_ids)
+        self._nodes.lost.update(node_ids)
+
+    def unreachable(self) -> tuple[str, ...]:
+        """Return the IP addresses of the nodes that were lost in this generation."""
+        return unreachable_addresses([m.info for m in self._gang.members], self.lost_nodes)
+
+    def _observe(self, unfinished: Sequence[Member], heartbeats: Mapping[int, Heartbeat], now: float) -> None:
+        unanswered = self._gang.unanswered()
+        for member in unfinished:
+            rank = member.global_rank
+            self._heard_at.setdefault(rank, now)
+            if rank not in unanswered:
+                self._heard_at[rank] = now
+            if (heartbeat := heartbeats.get(rank)) is not None:
+                self._hangs.observe(rank, heartbeat, now)
+
+    def _is_training(self, rank: int) -> bool:
+        return rank not in self._outcomes and self._telemetry.last_step.get(rank, 0) < self._plan.steps
+
+    def _answers_by_node(self, heartbeats: Mapping[int, Heartbeat]) -> dict[str, dict[int, bool]]:
+        """For each node with ranks, whether each of their processes has answered."""
+        answers: dict[str, dict[int, bool]] = {}
+        for member in self._gang.members:
+            answers.setdefault(member.info.node_id, {})[member.info.pid] = member.global_rank in heartbeats
+        return answers
+
+    def _terminate_if_silent(self, member: Member, now: float) -> None:
+        """Terminate a rank that has not answered for too long, which is not long if its process is stopped."""
+        cluster, info = self._config.cluster, member.info
+        silent_s = now - self._heard_at[member.global_rank]
+        if silent_s > cluster.stopped_timeout_s and self._nodes.is_stopped(info):
+            describe, timeout_s = stopped, cluster.stopped_timeout_s
+        elif silent_s > cluster.heartbeat_timeout_s:
+            describe, timeout_s = silence, cluster.heartbeat_timeout_s
+            if not self._nodes.has_answered(info.node_id):
+                self.lose_nodes({info.node_id})
+        else:
+            return
+        failure = describe(timeout_s, pid=info.pid, hostname=info.hostname, time=time())
+        self.terminate(member.global_rank, failure)
+
+    def _terminate_culprit_of_hang(self, unfinished: Sequence[int], now: float) -> None:
+        """If the ranks hang, write the stacks of all to a file, and terminate the one that most likely causes it."""
+        if not (hanging := self._hangs.hanging(unfinished, now)):
+            return
+        answering = [
+            rank for rank in range(self._plan.world_size) if now - self._heard_at.get(rank, now) < STACKS_TIMEOUT_S
+        ]
+        answers = self._gang.poll(Worker.stacks, ranks=answering, timeout_s=STACKS_TIMEOUT_S)
+        stacks = cast("dict[int, Stacks]", answers)
+        rank, why = culprit(
+            hanging,
+            waiting={rank: stack.waiting for rank, stack in stacks.items()},
+            steps=self._telemetry.last_step,
+            enqueued={rank: stack.flight.enqueued for rank, stack in stacks.items() if stack.flight is not None},
+        )
+        self.hung_at = self._telemetry.last_step.get(rank, 0)
+        what = self._hangs.describe(rank, now)
+        report = write_stacks(self._run_dir, self._generation, self._plan, stacks)
+        self.terminate(rank, hang(what, why, stacks=report, time=time()))
+
+
+def failed_call_of(info: WorkerInfo, error: ray.exceptions.RayError) -> Failure:
+    """Describe a call to a living worker that has failed."""
+    what = describe_error(error)
+    return failed_call(what, pid=info.pid, hostname=info.hostname, time=time(), traceback=str(error))

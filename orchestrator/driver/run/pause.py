@@ -1,0 +1,114 @@
+"""The end of a generation after a step: all ranks stop at the same one, which they may save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from orchestrator.driver.gang.gang import Gang
+from orchestrator.driver.nodes.node_watch import NodeWatch
+from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.queue.queue_place import QueuePlace
+from orchestrator.driver.run.resizing import Resizing
+from orchestrator.planning.plan import Plan
+from orchestrator.protocol.events import PauseReason
+from orchestrator.protocol.messages import Heartbeat
+from orchestrator.worker.actor import Worker
+
+
+class Pause:
+    """Ends a generation after a step, so that the next one can continue with other workers.
+
+    ``reason``: why the ranks were asked to end it; None if they were not. ``began``: when, in seconds since the epoch.
+    ``draining``: the ranks to replace then.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        gang: Gang,
+        plan: Plan,
+        *,
+        nodes: NodeWatch,
+        queue: QueuePlace,
+        resizing: Resizing,
+        events: EventStream,
+        answer_timeout_s: float,
+        check: Callable[[], None],
+    ):
+        self.reason: PauseReason | None = None
+        self.began = 0.0
+        self.draining: tuple[int, ...] = ()
+        self._generation = generation
+        self._gang = gang
+        self._plan = plan
+        self._nodes = nodes
+        self._queue = queue
+        self._resizing = resizing
+        self._events = events
+        self._answer_timeout_s = answer_timeout_s
+        self._check = check
+        self._leaving: set[int] = set()  # the ranks that have received SIGTERM
+        self._awaited: set[int] = set()  # the ranks to hear from before the next attempt
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Whether the next attempt waits until some ranks have answered."""
+        return bool(self._awaited)
+
+    def observe(self, heartbeats: Mapping[int, Heartbeat]) -> None:
+        """Note which ranks have received SIGTERM. Others may have too, so that every rank is asked before the pause."""
+        self._awaited -= heartbeats.keys()
+        leaving = {rank for rank, heartbeat in heartbeats.items() if heartbeat.leaving}
+        if leaving - self._leaving:
+            self._leaving |= leaving
+            self._awaited = set(range(self._plan.world_size))
+
+    def begin_if_due(self) -> None:
+        """Pause if workers must leave, if all must make room, or if more could join."""
+        if self.reason is not None or self._awaited:
+            return
+        nodes = self._nodes.draining
+        draining = self._leaving | {m.global_rank for m in self._gang.members if m.info.node_id in nodes}
+        if draining:
+            self.draining = tuple(sorted(draining))
+            self._events.warn(
+                f"{self._names(draining)} must leave (its node is draining, or its process got SIGTERM); "
+                "the run saves a checkpoint and replaces it"
+            )
+            self._begin("preempted", save=True)
+        elif self._queue.yield_to is not None:
+            self._begin("yielded", save=True)
+        elif not self._queue.others_wait and (larger := self._resizing.start_and_find_larger(self._plan)) is not None:
+            self._begin("growing", save=larger.state_sources is None)
+
+    def finish_step(self, *, save: bool) -> bool:
+        """Let all ranks stop after the most advanced step that any of them has begun.
+
+        Returns:
+            False if some ranks do not answer; those that do are held.
+        """
+        everyone = range(self._plan.world_size)
+        timeout_s = self._answer_timeout_s
+        begun = self._gang.poll(Worker.hold, self._generation, ranks=everyone, timeout_s=timeout_s, check=self._check)
+        self._awaited = set(everyone) - begun.keys()
+        if self._awaited:
+            names = self._names(self._awaited)
+            self._events.warn(f"{names} did not answer the request to stop (cluster.stop_grace_s={timeout_s:g})")
+            return False
+        self._gang.tell(Worker.finish_step, self._generation, max(begun.values()), save, ranks=everyone)
+        return True
+
+    def _begin(self, reason: PauseReason, *, save: bool) -> None:
+        """End the generation after a step.
+
+        If some ranks do not answer, the others train on. The next attempt is made when these have answered again.
+        """
+        began = time.time()
+        if self.finish_step(save=save):
+            self.reason, self.began = reason, began
+        else:
+            self._gang.tell(Worker.open_gate, self._generation, ranks=range(self._plan.world_size))
+
+    def _names(self, ranks: set[int]) -> str:
+        return " and ".join(self._plan.display_name(rank) for rank in sorted(ranks))

@@ -1,0 +1,1 @@
+"""Commands that run as jobs of a cluster, and their restarts."""

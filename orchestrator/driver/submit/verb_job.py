@@ -1,0 +1,61 @@
+"""A verb that runs as a short job on its cluster, with the output and the exit code of the verb here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO, cast
+
+from orchestrator.display.marked_output import MarkedLog
+from orchestrator.driver.process.origin import origin_of_submission
+from orchestrator.driver.submit.job_submission import JobServer, Submission
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def run_as_job(verb: str, words: Sequence[str], address: str) -> int:
+    """Run ``orchestrator <verb> <words>`` on the head node of a cluster, with the code of this process.
+
+    Args:
+        verb: the name of the verb.
+        words: its arguments, without ``--address``.
+        address: the URL of Ray's dashboard.
+
+    Returns:
+        The exit code of the verb; 143 if someone has stopped the job.
+
+    Raises:
+        ConfigError: there is no cluster, or it refuses the job.
+        ConnectionError: the cluster does not answer any more.
+    """
+    server = JobServer(address)
+    origin = origin_of_submission(
+        (), given_address=address, address=address, working_dir=".", restarts=None, ray=server.ray_command
+    )
+    job = Submission(
+        id=f"orchestrator-{verb}-{datetime.now():%m%d-%H%M%S}-{os.urandom(2).hex()}",
+        entrypoint=shlex.join(["python", "-m", "orchestrator.verb_in_job", verb, *words]),
+        py_modules=[_PACKAGE],
+        env={**origin.variables(), **_terminal()},
+    )
+    log = MarkedLog()
+    server.submit(job)
+    try:
+        exit_code = server.follow(job.id, cast(TextIO, log))
+    finally:
+        server.remove(job.id)
+    log.end()
+    if exit_code != 0 and not log.has_marks:
+        sys.stderr.writelines(f"{line}\n" for line in log.preamble)
+    return exit_code
+
+
+def _terminal() -> dict[str, str]:
+    """Variables that let the verb write for the terminal here."""
+    width = {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
+    return {"PYTHONUTF8": "1", **width}

@@ -1,0 +1,1 @@
+"""Several runs of one command: sweeps, searches, runs side by side."""

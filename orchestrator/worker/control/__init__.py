@@ -1,0 +1,1 @@
+"""How a worker joins, follows and leaves a generation: rendezvous, orders, spool, teardown."""

@@ -1,0 +1,234 @@
+"""State that the training thread and the control thread of a worker share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from orchestrator.config.redact import Redactor
+from orchestrator.protocol.events import Event
+from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
+from orchestrator.worker.control.spool import Report, Spool
+
+SMOOTHING = 0.1
+"""The weight of the latest batch in the moving average of the time per batch."""
+
+
+class AbandonedError(ConnectionError):
+    """The driver has ended this generation because another rank was lost."""
+
+
+class PeersMissingError(ConnectionError):
+    """Others did not do their part in time; this process is fine."""
+
+
+class StepGate:
+    """Stops all ranks of a generation after the same step. It costs no communication between ranks.
+
+    Synchronous ranks are at most one step apart. The driver first holds every rank and learns the last step that each
+    has begun. Then it lets all of them finish the most advanced of these steps, or opens the gates again. The next
+    generation begins with an open gate.
+
+    Attributes:
+        saves: whether the ranks save a checkpoint when they stop.
+    """
+
+    def __init__(self, *, timeout_s: float):
+        self.saves = True
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._begun = (0, 0)  # the generation and the step
+        self._held = 0  # the generation
+        self._last: int | None = None
+        self._abandoned = 0
+
+    def begin(self, step: int, generation: int) -> bool:
+        """Ask to begin ``step``, and wait while the gate is held.
+
+        Returns:
+            False if the rank has to stop instead; it saves a checkpoint first if the gate ``saves``.
+
+        Raises:
+            PeersMissingError: the gate is held, and the driver has not decided in time.
+            AbandonedError: the generation has ended.
+        """
+        with self._changed:
+            decided = self._changed.wait_for(
+                lambda: self._held != generation or self._last is not None or generation <= self._abandoned,
+                timeout=self._timeout_s,
+            )
+            self.check(generation)
+            if not decided:
+                raise PeersMissingError(f"held at step {step}: no decision from the driver for {self._timeout_s:g} s")
+            if self._held == generation and self._last is not None and step > self._last:
+                return False
+            self._begun = generation, step
+            return True
+
+    def hold(self, generation: int) -> int:
+        """Let no further step of ``generation`` begin. Return the last one that has begun in it; 0 if none has."""
+        with self._changed:
+            if self._held < generation:
+                self._held, self._last, self.saves = generation, None, True
+            begun_in, step = self._begun
+            return step if begun_in == generation else 0
+
+    def abandon(self, generation: int) -> None:
+        """End this generation and all before it, even if the training thread has not noticed a failure."""
+        with self._changed:
+            self._abandoned = max(self._abandoned, generation)
+            self._changed.notify_all()
+
+    def check(self, generation: int) -> None:
+        """Call this regularly in work that needs no other rank, such as evaluation or a wait.
+
+        Raises:
+            AbandonedError: the generation has ended.
+        """
+        if generation <= self._abandoned:
+            raise AbandonedError(f"the driver has ended generation {generation} because another rank was lost")
+
+    def finish_step(self, generation: int, step: int, save: bool) -> None:
+        """Let steps up to ``step`` of a held ``generation`` begin, and stop after it.
+
+        ``save``: whether to save a checkpoint then.
+        """
+        with self._changed:
+            if self._held == generation:
+                self._last, self.saves = step, save
+                self._changed.notify_all()
+
+    def open(self, generation: int) -> None:
+        """Let steps of a held ``generation`` begin again."""
+        with self._changed:
+            if self._held == generation:
+                self._held = 0
+                self._changed.notify_all()
+
+
+class Outbox:
+    """Progress that the training thread reports, until the driver collects it.
+
+    ``redactor``: masks secrets in events, before anything keeps them.
+    """
+
+    def __init__(self, redactor: Redactor) -> None:
+        self._redactor = redactor
+        self._lock = threading.Lock()
+        self._step = 0
+        self._phase: Phase = "start"
+        self._batches_done = 0
+        self._batch_ended_at: float | None = None
+        self._mean_batch_s: dict[Phase, float] = {}
+        self._loader_is_new = False
+        self._busy_ms: float | None = None
+        self._points: list[TrainPoint | EvalPoint] = []
+        self._num_reports = 0  # points and events so far
+        self._first_report = 0  # the number of the first one that has not been collected
+        self._spool: Spool | None = None
+        self._outcome_under_way = False
+        self._events: list[Event] = []
+
+    def keep_in(self, spool: Spool) -> None:
+        """Keep points and events in ``spool`` too, until the driver has received them."""
+        self._spool = spool
+
+    def begin_generation(self) -> None:
+        """Take note that the driver has received the last outcome, with the reports that :meth:`collect_last` added."""
+        self._outcome_under_way = False
+
+    def enter(self, step: int, phase: Phase) -> None:
+        """Set the phase, and the last step that is done."""
+        # Without the lock, which would cost more than an inconsistent pair, corrected by the next heartbeat.
+        if phase != self._phase:
+            self._batch_ended_at = None  # the time until the next batch is not the duration of a batch
+        self._step, self._phase = step, phase
+
+    @contextlib.contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Set the phase during the block, as a part of the phase before."""
+        outer, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = outer
+
+    def begin_loader(self) -> None:
+        """Announce that the next batch comes from a new data loader, whose processes may have to start."""
+        self._loader_is_new = True
+
+    def tick(self) -> None:
+        """Count one more batch, trained on or evaluated, as a sign of progress."""
+        now = time.monotonic()
+        if self._batch_ended_at is not None and not self._loader_is_new:
+            batch_s = now - self._batch_ended_at
+            mean_s = self._mean_batch_s.get(self._phase, batch_s)
+            self._mean_batch_s[self._phase] = mean_s + SMOOTHING * (batch_s - mean_s)
+        self._batch_ended_at = now
+        self._loader_is_new = False
+        self._batches_done += 1
+
+    def progress(self) -> None:
+        """Give a sign of progress that is not a batch."""
+        self._batch_ended_at = None
+        self._batches_done += 1
+
+    def put_point(self, point: TrainPoint | EvalPoint) -> None:
+        """Report a part of a logged point or of an evaluation."""
+        with self._lock:
+            self._add_to_spool(point)
+            self._points.append(point)
+            if isinstance(point, TrainPoint) and point.step_ms:
+                mean_ms = sum(point.step_ms) / len(point.step_ms)
+                self._busy_ms = mean_ms * (1 - (point.comm_share or 0.0))
+
+    def put_event(self, event: Event) -> None:
+        """Report an event, with secrets masked."""
+        event = self._redactor.data(event, by_key=False)
+        with self._lock:
+            self._add_to_spool(event)
+            self._events.append(event)
+
+    def _add_to_spool(self, report: Report) -> None:
+        if self._spool is not None:
+            self._spool.append(self._num_reports, report)
+        self._num_reports += 1
+
+    def collect(self, system: Mapping[str, float], *, leaving: bool = False, waiting: bool = False) -> Heartbeat:
+        """Return the progress, with the points and events since the last call.
+
+        Args:
+            system: readings of the node, by metric name.
+            leaving: whether this process has received SIGTERM.
+            waiting: whether the training thread waits for other ranks.
+        """
+        with self._lock:
+            points, self._points = self._points, []
+            first, self._first_report = self._first_report, self._num_reports
+            if self._spool is not None and not self._outcome_under_way:
+                self._spool.turn()
+            events, self._events = self._events, []
+            return Heartbeat(
+                step=self._step,
+                phase=self._phase,
+                ticks=self._batches_done,
+                usual_tick_s=None if self._loader_is_new else self._mean_batch_s.get(self._phase),
+                waiting=waiting,
+                busy_ms=self._busy_ms,
+                first_report=first,
+                points=tuple(points),
+                events=tuple(events),
+                system=system,
+                leaving=leaving,
+            )
+
+    def collect_last(self) -> Heartbeat:
+        """Return the same as :meth:`collect`, to send with the outcome of a generation.
+
+        The spool drops nothing until the next generation begins: the driver may ask for a heartbeat before it has
+        received the outcome.
+        """
+        self._outcome_under_way = True
+        return self.collect({})

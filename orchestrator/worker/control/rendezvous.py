@@ -1,0 +1,168 @@
+"""The process group of one generation: store, network interface, backend, timeouts, teardown."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.compat.resolver import without_name_servers
+from orchestrator.compat.torch import abort_process_groups, restart_group_numbers
+from orchestrator.protocol.messages import Assignment
+from orchestrator.worker.control.control import PeersMissingError, StepGate
+from orchestrator.worker.process import interfaces
+
+LOOPBACK = "127.0.0.1"
+"""The address of a store whose ranks are all on one node."""
+_JOINED, _BUILT = "joined", "built"
+FLIGHT_RECORDS = 1000
+"""The number of operations that torch's flight recorder keeps on a rank: those of several steps."""
+POLL_S = 0.5
+"""The interval at which a waiting rank checks whether to give up."""
+
+
+def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
+    """Open the store of a generation in this process, on a free port of the address ``host``.
+
+    By default torch listens on all interfaces, and any process that can connect to the store can read and change its
+    contents.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    with without_name_servers():
+        return dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join(assignment: Assignment, *, store: dist.TCPStore | None, gate: StepGate | None = None) -> dist.TCPStore:
+    """Wait until all ranks of a generation are there.
+
+    Args:
+        assignment: the generation, and the rank in it.
+        store: the store, on the rank that has opened it; None on the others, which connect to it.
+        gate: tells a waiting rank that the generation has ended; None if the rank waits until the timeout.
+
+    Returns:
+        The store. Keep it as long as the group.
+
+    Raises:
+        PeersMissingError: ranks did not join in time; the message names them.
+        AbandonedError: the driver has ended the generation.
+    """
+    config = assignment.config.cluster
+    if store is None:
+        with without_name_servers():
+            store = dist.TCPStore(
+                assignment.store_host,
+                assignment.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=config.rendezvous_timeout_s),
+            )
+    try:
+        _meet(_JOINED, assignment, store, gate, timeout_s=config.rendezvous_timeout_s)
+    except _MissingError as e:
+        raise PeersMissingError(
+            f"ranks {e.ranks} did not join within {config.rendezvous_timeout_s:g} s; "
+            "see their logs, or raise cluster.rendezvous_timeout_s"
+        ) from e
+    return store
+
+
+def wait_until_built(assignment: Assignment, store: dist.TCPStore, gate: StepGate) -> None:
+    """Wait until all ranks have what they need for their first collective operation, whose timeout is shorter.
+
+    Raises:
+        PeersMissingError: ranks did not build their model in time; the message names them.
+        AbandonedError: the driver has ended the generation.
+    """
+    timeout_s = assignment.config.recovery.build_max_s
+    try:
+        _meet(_BUILT, assignment, store, gate, timeout_s=timeout_s)
+    except _MissingError as e:
+        raise PeersMissingError(
+            f"ranks {e.ranks} were not ready to train within {timeout_s:g} s; see their logs, or raise "
+            "recovery.build_max_s"
+        ) from e
+
+
+def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, device: torch.device) -> None:
+    """Form the default process group of the ranks that have joined.
+
+    ``node_ip``: the address by which Ray knows this node.
+    """
+    if assignment.backend == "nccl":
+        # By default, torch ends the process of a rank that waits for a lost one. Here the driver watches.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDS))
+    interfaces.choose(LOOPBACK if assignment.store_host == LOOPBACK else node_ip)
+    try:
+        with without_name_servers():
+            dist.init_process_group(
+                assignment.backend,
+                store=_store_of_generation(store, assignment),
+                rank=assignment.global_rank,
+                world_size=assignment.plan.world_size,
+                timeout=timedelta(seconds=assignment.config.cluster.collective_timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
+    except BaseException:
+        restart_group_numbers()
+        raise
+
+
+def leave() -> None:
+    """Destroy the process groups if there are any. Under NCCL this waits for the other ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abort() -> Sequence[dist.ProcessGroup]:
+    """Abort the process groups, as :func:`abort_process_groups` does; there may be none, and they may be broken."""
+    return abort_process_groups() if dist.is_initialized() else ()
+
+
+def _store_of_generation(store: dist.TCPStore, assignment: Assignment) -> dist.PrefixStore:
+    return dist.PrefixStore(f"generation-{assignment.generation}", store)
+
+
+class _MissingError(Exception):
+    """These ``ranks`` have not come to a meeting."""
+
+    def __init__(self, ranks: Sequence[int]):
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+def _meet(place: str, assignment: Assignment, store: dist.TCPStore, gate: StepGate | None, *, timeout_s: float) -> None:
+    """Wait until every rank has come to ``place``. Each waits for a single key, which the last one sets.
+
+    Raises:
+        _MissingError: some ranks did not come in time.
+        AbandonedError: the driver has ended the generation.
+    """
+    own, world_size = _store_of_generation(store, assignment), assignment.plan.world_size
+    own.set(f"{place}-{assignment.global_rank}", "1")
+    if own.add(place, 1) == world_size:
+        own.set(f"all-{place}", "1")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if gate is not None:
+            gate.check(assignment.generation)
+        try:
+            return own.wait([f"all-{place}"], timedelta(seconds=min(POLL_S, timeout_s)))
+        except dist.DistStoreError as e:
+            if time.monotonic() >= deadline:
+                raise _MissingError([r for r in range(world_size) if not own.check([f"{place}-{r}"])]) from e

@@ -1,0 +1,43 @@
+"""Warnings to the user, each once in a process."""
+
+from __future__ import annotations
+
+import traceback
+
+from orchestrator.protocol.events import Warned
+from orchestrator.worker.control.control import Outbox
+
+MAX_JOB_WARNINGS = 10
+"""The number of different errors of one method of the job that a process warns of."""
+
+
+class Warner:
+    """Puts each warning of rank 0 into the outbox once. The warnings of other ranks would repeat those of rank 0.
+
+    Attributes:
+        rank: the present rank of this process.
+    """
+
+    def __init__(self, outbox: Outbox):
+        self.rank = 0
+        self._outbox = outbox
+        self._topics: set[str] = set()
+
+    def warn(self, text: str, *, topic: str) -> None:
+        """Warn the user, unless this process has warned of ``topic`` before."""
+        if self.rank == 0 and topic not in self._topics:
+            self._topics.add(topic)
+            self._outbox.put_event(Warned(message=text))
+
+    def warn_of_job(self, text: str, *, method: str, step: int) -> None:
+        """Warn the user of an error in a ``method`` of the job, once for each text, and print the present traceback.
+
+        Texts beyond the first few are not shown: they may have a number that differs at every step.
+        """
+        topic = f"{method}: {text}"
+        reported = sum(known.startswith(f"{method}: ") for known in self._topics)
+        if topic in self._topics or reported == MAX_JOB_WARNINGS:
+            return
+        traceback.print_exc()
+        last = f"; further errors of job.{method} are not reported" if reported + 1 == MAX_JOB_WARNINGS else ""
+        self.warn(f"{text}, at step {step}: see the log of rank {self.rank}; training continues{last}", topic=topic)

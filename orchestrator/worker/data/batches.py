@@ -1,0 +1,286 @@
+"""Which samples a worker reads, and in which order.
+
+The samples of a run form one endless sequence: a permutation of the dataset for epoch 0, another one for epoch 1, and
+so on. Each permutation is a pure function of ``(seed, epoch)``, and so are the samples drawn by weight. A position in
+the sequence is the number of samples that the whole run has consumed, and a global batch is its next piece. There is no
+sampler state to save: any layout continues at the exact next sample.
+
+A dataset that is itself a stream gives its own sequence, epoch after epoch. Every rank reads all of it and collates
+only its share, so that the global batches are the same in any layout; :mod:`orchestrator.worker.data.stream` finds
+the next sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from orchestrator.planning.mesh import even_shares
+from orchestrator.strategies.datasets import DatasetError, check_dataset, is_stream
+from orchestrator.worker.data.loader import BatchReader, Collate, Collator, DataError, Loader, ReadFailure, Slice
+from orchestrator.worker.data.stream import StreamReader
+
+
+def epoch_of(samples_consumed: int, n: int | None) -> float | None:
+    """Return the position in epochs of a dataset of ``n`` samples, such as 1.5 in the middle of the second epoch.
+
+    None if the number of samples is not known.
+    """
+    return None if n is None else samples_consumed / n
+
+
+class SampleOrder:
+    """The sequence of sample indices. Caches the order of one epoch, so read it in ascending order.
+
+    Args:
+        n: the number of samples in the dataset, and in an epoch.
+        seed: the seed of the run.
+        weights: draw each sample with a probability in proportion to its weight, and with replacement; float64, shape
+            (n,). None for a permutation in each epoch.
+    """
+
+    def __init__(self, *, n: int, seed: int, weights: Tensor | None = None):
+        assert n > 0
+        self.n = n
+        self.seed = seed
+        self.weights = weights
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def indices(self, start: int, count: int) -> list[int]:
+        """Return the entries from ``start`` up to, but not including, ``start + count``."""
+        found: list[int] = []
+        while len(found) < count:
+            epoch, offset = divmod(start + len(found), self.n)
+            if epoch != self._epoch:
+                self._epoch = epoch
+                if self.weights is None:
+                    self._order = permutation(self.n, seed=self.seed, epoch=epoch)
+                else:
+                    self._order = drawn_by_weight(self.weights, seed=self.seed, epoch=epoch)
+            found += self._order[offset : offset + count - len(found)].tolist()
+        return found
+
+
+def permutation(n: int, *, seed: int, epoch: int) -> Tensor:
+    """Return the order of the samples in an epoch: int64, shape (n,)."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(_mix(seed, epoch)))
+
+
+def drawn_by_weight(weights: Tensor, *, seed: int, epoch: int) -> Tensor:
+    """Return the samples of an epoch, drawn with replacement: int64, shape (n,), as :func:`permutation` does.
+
+    Not by ``torch.multinomial``, which takes at most 2**24 weights.
+    """
+    random = torch.Generator().manual_seed(_mix(seed, epoch))
+    bounds = weights.cumsum(0)
+    points = torch.rand(len(weights), generator=random, dtype=torch.float64) * bounds[-1]
+    last = int(weights.nonzero()[-1])  # in case a product is rounded up to the last bound
+    return torch.searchsorted(bounds, points, right=True).clamp(max=last)
+
+
+def checked_weights(weights: Any, dataset: Any) -> Tensor | None:
+    """Return the result of ``job.sample_weights("train")`` as float64, of shape (n,) for a dataset of n samples.
+
+    Raises:
+        DatasetError: the weights cannot be used with ``dataset``.
+    """
+    if weights is None:
+        return None
+    where = "job.sample_weights('train')"
+    if is_stream(dataset):
+        raise DatasetError(
+            f"{where}: the samples of a stream cannot be drawn by weight; return None, or a map-style dataset from "
+            "job.dataset('train')"
+        )
+    values = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    if values.shape != (len(dataset),):
+        raise DatasetError(
+            f"{where}: shape {tuple(values.shape)}, but the dataset has {len(dataset)} samples; return one weight for "
+            "each sample"
+        )
+    if not bool(values.isfinite().all() and (values >= 0).all() and values.any()):
+        raise DatasetError(f"{where}: weights must be finite and at least 0, and one of them greater than 0")
+    return values
+
+
+def _mix(*values: int) -> int:
+    """Return 63 bits that depend on every value and on their order."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def train_batches(
+    dataset: Dataset[Any] | StreamReader,
+    *,
+    collate: Collate | None,
+    seed: int,
+    samples_consumed: int,
+    steps: int,
+    global_batch_size: int,
+    data_parallel_size: int,
+    dp_rank: int,
+    grad_accumulation: int,
+    num_workers: int,
+    pin_memory: bool,
+    timeout_s: float,
+    weights: Tensor | None = None,
+    read: bool = True,
+) -> Generator[list[Any], None, None]:
+    """Yield this rank's micro-batches, as ``collate`` returns them, for each of ``steps`` steps.
+
+    A rank takes a contiguous share of the global batch and cuts it into ``grad_accumulation`` contiguous micro-batches.
+    Sizes differ by at most one sample. Call ``close()`` on the generator to end its loader processes.
+
+    Args:
+        dataset: a map-style dataset, or the reader of a stream at ``samples_consumed``.
+        collate: None for torch's default.
+        samples_consumed: the position of the first step in the sequence of samples.
+        num_workers: loader processes; 0 reads in this thread. A stream is read in this thread in any case, and loader
+            processes collate its samples.
+        timeout_s: the longest wait for a batch of a loader process.
+        weights: the sampling weight of each sample, as :func:`checked_weights` returns them; None for permutations.
+        read: False on a rank that needs no data; each micro-batch is then None.
+
+    Raises:
+        DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
+    """
+    shares = even_shares(global_batch_size, data_parallel_size)
+    sizes = even_shares(shares[dp_rank], grad_accumulation)
+    assert min(sizes) > 0, "the plan gives every micro-batch at least one sample"
+    offsets = list(itertools.accumulate(sizes, initial=sum(shares[:dp_rank])))
+
+    def indices(dataset: Any) -> Iterator[list[int]]:
+        order = SampleOrder(n=len(dataset), seed=seed, weights=weights)
+        for step in range(steps):
+            start = samples_consumed + step * global_batch_size
+            for offset, size in zip(offsets, sizes, strict=False):
+                yield order.indices(start + offset, size)
+
+    def slices(stream: StreamReader) -> Iterator[Slice | ReadFailure]:
+        for _ in range(steps):
+            start, first = stream.position, offsets[0]
+            try:
+                items = stream.read(global_batch_size, first=first, end=offsets[-1])
+            except DataError as e:
+                yield ReadFailure(str(e), traceback.format_exc())
+                return
+            for offset, size in zip(offsets, sizes, strict=False):
+                yield Slice(items[offset - first : offset - first + size], start + offset)
+
+    if not read:
+        yield from itertools.repeat([None] * grad_accumulation, steps)
+        return
+    function = collate or default_collate
+    reader: BatchReader | Collator
+    elements: Iterator[Any]
+    if isinstance(dataset, StreamReader):
+        reader, elements = Collator(function, "train"), slices(dataset)
+    else:
+        reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
+    loader = Loader(
+        reader,
+        seed=_mix(seed, samples_consumed, dp_rank),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        timeout_s=timeout_s,
+    )
+    with contextlib.closing(loader):
+        batches = loader.read(elements)
+        while step := list(itertools.islice(batches, grad_accumulation)):
+            yield step
+
+
+class EvalBatches:
+    """This rank's share of the validation set, in order. Each pass yields ``(batch, number of valid leading rows)``.
+
+    Every rank yields the same number of batches, each of ``batch_size`` rows. Rows that are not valid repeat some
+    sample. Over all ranks, each sample is valid exactly once. Loader processes stay until :meth:`close`, for further
+    passes. The arguments and errors are those of :func:`train_batches`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Collate | None,
+        batch_size: int,
+        data_parallel_size: int,
+        dp_rank: int,
+        num_workers: int,
+        pin_memory: bool,
+        timeout_s: float,
+        read: bool = True,
+    ):
+        check_dataset(dataset, split="val")
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._data_parallel_size = data_parallel_size
+        self._dp_rank = dp_rank
+        self._read = read
+        self._streamed = is_stream(dataset)
+        function = collate or default_collate
+        if not self._streamed:
+            num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
+            num_workers = min(num_workers, num_batches)
+        self._loader = Loader(
+            Collator(function, "val") if self._streamed else BatchReader(dataset, function, "val"),
+            seed=_mix(dp_rank),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            timeout_s=timeout_s,
+        )
+
+    def __iter__(self) -> Generator[tuple[Any, int], None, None]:
+        counts: deque[int] = deque()
+        elements = self._slices(counts) if self._streamed else self._indices(counts)
+        batches: Generator[Any, None, None] = self._loader.read(elements) if self._read else (None for _ in elements)
+        with contextlib.closing(batches):
+            for batch in batches:
+                yield batch, counts.popleft()
+
+    def close(self) -> None:
+        """End the loader processes. A later pass starts new ones."""
+        self._loader.close()
+
+    def _indices(self, counts: deque[int]) -> Iterator[list[int]]:
+        """Yield the indices of each batch of a map-style dataset; ``counts`` receives how many of them are valid."""
+        n = len(self._dataset)
+        shares = even_shares(n, self._data_parallel_size)
+        first = sum(shares[: self._dp_rank])
+        end = first + shares[self._dp_rank]
+        for start in range(first, first + shares[0], self._batch_size):
+            counts.append(max(0, min(end - start, self._batch_size)))
+            yield [min(i, n - 1) for i in range(start, start + self._batch_size)]
+
+    def _slices(self, counts: deque[int]) -> Iterator[Slice | ReadFailure]:
+        """Yield the samples of each batch of a stream; ``counts`` receives how many of them are valid."""
+        start, first = 0, self._dp_rank * self._batch_size
+        samples = iter(self._dataset)
+        while True:
+            try:
+                items = list(itertools.islice(samples, self._batch_size * self._data_parallel_size))
+            except Exception as e:
+                counts.append(0)
+                yield ReadFailure(f"val data, in the stream: {type(e).__name__}: {e}", traceback.format_exc())
+                return
+            if not items:
+                if start == 0:
+                    text = "val data: the stream has no samples; for no evaluation, return None from job.dataset('val')"
+                    counts.append(0)
+                    yield ReadFailure(text, "")
+                return
+            own = items[first : first + self._batch_size]
+            counts.append(len(own))
+            yield Slice(own + [items[-1]] * (self._batch_size - len(own)), start + first)
+            start += len(items)

@@ -1,0 +1,217 @@
+"""The data of the job as one rank reads it: its share of every batch, from any position of the run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestrator.job import Job, has_loss
+from orchestrator.protocol.messages import Assignment
+from orchestrator.state.transport import broadcast_json
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.datasets import check_dataset, is_stream
+from orchestrator.strategies.prefetch import SideStream, prefetched
+from orchestrator.worker.control.control import Outbox, StepGate
+from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.data.batches import EvalBatches, checked_weights, train_batches
+from orchestrator.worker.data.stream import Mark, StreamReader
+
+STREAM = "stream"
+"""The key in a checkpoint's metadata of the place where the training set can be read from, if that is a stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """The data of the job.
+
+    Attributes:
+        train: the training set.
+        val: the validation set, or None if there is none.
+        weights: the weight by which each training sample is drawn; None to read each once in an epoch.
+    """
+
+    train: Any
+    val: Any | None
+    weights: Tensor | None
+
+
+def datasets_of(job: Job) -> Datasets:
+    """Return the data of the job.
+
+    Raises:
+        DatasetError: a dataset is empty, or of a kind that cannot be used, or the sampling weights do not fit.
+        ValueError: the job has a validation set but no loss to evaluate.
+    """
+    train, val = job.dataset("train"), job.dataset("val")
+    check_dataset(train, split="train")
+    if val is not None:
+        check_dataset(val, split="val")
+        if not has_loss(job):
+            raise ValueError("job.dataset('val') returns a validation set; define Job.loss, or return None there")
+    return Datasets(train=train, val=val, weights=checked_weights(job.sample_weights("train"), train))
+
+
+class JobData:
+    """Opens the batches of this rank. It outlives a generation: a stream is read on by the same reader if it can be.
+
+    Attributes:
+        datasets: the data of the job.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        assignment: Assignment,
+        *,
+        strategy: Strategy,
+        device: torch.device,
+        gate: StepGate,
+        outbox: Outbox,
+        warner: Warner,
+    ):
+        self.datasets = datasets_of(job)
+        self._job = job
+        self._strategy = strategy
+        self._device = device
+        self._gate = gate
+        self._outbox = outbox
+        self._warner = warner
+        self._reader: StreamReader | None = None
+        self._mark: Mark | None = None
+        self._eval_batches: EvalBatches | None = None
+        self.reassign(assignment)
+
+    def reassign(self, assignment: Assignment) -> None:
+        """Read the share of the rank of ``assignment``."""
+        self._assignment = assignment
+
+    def train_batches(self, *, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:
+        """Return the micro-batches of each of the next ``steps`` steps, as :func:`worker.data.train_batches` does.
+
+        Those of loader processes are on the GPU already, if there is one.
+
+        Args:
+            samples_consumed: the position in the sequence of samples: global samples since the beginning of the run.
+        """
+        config, mesh = self._assignment.config, self._assignment.plan.mesh
+        streamed = is_stream(self.datasets.train)
+        batches = train_batches(
+            self._reader_at(samples_consumed) if streamed else self.datasets.train,
+            collate=self._job.collate,
+            seed=config.seed,
+            samples_consumed=samples_consumed,
+            steps=steps,
+            global_batch_size=config.train.global_batch_size,
+            data_parallel_size=mesh.data_parallel_size,
+            dp_rank=mesh.dp_rank(self._assignment.global_rank),
+            grad_accumulation=config.train.grad_accumulation,
+            num_workers=self._assignment.plan.loader_processes,
+            pin_memory=self._device.type == "cuda",
+            timeout_s=config.recovery.loader_timeout_s,
+            weights=self.datasets.weights,
+            read=self._strategy.reads_data,
+        )
+        self._outbox.begin_loader()
+        return self._copied_ahead(batches) if self._assignment.plan.loader_processes else batches
+
+    def eval_batches(self) -> Iterator[tuple[Any, int]]:
+        """Yield the batches of an evaluation, as :class:`worker.data.EvalBatches` does, on the GPU if there is one.
+
+        Raises:
+            AbandonedError: the generation has ended.
+        """
+        self._outbox.begin_loader()
+        if self._eval_batches is None:
+            self._eval_batches = self._open_eval_batches()
+        with contextlib.closing(self._copied_ahead(iter(self._eval_batches))) as batches:
+            for batch in batches:
+                self._gate.check(self._assignment.generation)
+                self._outbox.tick()
+                yield batch
+
+    def close(self) -> None:
+        """End the loader processes of evaluations, which stay from one evaluation to the next of a generation."""
+        if self._eval_batches is not None:
+            self._eval_batches.close()
+            self._eval_batches = None
+
+    def metadata(self, samples_consumed: int) -> dict[str, Any]:
+        """Return the metadata of a checkpoint at this position: where a stream can be read from, if that is known."""
+        mark = None if self._reader is None else self._reader.bookmark(samples_consumed)
+        values = None if mark is None else mark.to_json()
+        if mark is not None and values is None:
+            self._warner.warn(
+                "train data: state_dict() of the stream is not plain JSON of at most 1 MiB, so checkpoints cannot keep "
+                "it; a resumed run reads the stream from its first sample",
+                topic="stream state",
+            )
+        return {} if values is None else {STREAM: values}
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from the metadata of a checkpoint, which may have been saved without :meth:`metadata`."""
+        if (values := metadata.get(STREAM)) is not None:
+            self._mark = Mark.from_json(values)
+
+    def share_position(self, sources: Sequence[int], *, samples_consumed: int) -> None:
+        """Let new processes begin to read the stream where a survivor can. All ranks call this after a failure.
+
+        Args:
+            sources: for each rank, the rank whose state it received; a survivor is its own source.
+        """
+        rank = self._assignment.global_rank
+        survivor = next((r for r, source in enumerate(sources) if r == source), None)
+        if survivor is None or len(sources) == 1 or not is_stream(self.datasets.train):
+            return
+        mark = None
+        if rank == survivor and self._reader is not None:
+            mark = self._reader.bookmark(samples_consumed)
+        values = None if mark is None else mark.to_json()
+        values = broadcast_json(values, source=survivor, rank=rank, device=self._device)
+        if values is not None:
+            self._mark = Mark.from_json(values)
+
+    def _copied_ahead(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """Return ``batches``; on a GPU, copies of them that begin one ahead."""
+        if self._device.type == "cpu" or not self._strategy.reads_data:
+            return batches
+        return prefetched(batches, SideStream(self._device))
+
+    def _open_eval_batches(self) -> EvalBatches:
+        config, mesh = self._assignment.config, self._assignment.plan.mesh
+        return EvalBatches(
+            self.datasets.val,
+            collate=self._job.collate,
+            batch_size=self._strategy.eval_batch_size,
+            data_parallel_size=mesh.data_parallel_size,
+            dp_rank=mesh.dp_rank(self._assignment.global_rank),
+            num_workers=self._assignment.plan.loader_processes,
+            pin_memory=self._device.type == "cuda",
+            timeout_s=config.recovery.loader_timeout_s,
+            read=self._strategy.reads_data,
+        )
+
+    def _reader_at(self, samples_consumed: int) -> StreamReader:
+        """Return the reader of the training set, a stream, at the next sample of the run."""
+        if self._reader is None or not self._reader.reaches(samples_consumed):
+            dataset = self.datasets.train if self._reader is None else self._job.dataset("train")
+            # Each loader process prefetches two batches.
+            self._reader = StreamReader(dataset, recent=2 * self._assignment.plan.loader_processes + 4)
+            if self._mark is not None:
+                self._reader.add_bookmark(self._mark)
+        if self._strategy.reads_data and (count := self._reader.go_to_mark(samples_consumed)):
+            self._skip(self._reader, count)
+        return self._reader
+
+    def _skip(self, reader: StreamReader, count: int) -> None:
+        text = f"train data: reading past {count:,} samples of the stream to the next one"
+        self._warner.warn("; ".join(filter(None, (text, reader.resume_advice))), topic="stream")
+        batch_size = self._assignment.config.train.global_batch_size
+        for skipped in range(0, count, batch_size):
+            self._gate.check(self._assignment.generation)
+            reader.skip(min(batch_size, count - skipped))
+            self._outbox.tick()

@@ -1,0 +1,189 @@
+"""A training set that is read in order: its samples, epoch after epoch, from any position.
+
+A position is a number of samples since the beginning of the run, over all epochs. The order must be the same in every
+process; then a position means the same at any number of workers, as it does for map-style datasets.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orchestrator.compat.hugging_face import loses_samples
+from orchestrator.job import Split
+from orchestrator.worker.data.loader import DataError
+
+MAX_STATE_BYTES = 2**20
+"""A checkpoint keeps no larger state of a stream: its manifest is read as a whole, and often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A place where reading can begin.
+
+    Attributes:
+        position: the samples before it.
+        epoch: the iterators of the stream that have ended before it.
+        state: the stream's ``state_dict()`` there; None at the beginning of an epoch.
+    """
+
+    position: int = 0
+    epoch: int = 0
+    state: Any = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Mark:
+        """Return the mark that :meth:`to_json` has stored."""
+        return cls(position=values["position"], epoch=values["epoch"], state=values["state"])
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the mark as JSON values for a checkpoint; None if JSON would change the state, or for a large one."""
+        values = asdict(self)
+        try:
+            text = json.dumps(values)
+            unchanged = bool(json.loads(text) == values)
+        except (TypeError, ValueError):
+            return None
+        return values if unchanged and len(text) <= MAX_STATE_BYTES else None
+
+
+class StreamReader:
+    """Reads the samples of a stream. The end of an iterator is the end of an epoch, and the next one begins again.
+
+    If the stream has ``state_dict`` and ``load_state_dict``, reading can begin at any recent position. If it has
+    ``set_epoch``, which is called before each iterator, reading can begin at a recent epoch. Otherwise it begins at
+    the first sample, in a new object.
+
+    Args:
+        stream: an iterable whose ``__iter__`` begins again at each call.
+        split: the part of the data, for error messages.
+        recent: how many of the last calls of :meth:`read` can be gone back.
+
+    Attributes:
+        position: the number of samples read or skipped.
+        resume_advice: what a user can change so that it does; empty if it does.
+    """
+
+    def __init__(self, stream: Any, *, split: Split = "train", recent: int = 4):
+        self.position = 0
+        self._has_state, self.resume_advice = _resuming(stream)
+        self._stream = stream
+        self._split = split
+        self._has_epochs = hasattr(stream, "set_epoch")
+        self._epoch = 0
+        self._failed = False
+        self._iterator: Iterator[Any] | None = None
+        self._bookmark: Mark | None = None
+        self._recent: deque[Mark] = deque(maxlen=recent)
+        self._epoch_starts: deque[Mark] = deque(maxlen=recent)
+
+    def read(self, count: int, *, first: int, end: int) -> list[Any]:
+        """Read ``count`` samples and return those from number ``first`` up to, but not including, ``end``.
+
+        Raises:
+            DataError: the stream raises an error, or it has no samples.
+        """
+        items = []
+        for i in range(count):
+            item = self._next()
+            if first <= i < end:
+                items.append(item)
+        if self._has_state and (state := self._state()) is not None:
+            self._recent.append(Mark(position=self.position, epoch=self._epoch, state=state))
+        return items
+
+    def reaches(self, position: int) -> bool:
+        """Return whether :meth:`go_to_mark` can reach ``position``; otherwise only a new object of the stream can."""
+        return self._is_before(position) or self._mark_before(position) is not None
+
+    def add_bookmark(self, mark: Mark) -> None:
+        """Add a place where reading can begin, from a checkpoint, before the first sample is read."""
+        if self._usable(mark):
+            self._bookmark = mark
+
+    def go_to_mark(self, position: int) -> int:
+        """Go to the last place before ``position`` where reading can begin. Return the number of samples in between."""
+        mark = self._mark_before(position)
+        if mark is not None and not (self._is_before(position) and self.position >= mark.position):
+            self._epoch, self.position, self._failed = mark.epoch, mark.position, False
+            self._recent.clear()
+            self._begin_epoch(mark.state)
+        assert self._is_before(position), "reaches() is False"
+        return position - self.position
+
+    def skip(self, count: int) -> None:
+        """Read ``count`` samples and drop them."""
+        for _ in range(count):
+            self._next()
+
+    def bookmark(self, position: int) -> Mark | None:
+        """Keep the last mark up to ``position``, which has been trained on, and return it; None if there is none."""
+        mark = self._mark_before(position)
+        if mark is not None:
+            self._bookmark = mark
+        return mark
+
+    def _next(self) -> Any:
+        for _ in range(2):  # an iterator may be at its end; the next one has a sample
+            if self._iterator is None:
+                self._begin_epoch(None)
+            assert self._iterator is not None
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+                self._epoch += 1
+            except Exception as e:
+                self._failed = True  # the iterator of a generator that has failed looks as if it were at its end
+                what = f"{self._split} data, sample {self.position} of the stream"
+                raise DataError(f"{what}: {type(e).__name__}: {e}") from e
+            else:
+                self.position += 1
+                return item
+        raise DataError(
+            f"{self._split} data: the stream ends without a sample after {self.position} samples; its __iter__ has to "
+            "begin again at each call"
+        )
+
+    def _begin_epoch(self, state: Any) -> None:
+        """Begin an iterator, at ``state`` if that is not None."""
+        try:
+            if self._has_epochs:
+                self._stream.set_epoch(self._epoch)
+            if state is not None:
+                self._stream.load_state_dict(copy.deepcopy(state))
+            self._iterator = iter(self._stream)
+        except Exception as e:
+            what = f"{self._split} data, beginning epoch {self._epoch} of the stream"
+            raise DataError(f"{what}: {type(e).__name__}: {e}") from e
+        if state is None and self._has_epochs:
+            self._epoch_starts.append(Mark(position=self.position, epoch=self._epoch))
+
+    def _state(self) -> Any:
+        try:
+            return copy.deepcopy(self._stream.state_dict())
+        except Exception as e:
+            raise DataError(f"{self._split} data, state_dict() of the stream: {type(e).__name__}: {e}") from e
+
+    def _is_before(self, position: int) -> bool:
+        return self.position <= position and not self._failed
+
+    def _mark_before(self, position: int) -> Mark | None:
+        known = [*self._recent, *self._epoch_starts, *([] if self._bookmark is None else [self._bookmark])]
+        return max((m for m in known if m.position <= position), key=lambda m: m.position, default=None)
+
+    def _usable(self, mark: Mark) -> bool:
+        return self._has_epochs if mark.state is None else self._has_state
+
+
+def _resuming(stream: Any) -> tuple[bool, str]:
+    """Return whether reading can begin at the state of ``stream``, and otherwise what a user can change."""
+    if not all(hasattr(stream, name) for name in ("state_dict", "load_state_dict")):
+        return False, "with state_dict() and load_state_dict(), it could begin there"
+    if loses_samples(stream):
+        return False, "its state_dict() leaves out the samples in a shuffle buffer; shuffle(buffer_size=1) has none"
+    return True, ""

@@ -1,0 +1,1 @@
+"""What a worker measures: metrics, FLOPs, GPUs, compilation, profiles."""

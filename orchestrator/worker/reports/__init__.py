@@ -1,0 +1,1 @@
+"""What a worker delivers besides metrics: samples, evaluations, checkpoints, explanations."""

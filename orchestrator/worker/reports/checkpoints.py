@@ -1,0 +1,153 @@
+"""Checkpoints of a run, as the training loop sees them: snapshot, write in the background, report."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
+from orchestrator.protocol.messages import Assignment, PendingCheckpoint
+from orchestrator.records.lease import restored_within_s
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import path_of
+from orchestrator.state.checkpoint_results import WriteFailed
+from orchestrator.state.checkpoint_writer import CheckpointWriter
+from orchestrator.state.fence import Fence
+from orchestrator.strategies.base import Strategy
+from orchestrator.worker.control.control import Outbox
+from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.measure.metrics import NonFiniteError
+
+BUSY_WAIT_S = 2.0
+"""How long training waits for the previous write before it skips a checkpoint."""
+_LIMIT = "recovery.hang_max_s is the limit"
+
+
+class Checkpoints:
+    """Takes snapshots of the training state and has them written on a background thread."""
+
+    def __init__(self, assignment: Assignment, *, strategy: Strategy, outbox: Outbox, warner: Warner):
+        run_dir, config = RunDir(Path(assignment.run_dir), assignment.remote), assignment.config
+        self._run_dir = run_dir
+        self._strategy = strategy
+        self._outbox = outbox
+        self._warner = warner
+        self._timeout_s = config.recovery.hang_max_s
+        self._given_up: int | None = None  # the step of a checkpoint whose write stalled
+        self._fence = Fence(
+            run_dir.fence_file, assignment.fence, remote=run_dir.remote, restored_within_s=restored_within_s(run_dir)
+        )
+        self._writer = CheckpointWriter(
+            run_dir.checkpoints,
+            keep=config.checkpoint.keep,
+            run_uid=assignment.run_uid,
+            fence=self._fence,
+            remote=run_dir.remote_checkpoints,
+        )
+
+    def reassign(self, assignment: Assignment) -> None:
+        """Continue in the generation of ``assignment``."""
+        self._fence.token = assignment.fence
+
+    def save(self, *, step: int, samples_consumed: int, last: bool, metadata: Mapping[str, Any]) -> None:
+        """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
+
+        The last snapshot waits for the previous write. Any other waits at most ``BUSY_WAIT_S`` and is then skipped.
+
+        Args:
+            step: the last completed step.
+            samples_consumed: global samples consumed up to that step.
+            last: whether no step follows.
+            metadata: JSON values to keep in the manifest, beside those of the strategy.
+
+        Raises:
+            NonFiniteError: a parameter is not finite; nothing is saved.
+        """
+        began = time.perf_counter()
+        with self._strategy.quiesced():
+            state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=self._writer.buffers())
+        self._strategy.confirm()
+        if state is not None:
+            state.meta.update(metadata)
+            # A gradient can be NaN although the loss is finite, and the gradient norm is not always computed.
+            if (name := state.nonfinite_parameter) is not None:
+                raise NonFiniteError(f"the parameter {name} is no longer finite", step)
+            if last:
+                self._outbox.enter(step, "end")  # this wait may take any time
+                self.drain()
+                self._outbox.enter(step, "checkpoint")
+            timeout_s = self._limit_s / 2 if last else min(BUSY_WAIT_S, self._limit_s / 2)
+            busy_with = self._writer.submit(state, stalled_since=began, timeout_s=timeout_s)
+            if busy_with is not None:
+                self._report_skipped(step, busy_with.step, timeout_s=timeout_s, last=last)
+
+    def _report_skipped(self, step: int, before: int, *, timeout_s: float, last: bool) -> None:
+        """Report that there is no checkpoint of ``step``, because the one of the step ``before`` is not written yet."""
+        reason = f"step {before} is still being written after {timeout_s:g} s"
+        if last:
+            self._outbox.put_event(CheckpointFailed(step=step, reason=reason))
+        else:
+            self._warner.warn(
+                f"the checkpoint of step {step} is skipped: {reason}; raise checkpoint.every", topic="busy writer"
+            )
+
+    def report(self) -> None:
+        """Put an event into the outbox for each write that has ended since the last call."""
+        for result in self._writer.results():
+            if isinstance(result, WriteFailed):
+                self._outbox.put_event(CheckpointFailed(step=result.step, reason=result.reason))
+            else:
+                self._outbox.put_event(
+                    CheckpointSaved(
+                        step=result.step,
+                        path=self._run_dir.location_of(result.path),
+                        seconds=result.seconds,
+                        stall_ms=result.stall_ms,
+                        size_bytes=result.size_bytes,
+                    )
+                )
+
+    def drain(self) -> None:
+        """Wait for the write that is under way, for as long as bytes are being written, and report how it ended."""
+        stalled = self._writer.drain(self._limit_s, on_progress=self._outbox.progress)
+        if stalled is not None and stalled.step != self._given_up:
+            self._given_up = stalled.step
+            reason = nothing_written(self._timeout_s)
+            if (problem := self._writer.upload_problem()) is not None:
+                staged = path_of(self._run_dir.checkpoints, stalled.step)
+                reason = not_uploaded(self._timeout_s, problem, f"{staged} on {socket.gethostname()}")
+            self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=reason))
+        self.report()
+
+    @property
+    def _limit_s(self) -> float:
+        """The timeout of a stalled write in seconds; 0 after the first one."""
+        return self._timeout_s if self._given_up is None else 0.0
+
+    def finish(self, *, timeout_s: float) -> PendingCheckpoint | None:
+        """End the background thread after its last write, and report what it has written.
+
+        Returns:
+            What is still being written after ``timeout_s``; None if nothing is, or if :meth:`drain` gave that up.
+        """
+        pending = self._writer.close(timeout_s=timeout_s)
+        self.report()
+        if pending is None or pending.step == self._given_up:
+            return None
+        return PendingCheckpoint(step=pending.step, progress=pending.progress)
+
+
+def nothing_written(seconds: float) -> str:
+    """Return why a checkpoint was given up."""
+    return (
+        f"nothing was written for {seconds:g} s: is the file system of the run directory full, slow or disconnected? "
+        f"{_LIMIT}"
+    )
+
+
+def not_uploaded(seconds: float, problem: str, staged: str) -> str:
+    """Return why the upload of a checkpoint was given up, and where it is: ``staged``."""
+    return f"nothing was uploaded for {seconds:g} s ({problem}); it is in {staged}; {_LIMIT}"

@@ -1,0 +1,150 @@
+"""Ray's private interfaces are where ``compat/ray`` expects them, and every patch is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import ray.exceptions
+
+from orchestrator.compat.ray import process
+from orchestrator.compat.ray.cluster import NODE_HAS_DIED, died_with_node
+from orchestrator.compat.ray.connection import own_ray_has_died, probe_gcs
+from orchestrator.compat.ray.internals import Internal, MovedError, find_internal
+from orchestrator.compat.ray.key_values import add_job_metadata
+from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
+from orchestrator.driver.process.calls import cause_of_death
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("name", Internal)
+def test_ray_has_the_name(name: str) -> None:
+    try:
+        find_internal(name)
+    except MovedError as e:
+        pytest.fail(str(e))
+
+
+def test_ray_sets_the_variable_of_a_submitted_job() -> None:
+    assert find_internal("ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR") == JOB_CONFIG_VARIABLE
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "keywords"),
+    [
+        ("ray._private.utils.set_sigterm_handler", ["handler"], {}),
+        ("ray._private.services.find_bootstrap_address", [None], {}),
+        ("ray._private.grpc_utils.init_grpc_channel", ["127.0.0.1:1"], {}),
+        (
+            "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available",
+            [],
+            {"warn_if_disabled": False},
+        ),
+    ],
+)
+def test_a_function_takes_the_arguments_that_it_is_given(
+    name: str, args: list[object], keywords: dict[str, object]
+) -> None:
+    assert name in list(Internal)
+    try:
+        inspect.signature(find_internal(name)).bind(*args, **keywords)
+    except TypeError as e:
+        pytest.fail(f"Ray changed the arguments of {name}: {e}; see compat/ray")
+
+
+@pytest.mark.parametrize(
+    "name", ["ray._private.utils.no_such_function", "ray._private.no_such_module.x", "ray._private.node.NoSuch.x"]
+)
+def test_a_moved_name_is_reported_with_the_file_to_change(name: str) -> None:
+    with pytest.raises(MovedError, match=rf"moved {re.escape(name)} .*; see compat/ray"):
+        find_internal(name)
+
+
+def test_patches_are_undone_even_after_an_error() -> None:
+    names = [
+        "ray._private.utils.set_sigterm_handler",
+        "ray._private.services.ConsolePopen",
+        "ray._private.worker.print_to_stdstream",
+    ]
+    before = [find_internal(name) for name in names]
+    patched = []
+    with contextlib.suppress(ZeroDivisionError), process.signals_kept_from_ray(), process.raylet_messages_muted():
+        patched = [find_internal(name) for name in names]
+        raise ZeroDivisionError
+    assert all(now is not original for now, original in zip(patched, before, strict=True))
+    assert [find_internal(name) for name in names] == before
+
+
+def test_the_handler_of_sigterm_stays() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with process.signals_kept_from_ray():
+        find_internal("ray._private.utils.set_sigterm_handler")(signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_environment_defaults_replace_nothing_and_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPAT_TEST_SET", "mine")
+    monkeypatch.delenv("COMPAT_TEST_UNSET", raising=False)
+    with process.environment_defaults({"COMPAT_TEST_SET": "theirs", "COMPAT_TEST_UNSET": "theirs"}):
+        assert (os.environ["COMPAT_TEST_SET"], os.environ["COMPAT_TEST_UNSET"]) == ("mine", "theirs")
+    assert os.environ["COMPAT_TEST_SET"] == "mine"
+    assert "COMPAT_TEST_UNSET" not in os.environ
+
+
+def test_no_ray_of_this_process_is_no_dead_ray() -> None:
+    assert not own_ray_has_died()
+
+
+def test_the_server_explains_the_death_of_an_actor_in_these_words() -> None:
+    server = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
+    assert f"The actor died because {NODE_HAS_DIED}".encode() in server.read_bytes()
+
+
+def test_an_actor_that_died_with_its_node_is_told_from_one_that_died_alone() -> None:
+    context = find_internal("ray.core.generated.common_pb2.ActorDiedErrorContext")
+    of_node = context(actor_id=bytes(16), error_message="The actor died because its node has died. Node Id: 5f")
+    of_process = context(actor_id=bytes(16), error_message="The actor is dead because its worker process has died.")
+    assert died_with_node(ray.exceptions.ActorDiedError(of_node))
+    assert not died_with_node(ray.exceptions.ActorDiedError(of_process))
+    assert cause_of_death(ray.exceptions.ActorDiedError(of_node)) == "node lost"
+    assert cause_of_death(ray.exceptions.ActorDiedError(of_process)) == "unknown"
+
+
+def test_a_port_without_a_server_is_unavailable() -> None:
+    assert probe_gcs("127.0.0.1:9", timeout_s=2) == "unavailable"
+
+
+KEEP_TITLE = """
+import psutil, ray
+from orchestrator.compat.ray.process import keep_process_title
+for title in ("rank-0 a run", "rank-1 a run"):
+    keep_process_title(title)
+    with ray._private.worker._changeproctitle("ray::Worker.heartbeat", "ray::Worker"):
+        pass
+    print(" ".join(psutil.Process().cmdline()).strip())
+"""
+
+
+def test_a_title_stays_until_it_is_changed_by_us() -> None:
+    done = subprocess.run([sys.executable, "-c", KEEP_TITLE], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ray::rank-0 a run\nray::rank-1 a run\n", done.stderr
+
+
+def test_a_process_that_is_no_submitted_job_has_no_metadata_to_add_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    add_job_metadata({"run_dir": "/runs/1"})
+
+
+def test_private_names_are_used_nowhere_else() -> None:
+    private = re.compile(r"ray\._private|ray\.core\.generated|ray\._raylet")
+    users = [p for p in sorted(ROOT.glob("orchestrator/**/*.py")) if private.search(p.read_text())]
+    assert users == [ROOT / "orchestrator" / "compat" / "ray" / "internals.py"]

@@ -1,0 +1,271 @@
+"""The private parts of torch: each is still there and does what the project needs it for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from orchestrator.compat import torch as compat
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_every_name_exists() -> None:
+    missing = [name for name in compat.__all__ if not hasattr(compat, name)]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TreeSpec",
+        "keystr",
+        "tree_flatten",
+        "tree_leaves",
+        "tree_leaves_with_path",
+        "tree_map",
+        "tree_map_only",
+        "tree_structure",
+        "tree_unflatten",
+    ],
+)
+def test_pytree_has(name: str) -> None:
+    assert hasattr(compat.pytree, name), f"torch {torch.__version__} has no torch.utils._pytree.{name}"
+
+
+def test_a_version_counts_in_place_changes() -> None:
+    tensor = torch.zeros(2)
+    before = compat.version_of(tensor)
+    tensor.add_(1)
+    assert compat.version_of(tensor) == before + 1
+
+
+def test_views_are_recognised() -> None:
+    tensor = torch.zeros(2, requires_grad=True) * 1
+    assert compat.is_view(tensor[:1])
+    assert not compat.is_view(tensor)
+
+
+def test_a_storage_is_recognised_also_without_memory() -> None:
+    for device in ("cpu", "meta"):
+        tensor, other = torch.zeros(2, device=device), torch.zeros(2, device=device)
+        key = compat.storage_key(tensor.untyped_storage())
+        assert key == compat.storage_key(tensor[1:].untyped_storage())
+        assert key != compat.storage_key(other.untyped_storage())
+
+
+def test_operators_that_change_an_argument_are_recognised() -> None:
+    assert compat.mutates(torch.ops.aten.add_.Tensor)
+    assert not compat.mutates(torch.ops.aten.add.Tensor)
+
+
+def test_attributes_and_hooks_of_a_parameter_are_adopted() -> None:
+    source, target = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    called: list[str] = []
+    source.register_hook(lambda _: called.append("gradient"))
+    source.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    source.no_weight_decay = True  # type: ignore[attr-defined]
+    compat.adopt_user_state(target, source)
+    target.sum().backward()
+    assert target.no_weight_decay  # type: ignore[attr-defined]
+    assert called == ["gradient", "accumulated"]
+
+
+def test_a_fake_parameter_is_converted_in_place_and_torch_is_restored() -> None:
+    swap = torch.utils.swap_tensors
+    with compat.FakeTensorMode():
+        layer = nn.Linear(2, 2)
+        weight = layer.weight
+        with compat.setting_fake_data():
+            layer.to(torch.float64)
+    assert layer.weight is weight
+    assert isinstance(weight, compat.FakeTensor)
+    assert weight.dtype == torch.float64
+    assert torch.utils.swap_tensors is swap
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_every_batch_norm_is_one(kind: type[nn.Module]) -> None:
+    assert issubclass(kind, compat.BatchNorm)
+
+
+def test_the_tensors_and_children_of_a_module() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.register_buffer("mask", torch.ones(1))
+    module.scale = nn.Parameter(torch.ones(1))
+    assert list(compat.own_parameters(module)) == ["scale"]
+    assert list(compat.own_buffers(module)) == ["mask"]
+    assert list(compat.own_children(module)) == ["0"]
+    replica = compat.data_parallel_replica(module)
+    assert compat.own_parameters(replica) == {}
+    assert compat.own_buffers(replica)["mask"] is module.mask
+    assert compat.own_buffers(replica) is not compat.own_buffers(module)
+    assert compat.own_children(replica) is not compat.own_children(module)
+
+
+@pytest.fixture
+def process_group() -> Any:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_all_groups_are_aborted_together() -> None:
+    side = dist.new_group([0])
+    groups = compat.abort_process_groups()
+    assert len(groups) == 2
+    assert side in groups
+    assert not dist.is_initialized()
+
+
+def test_group_numbers_begin_again() -> None:
+    world = dist.distributed_c10d._world
+    world.group_count = 3
+    compat.restart_group_numbers()
+    assert world.group_count == 0
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_flight_record_has_what_was_enqueued() -> None:
+    before_ns = time.time_ns()
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+    entries = [e for e in json.loads(compat.flight_record("gloo"))["entries"] if e["time_created_ns"] >= before_ns]
+    assert [e["profiling_name"] for e in entries] == ["gloo:all_reduce"] * 2
+    expected = {"process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "retired", "state"}
+    assert all(expected <= entry.keys() for entry in entries)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+def test_nccl_has_a_flight_record_of_its_own() -> None:
+    assert {"pg_config", "version"} <= json.loads(compat.flight_record("nccl")).keys()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp() -> None:
+    replica = DistributedDataParallel(nn.BatchNorm1d(3))
+    for step in range(3):
+        compat.set_ddp_timing(replica, enabled=step != 1)
+        replica(torch.ones(4, 3)).sum().backward()
+    waited_ms = compat.ddp_comm_ms(replica)
+    assert waited_ms is None or waited_ms >= 0
+    compat.broadcast_ddp_buffers(replica)
+    compat.release_ddp(replica)
+    assert not {"reducer", "logger"} & vars(replica).keys()
+
+
+def test_loader_processes_end() -> None:
+    iterator = iter(DataLoader(torch.arange(8), num_workers=1))  # type: ignore[arg-type]
+    next(iterator)
+    compat.end_loader_processes(iterator, terminate_after_s=5)
+    assert compat.loader_exit_codes(iterator) == []
+    assert compat.loader_exit_codes(iter([])) == []
+
+
+def test_other_errors_are_not_the_loaders() -> None:
+    """``test_data.py`` has the errors that torch raises itself."""
+    assert compat.loader_failure(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")) == "died"
+    assert compat.loader_failure(RuntimeError("DataLoader timed out after 1 seconds")) == "timed out"
+    assert compat.loader_failure(RuntimeError("out of memory")) is None
+
+
+def test_the_parameter_of_a_node() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    assert compat.parameter_of(get_gradient_edge(weight).node) is weight
+    assert compat.parameter_of(get_gradient_edge(weight * 2).node) is None
+
+
+PIPELINE_STAGE = """
+import inspect
+import torch, torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from orchestrator.compat import pipelining
+
+inputs, weight = torch.ones(1, requires_grad=True) * 1, torch.ones(1, requires_grad=True)
+beside = weight * 2
+output, source, branch = pipelining.nodes_of([inputs * 3 + beside, None, inputs, beside])
+nodes = pipelining.nodes_between([output], [source])
+assert output in nodes and source in nodes and branch not in nodes
+
+class Checked(pipelining.ConnectedStage):
+    checked = False
+
+    def backward_one_chunk(self, bwd_chunk_id, *args, **kwargs):
+        assert pipelining.microbatches_in_memory(self) == 1
+        outputs, inputs = pipelining.saved_forward(self, bwd_chunk_id)
+        assert len(outputs) == 1 and inputs == []
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.bwd_cache[7] = (torch.ones(2, 2).t(), None)
+        pipelining.make_input_gradients_contiguous(self, 7)
+        assert self.bwd_cache[7][0].is_contiguous() and self.bwd_cache.pop(7)[1] is None
+        self.checked = True
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+x = torch.ones(1, 2)
+stage = Checked(torch.nn.Linear(2, 2), 0, 1, torch.device("cpu"), input_args=x, output_args=x, group=dist.group.WORLD)
+ScheduleGPipe(stage, 1, loss_fn=lambda output, target: (output - target).sum()).step(x, target=x)
+assert stage.checked and pipelining.microbatches_in_memory(stage) == 0
+
+def takes(method, *names):
+    found = inspect.signature(getattr(PipelineStage, method)).parameters
+    assert set(names) <= set(found), f"{method} takes {list(found)}"
+
+takes("forward_one_chunk", "fwd_chunk_id", "args", "kwargs")
+takes("backward_one_chunk", "bwd_chunk_id", "loss", "full_backward", "last_backward")
+takes("backward_weight_one_chunk", "bwd_chunk_id", "last_backward")
+takes("forward_maybe_with_nosync")
+dist.destroy_process_group()
+"""
+
+
+def test_a_stage_of_a_pipeline() -> None:
+    """In a process of its own, because the import of pipelining loads the compiler."""
+    done = subprocess.run([sys.executable, "-c", PIPELINE_STAGE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    known = {
+        n.attr for n in ast.walk(parsed(Path(compat.__file__))) if isinstance(n, ast.Attribute) and is_private(n.attr)
+    }
+    broken = []
+    for path in sorted([*ROOT.glob("orchestrator/**/*.py"), *ROOT.glob("jobs/**/*.py")]):
+        if "compat" in path.parts:
+            continue
+        for n in ast.walk(parsed(path)):
+            if isinstance(n, ast.ImportFrom) and str(n.module).split(".")[0] == "torch":
+                names = [*str(n.module).split("."), *(alias.name for alias in n.names)]
+                found = [name for name in names if is_private(name)]
+            elif isinstance(n, ast.Attribute) and is_private(n.attr):
+                owner = ast.unparse(n.value)
+                of_torch = owner.split(".")[0] in ("torch", "nn", "dist") or n.attr in known
+                found = [n.attr] if of_torch and owner not in ("self", "cls") else []
+            else:
+                found = []
+            broken += [f"{path.relative_to(ROOT)}, line {n.lineno}: {name}" for name in found]  # type: ignore[attr-defined]
+    assert not broken, "give it a name in orchestrator/compat:\n" + "\n".join(broken)
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")

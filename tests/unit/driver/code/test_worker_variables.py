@@ -1,0 +1,114 @@
+"""Environment variables of the workers, and the network interfaces that gloo and NCCL take from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from helpers.cases import CLUSTER
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.code.worker_variables import worker_variables
+from orchestrator.protocol.messages import Variables
+from orchestrator.strategies import registry
+from orchestrator.worker.process import interfaces
+
+OWN = {
+    "HOME": "/home/me",
+    "NCCL_DEBUG": "INFO",
+    "HF_TOKEN": "hf-Tt00Uu11",
+    "TORCHELASTIC_RUN_ID": "7",
+    "WANDB_MODE": "off",
+}
+
+
+def test_variables_of_the_libraries_are_forwarded_and_others_if_they_are_named() -> None:
+    found = worker_variables({"WANDB_MODE": None, "NCCL_IB_DISABLE": "1"}, OWN)
+    assert found == Variables(
+        values={"WANDB_MODE": "off", "NCCL_IB_DISABLE": "1"},
+        defaults={"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf-Tt00Uu11"},
+    )
+
+
+def test_a_variable_that_nobody_has_set_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.env\.MISSING=null: the variable MISSING is not set") as raised:
+        worker_variables({"MISSING": None, "OTHER": None, "WANDB_MODE": None}, OWN)
+    assert len(raised.value.errors) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "Ray sets this variable"),
+        ("RAY_ADDRESS", "Ray sets this variable"),
+        ("a b", "expected the name of an environment variable"),
+        ("", "expected the name of an environment variable"),
+    ],
+)
+def test_names_that_cannot_be_set_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(CLUSTER, env={name: "1"})
+
+
+def test_the_values_are_typed_as_keys_and_masked_by_name() -> None:
+    overrides = ["cluster.env.NCCL_DEBUG=INFO", "cluster.env.MY_TOKEN=hf-Tt00Uu11", "cluster.env.WANDB_MODE=null"]
+    errors: list[str] = []
+    config, _ = compose(overrides, errors, registry.config_class)
+    assert config is not None, errors
+    assert config.cluster.env == {"NCCL_DEBUG": "INFO", "MY_TOKEN": "hf-Tt00Uu11", "WANDB_MODE": None}
+    redactor = Redactor()
+    redactor.learn(to_dict(config))
+    assert redactor.text("the token is hf-Tt00Uu11") == "the token is ***"
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapping[str, str]]:
+    """The environment of a process in which no interface has been chosen."""
+    for name in (interfaces.GLOO, interfaces.NCCL):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    interfaces._chosen.clear()
+    yield os.environ
+    interfaces._chosen.clear()
+
+
+def test_the_interface_is_the_one_with_the_address() -> None:
+    assert interfaces.interface_of("127.0.0.1") == "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family.name == "AF_INET":
+                assert interfaces.interface_of(address.address) == name
+    with pytest.raises(LookupError, match=r"192\.0\.2\.1"):
+        interfaces.interface_of("192.0.2.1")
+
+
+def test_gloo_and_nccl_use_the_interface_of_each_generation(environment: Mapping[str, str]) -> None:
+    others = {
+        a.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for a in addresses
+        if a.family.name == "AF_INET"
+    }
+    for ip, name in others.items():
+        interfaces.choose(ip)
+        assert (environment[interfaces.GLOO], environment[interfaces.NCCL]) == (name, f"={name}")
+
+
+@pytest.mark.parametrize("chosen", [interfaces.GLOO, interfaces.NCCL])
+def test_an_interface_that_the_user_has_chosen_stays(
+    environment: Mapping[str, str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(chosen, "mine")
+    for _ in range(2):
+        interfaces.choose("127.0.0.1")
+    assert environment[chosen] == "mine"
+    (other,) = {interfaces.GLOO, interfaces.NCCL} - {chosen}
+    assert environment[other].endswith("lo")
+    monkeypatch.setenv(other, "mine too")
+    interfaces.choose("192.0.2.1")
+    assert environment[other] == "mine too", "the address does not matter"

@@ -1,0 +1,244 @@
+"""In which slots workers are started after a loss, and which are given back, with slots that need no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from orchestrator.driver.gang import spares
+from orchestrator.driver.gang.spares import START_ATTEMPTS, Spares
+from orchestrator.driver.nodes.node_watch import NodeWatch
+from orchestrator.driver.process import calls
+from orchestrator.protocol.messages import WorkerInfo
+
+
+def info(slot: int, node_id: str = "a", **gpu: str) -> WorkerInfo:
+    return WorkerInfo(node_id=node_id, node_ip="10.0.0.1", hostname=node_id, pid=slot, **gpu)
+
+
+class Call:
+    """A pending call; ``result`` is None until it has one."""
+
+    def __init__(self) -> None:
+        self.result: Any = None
+
+
+class FakeSlots:
+    """Slots 0 to 2 were reserved together, and each later one alone. ``nodes``: by slot, "a" if not given."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, str | None] = {}
+        self.started: dict[int, Call] = {}
+        self.avoided: list[set[str]] = []
+        self.killed: list[int] = []
+        self.withdrawn: list[int] = []
+
+    def placed(self, slots: Iterable[int]) -> dict[int, str]:
+        return {slot: node for slot in slots if (node := self.nodes.get(slot, "a")) is not None}
+
+    def reserve(self, *, avoid: Collection[str]) -> int:
+        self.avoided.append(set(avoid))
+        return 2 + len(self.avoided)
+
+    def start(self, slot: int) -> None:
+        self.started[slot] = Call()
+
+    def actor(self, slot: int) -> Any:
+        return SimpleNamespace(prepare=SimpleNamespace(remote=lambda _: self.started[slot]))
+
+    def kill(self, slot: int) -> None:
+        self.killed.append(slot)
+
+    def withdraw(self, slot: int) -> bool:
+        self.withdrawn.append(slot)
+        return slot > 2
+
+
+class FakeAdmission:
+    """Admits every node, except those that are ``unknown`` or ``refused``."""
+
+    def __init__(self, nodes: NodeWatch) -> None:
+        self.unknown: set[str] = set()
+        self.refused: set[str] = set()
+        self._nodes = nodes
+
+    def trouble(self) -> dict[str, str]:
+        return {**self._nodes.trouble(), **dict.fromkeys(self.refused, "is left out")}
+
+    def admits(self, node_id: str) -> bool | None:
+        return None if node_id in self.unknown else node_id not in self.refused
+
+
+def fake_wait(pending: Sequence[Call], *, num_returns: int = 1, timeout: float) -> tuple[list[Call], list[Call]]:
+    return [c for c in pending if c.result is not None], [c for c in pending if c.result is None]
+
+
+def fake_get(call: Call) -> Any:
+    if isinstance(call.result, Exception):
+        raise call.result
+    return call.result
+
+
+class Parts:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, one_node: bool = False) -> None:
+        fake: Any = SimpleNamespace(wait=fake_wait, get=fake_get, exceptions=ray.exceptions)
+        monkeypatch.setattr(spares, "ray", fake)
+        monkeypatch.setattr(calls, "ray", fake)
+        self.slots, self.nodes, self.warnings = FakeSlots(), NodeWatch(3.0), list[str]()
+        self.admission = FakeAdmission(self.nodes)
+        monitor: Any = SimpleNamespace(warn=self.warnings.append)
+        slots: Any = self.slots
+        admission: Any = self.admission
+        self.spares = Spares(slots, self.nodes, admission, Any, monitor, one_node=one_node)  # type: ignore[arg-type]
+
+    def comes_up(self, slot: int, node_id: str) -> list[int]:
+        self.slots.started[slot].result = info(slot, node_id)
+        return self.spares.fit([])
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    return Parts(monkeypatch)
+
+
+def test_the_slot_of_a_dead_process_is_used_again(parts: Parts) -> None:
+    parts.spares.vacate(1, "a")
+    parts.spares.seek(1)
+    parts.spares.seek(1)
+    assert list(parts.slots.started) == [1]
+    assert parts.comes_up(1, "a") == [1]
+    assert not parts.slots.avoided
+
+
+def test_a_worker_on_a_lost_node_is_sought_in_its_slot_and_elsewhere(parts: Parts) -> None:
+    parts.nodes.lost.add("b")
+    parts.spares.vacate(1, "b")
+    parts.spares.seek(1)
+    assert set(parts.slots.started) == {1, 3}
+    assert parts.slots.avoided == [{"b"}]
+    assert parts.comes_up(3, "a") == [3]
+    parts.spares.seek(0)
+    assert parts.slots.withdrawn == [1], "Ray keeps the slot, which was reserved with others"
+    parts.spares.seek(1)
+    assert set(parts.slots.started) == {1, 3, 4}
+
+
+def test_a_node_that_is_found_dead_later_is_no_longer_relied_on(parts: Parts) -> None:
+    parts.spares.vacate(1, "b")
+    parts.spares.seek(1)
+    assert set(parts.slots.started) == {1}
+    parts.nodes.lost.add("b")
+    parts.spares.seek(1)
+    assert set(parts.slots.started) == {1, 3}
+
+
+def test_a_stranded_slot_that_ray_has_moved_serves_as_well(parts: Parts) -> None:
+    parts.nodes.lost.add("b")
+    parts.spares.vacate(1, "b")
+    parts.spares.seek(1)
+    assert parts.comes_up(1, "c") == [1]
+    parts.spares.seek(0)
+    assert parts.slots.withdrawn == [3]
+    parts.spares.seek(1)
+    assert max(parts.slots.started) == 4, "what was withdrawn is gone"
+
+
+def test_a_node_on_which_a_worker_starts_is_no_longer_lost(parts: Parts) -> None:
+    parts.nodes.lost.add("b")
+    parts.spares.vacate(1, "b")
+    parts.spares.seek(1)
+    assert parts.comes_up(1, "b") == [1]
+    assert not parts.nodes.lost
+
+
+def test_no_worker_starts_before_its_slot_has_a_node_and_the_node_has_reported(parts: Parts) -> None:
+    parts.slots.nodes[3], parts.admission.unknown = None, {"new"}
+    parts.spares.seek(1)
+    parts.slots.nodes[3] = "new"
+    assert parts.spares.fit([]) == []
+    parts.spares.seek(1)
+    assert (list(parts.slots.started), len(parts.slots.avoided)) == ([], 1)
+    parts.admission.unknown.clear()
+    assert parts.spares.fit([]) == []
+    assert parts.comes_up(3, "new") == [3]
+
+
+def test_the_slot_on_a_node_that_is_refused_is_given_back_and_another_is_sought(parts: Parts) -> None:
+    parts.slots.nodes[3], parts.admission.refused = "unfit", {"unfit"}
+    parts.spares.seek(1)
+    assert (list(parts.slots.started), parts.slots.withdrawn) == ([], [3])
+    parts.spares.seek(1)
+    assert parts.slots.avoided == [{"unfit"}, {"unfit"}]
+    assert parts.comes_up(4, "a") == [4]
+
+
+def test_a_worker_that_ray_has_moved_to_a_node_without_a_report_starts_again_after_it(parts: Parts) -> None:
+    parts.spares.vacate(1, "b")
+    parts.spares.seek(1)
+    parts.admission.unknown, parts.slots.nodes[1] = {"new"}, "new"
+    assert parts.comes_up(1, "new") == []
+    assert parts.slots.killed == [1, 1]
+    parts.admission.unknown.clear()
+    assert parts.spares.fit([]) == []
+    assert parts.comes_up(1, "new") == [1]
+
+
+def test_spares_on_lost_and_draining_nodes_take_no_rank(parts: Parts) -> None:
+    parts.spares.begin({0: info(0, "a"), 1: info(1, "b"), 2: info(2, "c")})
+    parts.nodes.lost.add("b")
+    parts.nodes.draining = ["c"]
+    assert parts.spares.fit([]) == [0]
+    parts.spares.vacate_lost_nodes()
+    assert set(parts.spares.infos) == {0, 2}
+    assert parts.slots.killed == [1]
+
+
+def test_the_slot_on_a_draining_node_is_left(parts: Parts) -> None:
+    parts.nodes.draining = ["c"]
+    parts.spares.vacate(1, "c")
+    parts.spares.seek(1)
+    assert list(parts.slots.started) == [3]
+    assert parts.slots.avoided == [{"c"}]
+
+
+def test_workers_that_must_share_a_node_are_not_sought_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(monkeypatch, one_node=True)
+    parts.nodes.lost.add("b")
+    parts.spares.vacate(1, "b")
+    parts.spares.seek(1)
+    assert list(parts.slots.started) == [1]
+
+
+def test_a_slot_is_given_up_after_some_workers_have_died_there(parts: Parts) -> None:
+    parts.spares.vacate(1, "a")
+    for attempt in range(START_ATTEMPTS):
+        assert parts.spares.num_given_up == 0, attempt
+        parts.spares.seek(1)
+        parts.slots.started[1].result = ray.exceptions.WorkerCrashedError()
+        assert parts.spares.fit([]) == []
+    assert parts.spares.num_given_up == 1
+    assert "died while they started" in parts.warnings[0]
+
+
+def test_a_replacement_that_cannot_use_its_gpu_keeps_its_slot_and_another_is_sought(parts: Parts) -> None:
+    members = [info(0, gpu_uuid="GPU-0")]
+    parts.spares.vacate(1, "a")
+    parts.spares.seek(1)
+    parts.slots.started[1].result = info(1, gpu_error="GPU 1: no kernel image is available")
+    assert parts.spares.fit(members) == []
+    assert parts.warnings == ["an additional worker on a can take no rank: GPU 1: no kernel image is available"]
+    parts.spares.seek(1)
+    assert list(parts.slots.started) == [1, 3], "in the same slot it would be on the same GPU"
+    parts.slots.started[3].result = info(3, gpu_uuid="GPU-2")
+    assert parts.spares.fit(members) == [3]
+    assert len(parts.warnings) == 1
+
+
+def test_a_run_on_cpus_takes_a_replacement_that_cannot_use_its_gpu(parts: Parts) -> None:
+    parts.spares.begin({1: info(1, gpu_error="GPU 1: no kernel image is available")})
+    assert parts.spares.fit([info(0)]) == [1]
+    assert not parts.warnings

@@ -1,0 +1,100 @@
+"""What the user of a run may type next, on the machine of its driver or elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from orchestrator import cli
+from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.ending import compare_command
+from orchestrator.driver.preflight.record import command_line
+from orchestrator.driver.process.origin import (
+    ADDRESSED_VERBS,
+    HERE,
+    NO_PY_MODULES,
+    Origin,
+    origin_of_submission,
+    this_origin,
+)
+from orchestrator.driver.process.stop_wait import stop_wait_warning
+from orchestrator.records.output_dir import OutputDir
+
+LAPTOP = origin_of_submission(
+    ["cluster.py_modules=[old.py]", "cluster.py_modules=[mine.py]"],
+    given_address="http://head:8265",
+    address="http://head:8265",
+    working_dir="code",
+    restarts=3,
+    ray=("RAY_AUTH_MODE=token", "ray"),
+)
+
+
+def again(origin: Origin, *overrides: str) -> list[str]:
+    return shlex.split(command_line(overrides, Redactor(), origin=origin))
+
+
+def test_on_the_machine_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert again(HERE, "strategy=ddp") == ["python", "-m", "orchestrator.launch", "strategy=ddp"]
+    assert compare_command(HERE, OutputDir(tmp_path / "outputs")) == "python -m orchestrator.compare --last 5"
+    elsewhere = compare_command(HERE, OutputDir(Path("/shared/runs")))
+    assert elsewhere == "python -m orchestrator.compare --last 5 --output-dir /shared/runs"
+
+
+def test_a_submitted_job_is_submitted_again_as_it_was() -> None:
+    submit = ["orchestrator", "submit", "--address", "http://head:8265", "--working-dir", "code", "--restarts", "3"]
+    assert again(LAPTOP, "strategy=ddp", NO_PY_MODULES) == [*submit, "strategy=ddp", "cluster.py_modules=[mine.py]"]
+    plain = origin_of_submission(
+        ["strategy=ddp"],
+        given_address=None,
+        address="http://127.0.0.1:8265",
+        working_dir=".",
+        restarts=None,
+        ray=["ray"],
+    )
+    assert again(plain, "strategy=ddp", "resume=/r") == ["orchestrator", "submit", "strategy=ddp", "resume=/r"]
+
+
+def test_what_reads_the_runs_of_a_submitted_job_finds_the_cluster_or_is_sent_there() -> None:
+    assert compare_command(LAPTOP, OutputDir(Path("/home/ada/orchestrator/outputs"))) == (
+        "orchestrator compare --last 5 --output-dir /home/ada/orchestrator/outputs --no-picture "
+        "--address http://head:8265"
+    )
+    assert LAPTOP.verb("sync", "/runs/a") == (
+        "RAY_AUTH_MODE=token ray job submit --address http://head:8265 --working-dir code -- "
+        "python -m orchestrator.sync /runs/a"
+    )
+
+
+@pytest.mark.parametrize("verb", ADDRESSED_VERBS)
+def test_a_verb_with_an_address_has_the_option(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    assert "--address ADDRESS" in capsys.readouterr().out
+
+
+def test_a_job_knows_where_it_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (JOB_CONFIG_VARIABLE, *LAPTOP.variables()):
+        monkeypatch.delenv(name, raising=False)
+    assert this_origin() == HERE
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, json.dumps({"metadata": {"job_submission_id": "digits-1122"}}))
+    by_ray = this_origin()
+    assert again(by_ray, "strategy=ddp")[:4] == ["ray", "job", "submit", "--working-dir"]
+    assert again(by_ray, "strategy=ddp")[-4:] == ["python", "-m", "orchestrator.launch", "strategy=ddp"]
+    for name, value in LAPTOP.variables().items():
+        monkeypatch.setenv(name, value)
+    assert this_origin() == LAPTOP
+
+
+def test_a_job_that_ray_would_kill_too_soon() -> None:
+    assert stop_wait_warning(10, {"RAY_JOB_STOP_WAIT_TIME_S": "20"}) is None
+    for environment, wait_s in (({}, 3), ({"RAY_JOB_STOP_WAIT_TIME_S": "19"}, 19)):
+        warning = stop_wait_warning(9.5, environment)
+        assert warning is not None
+        assert f"kills this job after {wait_s} s" in warning
+        assert "RAY_JOB_STOP_WAIT_TIME_S=20" in warning

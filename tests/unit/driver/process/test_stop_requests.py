@@ -1,0 +1,68 @@
+"""A run that is stopped through its directory, which may be on a store."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import wait_for
+from orchestrator import stop
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.process.stop_requests import StopRequests
+from orchestrator.records.output_dir import OutputDir
+from orchestrator.records.run_dir import RunDir
+from orchestrator.records.stop_request import request_stop, stop_requested_by
+
+
+@pytest.fixture(params=["directory", "store"])
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr("orchestrator.driver.process.stop_requests.LOOK_EVERY_REMOTE_S", 0.2)
+    where = str(tmp_path) if request.param == "directory" else tmp_path.as_uri()
+    output = OutputDir.of(where, staging_dir=str(tmp_path / "staging"))
+    output.prepare()
+    with output.locked():
+        return output.create("digits-ddp")
+
+
+def test_a_request_stops_as_sigterm_does(run: RunDir) -> None:
+    signals = StopSignals()
+    with StopRequests(run, signals):
+        request_stop(run)
+        assert wait_for(lambda: signals.received, timeout_s=10) == signal.SIGTERM
+    assert signals.cause == f"`orchestrator stop` of {stop_requested_by(run)}"
+
+
+def test_a_request_from_before_the_driver_looks_for_one_counts(run: RunDir) -> None:
+    run.update_record(started=1.0)
+    request_stop(run)
+    signals = StopSignals()
+    with StopRequests(run, signals):
+        assert wait_for(lambda: signals.received, timeout_s=10) == signal.SIGTERM
+
+
+def test_a_request_to_an_earlier_launch_of_the_run_does_not_count(run: RunDir) -> None:
+    run.update_record(started=1.0)
+    request_stop(run)
+    run.update_record(started=2.0)
+    assert stop_requested_by(run) is None
+    request_stop(run)
+    assert stop_requested_by(run) is not None
+
+
+def test_a_signal_before_the_request_remains_the_cause() -> None:
+    signals = StopSignals()
+    signals.request(signal.SIGTERM, "the first")
+    signals.request(signal.SIGTERM, "the second")
+    assert signals.cause == "the first"
+
+
+def test_what_does_not_run_cannot_be_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(tmp_path)
+    assert stop.main([str(run.path)]) == 2
+    assert "no such run in outputs" in capsys.readouterr().err
+    run.update_record(state="finished")
+    assert stop.main([str(run.path)]) == 2
+    assert capsys.readouterr().err == f"stop: {run.path} is not running: its state is finished\n"
+    assert not run.stop_file.exists()

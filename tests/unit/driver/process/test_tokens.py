@@ -1,0 +1,98 @@
+"""A Ray that asks for a token gets the user's, and another one gets none, although the user has one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+TOKEN = "a" * 40
+PROBE = """
+import os, sys
+from orchestrator.compat.ray.connection import probe_gcs
+from orchestrator.driver.process.cluster import address_error
+for address in sys.argv[1:]:
+    os.environ.pop("RAY_AUTH_MODE", None)
+    asks = probe_gcs(address, timeout_s=30, with_token=False)
+    print(asks, address_error(address), os.environ.get("RAY_AUTH_MODE"))
+"""
+
+
+class Gcs(grpc.GenericRpcHandler):
+    """The GCS server of a Ray, as far as it is asked before a connection."""
+
+    def __init__(self, token: str | None):
+        self._token = token
+
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        known = self._token is None or f"Bearer {self._token}" in [text for _, text in call.invocation_metadata]
+
+        def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+            if not known:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@contextlib.contextmanager
+def gcs(token: str | None, host: str = "127.0.0.1") -> Iterator[str]:
+    """The address of a GCS server that asks for this token, if for any."""
+    server: Any = grpc.server(ThreadPoolExecutor(2), handlers=[Gcs(token)])
+    port = server.add_insecure_port(f"{host}:0")
+    server.start()
+    yield f"{host}:{port}"
+    server.stop(None).wait(10)
+
+
+@contextlib.contextmanager
+def raylet(gcs_address: str) -> Iterator[None]:
+    """A process that looks as one of a node which has joined the cluster of this server."""
+    words = ["raylet", "-c", "import time; time.sleep(100)", f"--gcs-address={gcs_address}"]
+    process = subprocess.Popen(words, executable=sys.executable)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def probe(folder: Path, *addresses: str) -> list[str]:
+    """What a user with a token gets at each address: the answer without it, what is wrong, and the mode that is set."""
+    (folder / ".ray").mkdir(exist_ok=True)
+    (folder / ".ray" / "auth_token").write_text(TOKEN)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    words = [sys.executable, "-c", PROBE, *addresses]
+    done = subprocess.run(words, env={**env, "HOME": str(folder)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_token_is_presented_on_a_node_that_is_not_the_head(tmp_path: Path) -> None:
+    """The server is at an address which this machine does not have, as far as its interfaces say."""
+    with gcs(TOKEN, host="127.0.0.2") as there:
+        (before,) = probe(tmp_path, there)
+        with raylet(there.replace("127.0.0.2", "127.0.0.3")):
+            (other,) = probe(tmp_path, there)
+        with raylet(there):
+            (after,) = probe(tmp_path, there)
+    assert before == other
+    assert "requires a token, and yours is missing" in before
+    assert after.split()[-1] == "token"
+    assert "requires a token" not in after
+
+
+def test_a_token_is_presented_only_where_one_is_asked_for(tmp_path: Path) -> None:
+    with gcs(None) as without, gcs(TOKEN) as with_token:
+        opened, closed = probe(tmp_path, without, with_token)
+    machine = "this machine is no node of that cluster"
+    assert (opened.split()[0], opened.split()[-1]) == ("None", "None")
+    assert (closed.split()[0], closed.split()[-1]) == ("unauthenticated", "token")
+    assert all(machine in line for line in (opened, closed))

@@ -1,0 +1,114 @@
+"""What ends a wait for resources, and what is reported meanwhile, without Ray."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.plans import config_of
+from helpers.recorder import Recorder
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.process import waiting
+from orchestrator.driver.process.calls import NoWorkersError, UnfitError
+from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.process.waiting import Interrupted, ResourceWait, UnfitLimit, WaitMonitor
+from orchestrator.policy.shortage import ClusterState, NodeState, Request
+from orchestrator.protocol.events import WaitingForResources
+from orchestrator.records.lease import SupersededError
+
+REQUEST = Request(count=4, each={"CPU": 0.5, "GPU": 1})
+STATE = ClusterState(
+    nodes=[
+        NodeState(node_id="a", name="gpu-1", address="10.0.0.4", total={"CPU": 8, "GPU": 4}, free={"CPU": 8, "GPU": 3})
+    ]
+)
+WHY = "need 4 x {CPU: 0.5, GPU: 1}; free 3; node gpu-1 (10.0.0.4): 1 of 4 GPUs held by other Ray tasks"
+
+
+class FakeLease:
+    superseded = False
+
+    def check(self) -> None:
+        if self.superseded:
+            raise SupersededError
+
+
+class Parts:
+    """A wait with a clock that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
+        monkeypatch.setattr(waiting, "cluster_state", lambda **_: STATE)
+        self.recorder, self.lease, self.stop = Recorder(), FakeLease(), StopSignals()
+        self._monitor = WaitMonitor(EventStream([self.recorder], Redactor()), self.lease, self.stop)  # type: ignore[arg-type]
+        self.wait = self.new_wait()
+
+    def new_wait(self, *words: str) -> ResourceWait:
+        config = config_of("cluster.pending_timeout_s=60", *words).cluster
+        return ResourceWait("3 workers", REQUEST, config, self._monitor, label="run", trouble=dict, unfit_timeout_s=10)
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    return Parts(monkeypatch)
+
+
+def test_a_wait_is_reported_every_few_seconds(parts: Parts) -> None:
+    for parts.now in (1.0, 2.5, 6.0, 7.6, 8.0, 13.0):
+        parts.wait.check()
+    reports = [event for event in parts.recorder.seen if isinstance(event, WaitingForResources)]
+    assert [(r.waited_s, r.wanted, r.why) for r in reports] == [
+        (2.5, "3 workers", WHY),
+        (7.6, "3 workers", WHY),
+        (13.0, "3 workers", WHY),
+    ]
+
+
+def test_a_wait_ends_after_its_timeout_and_says_why(parts: Parts) -> None:
+    parts.now = 61.0
+    with pytest.raises(NoWorkersError) as error:
+        parts.wait.check()
+    assert f"no room for 3 workers within 61 s: {WHY}; free some" in str(error.value)
+    assert "cluster.pending_timeout_s" in str(error.value)
+
+
+def test_a_cluster_that_is_too_small_for_too_long_ends_a_wait(parts: Parts) -> None:
+    limit = UnfitLimit(10.0)
+    for parts.now, is_unfit in ((0.0, True), (9.0, True), (9.5, False), (10.0, True), (20.0, True)):
+        limit.check(is_unfit, str)
+    parts.now = 20.5
+    UnfitLimit(None).check(True, str)
+    with pytest.raises(
+        UnfitError, match=r"the cluster has been too small for 10 s \(cluster\.unfit_timeout_s\): need 8"
+    ):
+        limit.check(True, lambda: "need 8")
+
+
+def test_a_wait_for_resources_ends_when_the_cluster_shrinks_and_adds_no_nodes(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed, growing = parts.new_wait(), parts.new_wait("cluster.autoscaling=true")
+    monkeypatch.setattr(waiting, "cluster_state", lambda **_: ClusterState(nodes=[]))
+    for parts.now in (3.0, 9.0):
+        fixed.check()
+        growing.check()
+    parts.now = 15.0
+    growing.check()
+    with pytest.raises(UnfitError, match="the cluster has room for 0 in all"):
+        fixed.check()
+
+
+def test_a_wait_ends_at_a_signal(parts: Parts) -> None:
+    parts.stop.received = signal.SIGTERM
+    with pytest.raises(Interrupted):
+        parts.wait.check()
+
+
+def test_a_wait_ends_when_another_driver_takes_over(parts: Parts) -> None:
+    parts.lease.superseded = True
+    with pytest.raises(SupersededError):
+        parts.wait.check()

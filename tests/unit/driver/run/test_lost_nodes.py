@@ -1,0 +1,92 @@
+"""Which addresses the survivors of lost nodes are told, with a gang and nodes that need no Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.config.compose import compose
+from orchestrator.driver.gang.gang import Member
+from orchestrator.driver.run.health import Health
+from orchestrator.policy.outcomes import Outcomes
+from orchestrator.protocol.messages import WorkerInfo
+from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies import registry
+
+
+class FakeGang:
+    """A rank on each of four nodes."""
+
+    def __init__(self) -> None:
+        self.failed_heartbeats: dict[int, Exception] = {}
+        self.killed: list[int] = []
+        self.silent: set[int] = set()
+        infos = [WorkerInfo(node_id=n, node_ip=f"10.0.0.{i}", hostname=n, pid=1) for i, n in enumerate("abcd")]
+        self.members = tuple(
+            Member(global_rank=rank, actor=None, info=info, slot=rank) for rank, info in enumerate(infos)
+        )
+
+    def unanswered(self) -> set[int]:
+        return self.silent
+
+    def kill(self, rank: int) -> None:
+        self.killed.append(rank)
+
+
+class FakeNodes:
+    """Nodes that the probes find ``silent``; the probes of those ``without_probe`` are not up."""
+
+    def __init__(self) -> None:
+        self.lost: set[str] = set()
+        self.found_silent: set[str] = set()
+        self.without_probe: set[str] = set()
+
+    def silent(self, workers: object, now: float) -> set[str]:
+        return self.found_silent
+
+    def has_answered(self, node_id: str) -> bool:
+        return node_id not in self.without_probe
+
+    def is_stopped(self, worker: WorkerInfo) -> bool:
+        return False
+
+
+def health_of(gang: Any, nodes: Any, folder: Path) -> Health:
+    config, _ = compose(["strategy=ddp"], [], registry.config_class)
+    assert config is not None
+    telemetry: Any = SimpleNamespace(last_step={}, straggler=None)
+    plan: Any = SimpleNamespace(world_size=4)
+    return Health(
+        1, gang, plan, config, RunDir(folder),
+        telemetry=telemetry, nodes=nodes, outcomes=Outcomes(world_size=4), earlier_hangs=(),
+    )  # fmt: skip
+
+
+def test_nodes_that_fall_silent_one_after_the_other_are_all_lost(tmp_path: Path) -> None:
+    gang, nodes = FakeGang(), FakeNodes()
+    health, silent = health_of(gang, nodes, tmp_path), nodes.found_silent
+    health.check({}, 0.0)
+    assert health.unreachable() == ()
+    silent.add("b")
+    health.check({}, 1.0)
+    assert health.unreachable() == ("10.0.0.1",)
+    silent.add("d")
+    health.check({}, 2.0)
+    assert health.unreachable() == ("10.0.0.1", "10.0.0.3")
+    assert gang.killed == [1], "the other rank is lost when the generation ends"
+
+
+@pytest.mark.parametrize(("without_probe", "lost"), [({"b"}, {"b"}), (set(), set())])
+def test_the_node_of_a_silent_worker_is_lost_unless_its_probe_is_up(
+    without_probe: set[str], lost: set[str], tmp_path: Path
+) -> None:
+    """As when a link is cut in the first seconds of a run."""
+    gang, nodes = FakeGang(), FakeNodes()
+    gang.silent, nodes.without_probe = {1}, without_probe
+    health = health_of(gang, nodes, tmp_path)
+    health.check({}, 0.0)
+    health.check({}, 61.0)
+    assert (gang.killed, nodes.lost) == ([1], lost)

@@ -1,0 +1,174 @@
+"""What is submitted to a Ray cluster, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from helpers.job_server import job_server
+from orchestrator import submit
+from orchestrator.compat.ray.packages import make_package
+from orchestrator.config.build import ConfigError
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.code.packages import size_errors
+from orchestrator.driver.preflight.submitted import checked
+from orchestrator.driver.process.origin import HERE
+from orchestrator.driver.submit.job_submission import JobServer, Submission, make_submission
+from orchestrator.records.git import GitFacts, carried, git_facts
+
+FACTS = GitFacts(commit="abc", branch="main", dirty=False)
+
+
+def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: Path) -> None:
+    words = ["strategy=ddp", "name=first try", "cluster.stop_grace_s=50"]
+    redactor = Redactor()
+    configs = checked(words, tmp_path, redactor, sweep=False)
+    job = make_submission(
+        configs,
+        words,
+        working_dir=tmp_path,
+        source=FACTS,
+        suffix="1",
+        origin=HERE,
+        redactor=redactor,
+    )
+    assert job.id == "first-try-1"
+    assert shlex.split(job.entrypoint) == ["python", "-m", "orchestrator.launch", *words]
+    assert job.env == {
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",
+        "PYTHONUNBUFFERED": "1",
+        **HERE.variables(),
+        **carried(FACTS),
+    }
+    assert job.metadata["strategy"] == "ddp"
+    assert job.metadata["git_commit"] == "abc"
+
+
+def test_a_sweep_is_one_job(tmp_path: Path) -> None:
+    words = ["strategy=ddp,single", "job=digits"]
+    configs = checked(words, tmp_path, Redactor(), sweep=True)
+    job = make_submission(
+        configs, ["-m", *words], working_dir=tmp_path, source=None, suffix="1", origin=HERE, redactor=Redactor()
+    )
+    assert job.id == "digits-sweep-of-2-1"
+    assert job.metadata["strategy"] == "ddp,single"
+
+
+def test_modules_go_to_the_whole_job_whose_workers_inherit_them(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("")
+    words = ["strategy=ddp", f"cluster.py_modules=[{tmp_path / 'module.py'}]"]
+    configs = checked(words, tmp_path, Redactor(), sweep=False)
+    job = make_submission(
+        configs, words, working_dir=tmp_path, source=None, suffix="1", origin=HERE, redactor=Redactor()
+    )
+    assert job.py_modules == [tmp_path / "module.py"]
+    assert shlex.split(job.entrypoint)[3:] == ["strategy=ddp", "cluster.py_modules=[]"]
+
+
+def test_a_secret_of_the_command_is_masked_in_the_metadata(tmp_path: Path) -> None:
+    words = ["tracking.uri=https://me:hunter22@host"]
+    redactor = Redactor()
+    configs = checked(words, tmp_path, redactor, sweep=False)
+    job = make_submission(configs, words, working_dir=tmp_path, source=None, suffix="1", origin=HERE, redactor=redactor)
+    assert "hunter22" not in str(job.metadata)
+
+
+def test_all_errors_are_shown_at_once_and_nothing_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["strategy=ddpp", "train.stpes=3"]) == 2
+    printed = capsys.readouterr().err
+    assert "did you mean ddp?" in printed
+    assert "did you mean train.steps?" in printed
+    assert submit.main(["strategy=ddp", "cluster=local"]) == 2
+    assert "cluster=local: " in capsys.readouterr().err
+
+
+def with_holes(path: Path, size_mib: int) -> Path:
+    """A file of this size, which takes no space."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size_mib << 20)
+    return path
+
+
+def test_a_directory_that_is_too_large_is_refused_with_its_largest_files(tmp_path: Path) -> None:
+    """Ray's dashboard takes 100 MiB, and leaves out what no job needs."""
+    for name in ("model.bin", "ignored.bin", ".git/pack", "__pycache__/code.pyc"):
+        with_holes(tmp_path / name, 150)
+    (tmp_path / "code.py").write_text("pass\n")
+    (tmp_path / ".rayignore").write_text("ignored.bin\n")
+    with pytest.raises(ConfigError) as refused:
+        checked(["strategy=ddp"], tmp_path, Redactor(), sweep=False)
+    (error,) = refused.value.errors
+    sizes = "157 MB in 3 files, and Ray takes less than 105 MB"
+    assert error.startswith(f"--working-dir={tmp_path}: {sizes}; the largest: model.bin (157 MB)")
+    assert "ignored.bin" not in error
+    (tmp_path / ".rayignore").write_text("*.bin\n")
+    assert checked(["strategy=ddp"], tmp_path, Redactor(), sweep=False)
+
+
+def test_many_small_files_are_counted_with_their_entries_in_the_package(tmp_path: Path) -> None:
+    files = [tmp_path / "data" / f"{number:>0100}" for number in range(50)]
+    for file in files:
+        with_holes(file, 0)
+    package = make_package(tmp_path / "data", tmp_path / "data.zip")
+    assert size_errors(tmp_path / "data", what="it", limit=package.stat().st_size)
+    assert size_errors(tmp_path / "data", what="it", limit=package.stat().st_size * 11 // 10) == []
+
+
+@pytest.mark.parametrize("name", ["library/model.bin", "wheel-1.0-py3-none-any.whl"])
+def test_a_module_that_is_too_large_is_refused(name: str, tmp_path: Path) -> None:
+    module = with_holes(tmp_path / name, 150).relative_to(tmp_path).parts[0]
+    working_dir = tmp_path / "code"
+    working_dir.mkdir()
+    with pytest.raises(ConfigError) as refused:
+        checked(["strategy=ddp", f"cluster.py_modules=[{tmp_path / module}]"], working_dir, Redactor(), sweep=False)
+    (error,) = refused.value.errors
+    assert error.startswith(f"cluster.py_modules={tmp_path / module}: 157 MB in 1 file, ")
+
+
+def test_compiled_files_do_not_travel_so_the_same_code_travels_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each verb on a cluster brings our package along, whose compiled files are written as it runs."""
+    library, working_dir = tmp_path / "library", tmp_path / "code"
+    for directory in (library, working_dir):
+        (directory / "deep").mkdir(parents=True)
+        (directory / "deep" / "code.py").write_text(f"# {directory.name}\n")
+    with job_server() as dashboard:
+        for number in range(2):
+            for directory in (library, working_dir):
+                (directory / "deep" / "__pycache__").mkdir(exist_ok=True)
+                (directory / "deep" / "__pycache__" / "code.pyc").write_text(f"{number}")
+            job = Submission(id=f"job-{number}", entrypoint="true", working_dir=working_dir, py_modules=[library])
+            JobServer(dashboard.url).submit(job)
+        assert len(dashboard.jobs) == 2
+        assert sorted(dashboard.files()) == [["deep/code.py"], ["library/deep/code.py"]]
+    assert not caplog.records, "what Ray logs of the packages is not for users"
+
+
+def test_a_single_file_travels_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("pass\n")
+    with job_server() as dashboard:
+        JobServer(dashboard.url).submit(Submission(id="one", entrypoint="true", py_modules=[tmp_path / "module.py"]))
+        assert dashboard.files() == [["module.py"]]
+
+
+def test_restarts_are_for_a_single_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["-m", "--restarts", "2", "strategy=ddp,single"]) == 2
+    assert "--restarts=2: only for a single run" in capsys.readouterr().err
+
+
+def test_no_dashboard_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["--address", "http://127.0.0.1:1", "--attach", "x"]) == 2
+    assert "--address=http://127.0.0.1:1: no Ray dashboard answers there" in capsys.readouterr().err
+    assert submit.main(["--address", "127.0.0.1:6379", "--attach", "x"]) == 2
+    assert "expected the dashboard's URL, such as http://127.0.0.1:8265" in capsys.readouterr().err
+
+
+def test_a_job_has_the_git_facts_of_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_facts(tmp_path) is None
+    for name, value in carried(FACTS).items():
+        monkeypatch.setenv(name, value)
+    assert git_facts(tmp_path) == FACTS

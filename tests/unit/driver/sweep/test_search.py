@@ -1,0 +1,174 @@
+"""A search without Ray: the values that it tries, what it does with results and errors, and how it goes on."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import launch
+from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import values
+from orchestrator.config.redact import Redactor
+from orchestrator.config.search_space import Choices, Interval, example, is_search, search_space
+from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.sweep.search import NONE_FINISHED, Search, open_search
+from orchestrator.records.run_dir import RunDir
+
+SPACE = ("job.lr=tag(log,interval(1e-4,1.0))", "job.depth=range(1,4)", "strategy=single,ddp")
+
+
+def test_the_space_is_what_has_several_values() -> None:
+    fixed, space = search_space(["train.steps=5", *SPACE, "job.width=range(8,65,8)", "job.hidden=int(interval(16,64))"])
+    assert fixed == ["train.steps=5"]
+    assert space == {
+        "job.lr": Interval(1e-4, 1.0, log=True),
+        "job.depth": Interval(1, 3),
+        "strategy": Choices(("single", "ddp")),
+        "job.width": Interval(8, 64, step=8),
+        "job.hidden": Interval(16, 64),
+    }
+    assert (space["job.hidden"].is_whole, space["job.lr"].is_whole) == (True, False)  # type: ignore[union-attr]
+    assert example(["seed=1", *SPACE]) == ["seed=1", "job.lr=0.0001", "job.depth=1", "strategy=single"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["seed=1"], "sweep.trials: nothing to search"),
+        (["job.lr=interval(0,1)", "job.hidden=glob(*)"], "job.hidden=glob(*): cannot be swept"),
+    ],
+)
+def test_a_space_without_values_is_refused(words: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error.replace("(", r"\(").replace(")", r"\)").replace("*", r"\*")):
+        search_space(words)
+
+
+def test_a_search_needs_the_option_of_several_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["sweep.trials=2", "job.lr=0.1"]) == 2
+    assert "sweep.trials: a search of several runs; add -m" in capsys.readouterr().err
+    assert is_search(["job.lr=0.1"], {"sweep.trials": "5"})
+    assert not is_search(["sweep.trials=null"], {"sweep.trials": "5"})
+
+
+class Runs:
+    """Executes runs whose loss is smallest at ``job.lr=0.01``; ``end`` may change how one ends."""
+
+    def __init__(self, root: Path, end: Callable[[int], str] = lambda number: "FINISHED", **summary: Any):
+        self.overrides: list[Sequence[str]] = []
+        self._root = root
+        self._end = end
+        self._summary = summary
+
+    def __call__(self, overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
+        self.overrides.append(overrides)
+        status = self._end(int(sweep["run"]))
+        if status == "refused":
+            raise ConfigError(["job.depth: too deep"])
+        run_dir = RunDir(self._root / "2026-05-01" / f"run-{sweep['run']:>03}-{sweep['id'][:4]}")
+        (run_dir.checkpoints / "step-00000010").mkdir(parents=True, exist_ok=True)
+        loss = abs(math.log10(float(values(overrides)["job.lr"])) + 2)
+        summary = {"val_loss": loss, **self._summary} if status == "FINISHED" else {}
+        run_dir.update_record(state=status.lower(), job="digits", strategy="single", sweep=dict(sweep), summary=summary)
+        code = {"FINISHED": 0, "FAILED": 1, "KILLED": 130}[status]
+        return RunResult(status=status, exit_code=code, run_dir=run_dir.path, summary=summary)  # type: ignore[arg-type]
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates that were tried."""
+        return [float(values(overrides)["job.lr"]) for overrides in self.overrides]
+
+
+def search(output_dir: Path, *words: str, trials: int = 25) -> Search:
+    given = [f"output_dir={output_dir}", f"sweep.trials={trials}", *SPACE, *words]
+    return open_search(given, {}, Redactor.of_process())
+
+
+def test_a_search_finds_the_best_values_and_says_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs, searched = Runs(tmp_path), search(tmp_path)
+    assert searched.run(runs, StopSignals()) == 0
+    assert len(runs.overrides) == 25
+    best = min(runs.rates, key=lambda lr: abs(math.log10(lr) + 2))
+    assert 0.005 < best < 0.02
+    printed = capsys.readouterr().out
+    assert "run 25 of 25: job.lr=" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("best of 25 runs: run ")]
+    assert f"with job.lr={best:g} " in line
+    assert len(searched.sweep.directory.read_record()["runs"]) == 25
+
+
+def test_the_same_seed_tries_the_same_values(tmp_path: Path) -> None:
+    tried = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        runs = Runs(tmp_path / name)
+        search(tmp_path / name, f"seed={seed}", trials=3).run(runs, StopSignals())
+        tried.append(runs.rates)
+    assert tried[0] == tried[1] != tried[2]
+
+
+def test_runs_that_fail_or_are_refused_do_not_end_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {2: "FAILED", 3: "refused"}
+    runs = Runs(tmp_path, lambda number: ends.get(number, "FINISHED"))
+    assert search(tmp_path, trials=4).run(runs, StopSignals()) == 0
+    printed = capsys.readouterr()
+    assert "best of 2 runs" in printed.out
+    assert "job.depth: too deep" in printed.err
+    runs = Runs(tmp_path, lambda number: "FAILED")
+    assert search(tmp_path, trials=1).run(runs, StopSignals()) == NONE_FINISHED
+
+
+def test_wrong_input_ends_a_search_at_its_first_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too deep"):
+        search(tmp_path).run(Runs(tmp_path, lambda number: "refused"), StopSignals())
+    with pytest.raises(
+        ConfigError, match=r"sweep.metric=val_accuracy: .* they have val_loss, and steps|val_loss, steps"
+    ):
+        search(tmp_path, "sweep.metric=val_accuracy").run(Runs(tmp_path, steps=5), StopSignals())
+    with pytest.raises(ConfigError, match=r"sweep.parallel"):
+        search(tmp_path, "sweep.parallel=2")
+
+
+def test_a_stop_after_the_last_step_of_a_run_starts_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = StopSignals()
+
+    def end(number: int) -> str:
+        if number == 2:
+            stop.request(signal.SIGTERM, "SIGTERM")
+        return "FINISHED"
+
+    runs = Runs(tmp_path, end)
+    assert search(tmp_path, trials=3).run(runs, stop) == 143
+    assert len(runs.overrides) == 2
+    assert "continue the search with: " in capsys.readouterr().out
+
+
+def test_a_search_that_was_stopped_goes_on_with_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = StopSignals()
+
+    def end(number: int) -> str:
+        if number == 4:
+            stop.request(signal.SIGINT, "SIGINT")
+        return {2: "FAILED", 4: "KILLED"}.get(number, "FINISHED")
+
+    first, stopped = Runs(tmp_path, end), search(tmp_path, trials=6)
+    assert stopped.run(first, stop) == 130
+    assert "continue the search with: python -m orchestrator.launch -m " in capsys.readouterr().out
+    second = Runs(tmp_path)
+    again = search(tmp_path, "resume=auto", trials=6)
+    assert again.sweep.sweep_id == stopped.sweep.sweep_id
+    assert again.run(second, StopSignals()) == 0
+    assert len(second.overrides) == 3, "runs 4 to 6"
+    assert second.rates[0] == first.rates[3]
+    assert second.overrides[0][-1].startswith("resume=")
+    assert not set(second.rates[1:]) & set(first.rates)
+    assert "best of 5 runs" in capsys.readouterr().out
+    longer = Runs(tmp_path)
+    assert search(tmp_path, "resume=auto", trials=8).run(longer, StopSignals()) == 0
+    assert len(longer.overrides) == 2, "a higher sweep.trials continues a search that has ended"

@@ -1,0 +1,53 @@
+"""What the end of a run suggests to type next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.process.origin import HERE
+from orchestrator.driver.process.result import RunResult
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.run_dir import RunDir
+
+
+def commands(run_dir: RunDir, status: Literal["FINISHED", "FAILED"], *, in_sweep: bool = False) -> tuple[str, ...]:
+    nothing: Any = None
+    tracking: Any = SimpleNamespace(uri="sqlite:///runs.db")
+    ending = RunEnding(
+        plan=nothing,
+        run_dir=run_dir,
+        tracking=tracking,
+        uploader=nothing,
+        records=nothing,
+        journal=nothing,
+        console=nothing,
+        redactor=nothing,
+        resume_command="continue it",
+        in_sweep=in_sweep,
+        origin=HERE,
+    )
+    result = RunResult(status=status, exit_code=1, reason="", run_dir=run_dir.path, url=None)
+    return ending._next_commands(result, is_uploaded=True)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_is_offered_to_resume_only_if_it_has_a_checkpoint(saved: bool, tmp_path: Path) -> None:
+    run_dir = rundir.create(tmp_path, "digits-ddp")
+    if saved:
+        (run_dir.checkpoints / "step-00000003").mkdir(parents=True)
+        (run_dir.checkpoints / "step-00000003" / "manifest.json").write_text("{}")
+    assert ("continue it" in commands(run_dir, "FAILED")) == saved
+
+
+def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: Path) -> None:
+    run_dir = rundir.create(tmp_path, "digits-ddp")
+    assert commands(run_dir, "FINISHED", in_sweep=True) == ()
+    assert commands(run_dir, "FINISHED") == (
+        f"python -m orchestrator.compare --last 5 --output-dir {tmp_path}",
+        "mlflow ui --backend-store-uri sqlite:///runs.db",
+    )

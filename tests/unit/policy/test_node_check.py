@@ -1,0 +1,111 @@
+"""Whether nodes can run workers, decided from their reports; and the report of this machine."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from orchestrator.driver.nodes.node_reports import driver_report
+from orchestrator.planning.plan import Node
+from orchestrator.policy.node_check import fault_lines, node_errors, without_excluded
+from orchestrator.policy.node_health import check_sharing
+from orchestrator.protocol.node_report import NodeReport, NoReport
+from orchestrator.worker.process import node_facts
+
+DRIVER = NodeReport(
+    name="head",
+    address="10.0.0.1",
+    python="3.11.4",
+    ray="2.60.0",
+    torch="2.13.0+cpu",
+    orchestrator="0.1.0",
+    code="0123abcd",
+)
+NODE = replace(DRIVER, name="node2", address="10.0.0.2", torch="2.13.0+cu128")
+
+
+def test_nodes_like_the_driver_can_run_workers_also_with_another_build_of_torch() -> None:
+    assert node_errors([DRIVER, NODE, replace(NODE, python="3.11.9")], DRIVER) == []
+
+
+def test_each_difference_is_named_with_its_node_and_the_remedy() -> None:
+    cases = {
+        "has Python 3.12.1, and the driver has 3.11.4; start Ray": replace(NODE, python="3.12.1"),
+        "has torch 2.12.0, and the driver has 2.13.0+cpu; install the same": replace(NODE, torch="2.12.0"),
+        "has no torch; install torch 2.13.0 in": replace(NODE, torch=None),
+        "has no orchestrator; install it there, or submit": replace(
+            NODE, orchestrator=None, code=None, import_error="x"
+        ),
+        "has other code of the orchestrator (0.1.0, ffff; the driver has 0123abcd)": replace(NODE, code="ffff"),
+        "has an import error in my.job (no module my); install": replace(NODE, import_error="my.job (no module my)"),
+        "did not answer": NoReport(name="node2", address="10.0.0.2", reason="did not answer"),
+    }
+    for text, node in cases.items():
+        (error,) = node_errors([DRIVER, node], DRIVER)
+        assert error.startswith(f"node2 (10.0.0.2) {text}")
+        assert error.endswith(", or leave it out with cluster.exclude_nodes")
+
+
+def test_nodes_with_the_same_fault_share_a_line() -> None:
+    nodes = [replace(NODE, name=f"node{i}", address=f"10.0.0.{i}", torch=None) for i in range(2, 8)]
+    (error,) = node_errors(nodes, DRIVER)
+    assert error.startswith(
+        "node2 (10.0.0.2), node3 (10.0.0.3), node4 (10.0.0.4), node5 (10.0.0.5), and 2 more have no"
+    )
+
+
+def test_a_node_that_does_not_share_the_directory_of_runs_is_named() -> None:
+    faults = [*check_sharing(replace(NODE, sees_output_dir=False), "/runs"), *check_sharing(NODE, "/runs")]
+    (line,) = fault_lines(faults)
+    assert line.startswith("node2 (10.0.0.2): output_dir /runs is not the directory of the driver; use a directory")
+
+
+def test_nodes_are_excluded_by_name_or_address() -> None:
+    nodes = [Node(node_id=str(i), name=f"node{i}", cpus=1, gpus=0, address=f"10.0.0.{i}") for i in range(4)]
+    kept = without_excluded(nodes, ["node1", "10.0.0.3", "unknown"])
+    assert [node.name for node in kept] == ["node0", "node2"]
+
+
+def test_a_process_reports_its_own_machine() -> None:
+    report = driver_report()
+    assert report.name == socket.gethostname()
+    assert report.python == ".".join(map(str, sys.version_info[:3]))
+    assert report.torch is not None
+    assert report.code == node_facts.code_hash()
+    assert report.memory_bytes > 0
+    facts = node_facts.node_facts(address="127.0.0.1", modules=["jobs.digits", "no_such_module"])
+    assert facts["interface"] == "lo"
+    assert facts["import_error"] == "no_such_module (ModuleNotFoundError: No module named 'no_such_module')"
+
+
+def test_the_report_needs_no_orchestrator(tmp_path: Path) -> None:
+    """As on a node where the package is missing."""
+    assert elsewhere(tmp_path, "facts = node_facts(); print(facts['orchestrator'], facts['code'])") == "None None\n"
+
+
+def test_the_hash_changes_with_the_code(tmp_path: Path) -> None:
+    package = tmp_path / "orchestrator"
+    package.mkdir()
+    hashes = set()
+    for text in ("a = 1\n", "a = 2\n"):
+        (package / "__init__.py").write_text(text)
+        hashes.add(elsewhere(tmp_path, "print(code_hash())"))
+    assert len(hashes) == 2
+
+
+def elsewhere(folder: Path, code: str) -> str:
+    """What ``code`` prints in a Python that finds ``node_facts`` and psutil, but none of our packages."""
+    shutil.copy(node_facts.__file__, folder)
+    paths = [str(folder), str(Path(psutil.__file__).parents[1])]
+    code = f"import sys; sys.path += {paths}; from node_facts import *; {code}"
+    done = subprocess.run(
+        [sys.executable, "-S", "-I", "-c", code], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

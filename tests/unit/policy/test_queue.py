@@ -1,0 +1,289 @@
+"""Who reserves next, who makes room, and what the queue keeps, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from helpers.queue_entries import entry
+from orchestrator.display.queue_table import queue_table
+from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
+from orchestrator.policy.queue import find_entries, free_room, line, marked_unfit, may_reserve, victims, why_waiting
+from orchestrator.policy.shortage import ClusterState, NodeState
+from orchestrator.protocol.queue import NodeResources, QueueEntry
+from orchestrator.queue import main
+
+FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}
+
+
+def names(entries: list[QueueEntry]) -> list[str]:
+    return [e.name for e in entries]
+
+
+def admitted(entries: list[QueueEntry], nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
+    room = free_room(nodes, entries)
+    return [e.name for e in line(entries) if may_reserve(e, entries, room)]
+
+
+def leaving(entries: list[QueueEntry], nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
+    return names(victims(entries, free_room(nodes, entries)))
+
+
+def test_the_line_is_in_order_of_priority_and_then_of_submission() -> None:
+    runs = [
+        entry("late", at=3),
+        entry("early", at=1),
+        entry("urgent", at=9, priority=5),
+        entry("runs", state="running"),
+    ]
+    assert names(line(runs)) == ["urgent", "early", "late"]
+    assert names(line([replace(r, submitted_at=0) for r in runs[:2]])) == ["early", "late"], "always the same order"
+
+
+def test_one_run_at_a_time_reserves_and_it_is_the_first() -> None:
+    first, second = entry("first", at=1), entry("second", at=2)
+    assert admitted([second, first]) == ["first"]
+    assert admitted([second, replace(first, state="reserving")]) == ["first"]
+    assert admitted([second, replace(first, state="running")]) == ["second"]
+
+
+def test_a_run_that_reserves_loses_its_turn_to_a_more_urgent_one_which_waits_for_that() -> None:
+    reserving, urgent = entry("reserving", state="reserving"), entry("urgent", at=2, priority=1)
+    assert admitted([reserving, urgent]) == []
+    assert admitted([replace(reserving, state="waiting"), urgent]) == ["urgent"]
+
+
+def test_a_run_waits_until_its_workers_fit() -> None:
+    running, waiting = entry("running", workers=3, state="running"), entry("waiting", at=1, workers=2)
+    assert admitted([running, waiting]) == []
+    assert admitted([running, replace(waiting, workers=1)]) == ["waiting"]
+    assert admitted([running, entry("small", at=2), waiting]) == [], "no other run overtakes it"
+
+
+def test_what_ray_reports_late_is_not_given_twice() -> None:
+    """A report that still has as free what a run in the queue has just taken, and one with other tasks."""
+    running, waiting = entry("running", workers=4, state="running"), entry("waiting", at=1)
+    assert admitted([running, waiting]) == []
+    others = {"a": NodeResources(cpus=4, gpus=0, free_cpus=0, free_gpus=0)}
+    assert admitted([replace(running, workers_by_node={"a": 1}), waiting], others) == []
+
+
+def test_a_run_with_the_queue_to_itself_reserves_whatever_is_free() -> None:
+    """Then the wait for resources says what it waits for, and for how long at most."""
+    full = {"a": NodeResources(cpus=4, gpus=0, free_cpus=0, free_gpus=0)}
+    assert admitted([entry("alone", workers=4)], full) == ["alone"]
+
+
+def test_a_run_for_which_the_cluster_is_too_small_is_not_in_the_line() -> None:
+    large, small = entry("large", priority=1, workers=5), entry("small", at=1)
+    assert states_of(large, small) == ["unfit", "waiting"]
+    assert states_of(replace(large, autoscaling=True), replace(large, state="running")) == ["waiting", "running"]
+    assert states_of(replace(large, state="reserving")) == ["unfit"], "it gives its turn to the next one"
+    assert states_of(replace(large, workers=4)) == ["waiting"]
+    assert states_of(entry("running", workers=4, state="running"), entry("waiting")) == ["running", "waiting"]
+    marked = marked_unfit([large, small], FOUR_CPUS)
+    assert admitted(marked) == ["small"]
+    nodes = {n: NodeResources(cpus=3, gpus=0, free_cpus=3, free_gpus=0) for n in "ab"}
+    assert states_of(large, nodes=nodes) == ["waiting"]
+    assert states_of(replace(large, one_node=True), nodes=nodes) == ["unfit"]
+
+
+def states_of(*entries: QueueEntry, nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
+    return [e.state for e in marked_unfit(entries, nodes)]
+
+
+def test_a_run_that_waits_says_what_it_needs_and_why_it_has_to_wait() -> None:
+    four = NodeState(node_id="a", name="one", address="10.0.0.1", total={"CPU": 4, "GPU": 1}, free={"CPU": 4, "GPU": 1})
+    state = ClusterState(nodes=[four])
+    waiting = entry("waiting", workers=2, cpus_per_worker=0.5)
+    assert why_waiting(waiting, state, now=0) == "need 2 x {CPU: 0.5}; free 8; another run goes first"
+    assert why_waiting(replace(waiting, state="reserving"), state, now=0).endswith("; Ray is about to place them")
+    unfit = replace(waiting, gpus_per_worker=1.0, one_node=True)
+    assert why_waiting(unfit, state, now=0).startswith(
+        "need 2 x {CPU: 0.5, GPU: 1} on one node; free 1; the cluster has room for 1 in all: add nodes, or lower "
+    )
+
+
+def test_a_cluster_that_adds_nodes_is_asked_for_them() -> None:
+    running, growing = entry("running", workers=4, state="running"), entry("growing", at=1, autoscaling=True)
+    assert admitted([running, growing]) == ["growing"]
+    urgent = replace(growing, priority=1)
+    assert (admitted([running, urgent]), leaving([running, urgent])) == ([], ["running"])
+    assert admitted([replace(running, state="yielding"), urgent]) == []
+
+
+@pytest.mark.parametrize(("one_node", "expected"), [(False, ["wide"]), (True, [])])
+def test_workers_fit_node_by_node(one_node: bool, expected: list[str]) -> None:
+    nodes = {n: NodeResources(cpus=3, gpus=1, free_cpus=3, free_gpus=1) for n in "ab"}
+    holder = entry("holder", state="running", workers_by_node={"gone": 1})
+    wide = entry("wide", at=1, workers=2, cpus_per_worker=2, gpus_per_worker=1, one_node=one_node)
+    assert admitted([holder, wide], nodes) == expected
+    assert admitted([holder, replace(wide, workers=3)], nodes) == []
+
+
+def test_fractions_of_a_cpu_add_up() -> None:
+    running = entry("running", workers=7, cpus_per_worker=0.1, state="running")
+    one = {"a": NodeResources(cpus=1, gpus=0, free_cpus=0.3, free_gpus=0)}
+    assert admitted([running, entry("waiting", at=1, workers=3, cpus_per_worker=0.1)], one) == ["waiting"]
+
+
+def test_the_lowest_and_then_the_youngest_make_room() -> None:
+    running = [
+        entry("old", at=1, state="running"),
+        entry("young", at=2, state="running"),
+        entry("middle", at=0, priority=1, state="running"),
+        entry("equal", at=0, priority=2, state="running"),
+    ]
+    urgent = entry("urgent", at=9, priority=2)
+    assert leaving([*running, urgent]) == ["young"]
+    assert leaving([*running, replace(urgent, workers=2)]) == ["young", "old"]
+    assert leaving([*running, replace(urgent, workers=3)]) == ["young", "old", "middle"]
+    assert leaving([*running, replace(urgent, workers=4)]) == [], "those of equal priority do not, so nobody does"
+    assert leaving([*running, replace(urgent, priority=0)]) == []
+
+
+def test_no_run_makes_room_in_vain() -> None:
+    small, large = entry("small", at=2, state="running"), entry("large", at=1, workers=3, state="running")
+    urgent = entry("urgent", at=9, priority=1, workers=3)
+    assert leaving([small, large, urgent]) == ["large"], "the smaller one alone would not do, and is not needed"
+    assert leaving([small, large, replace(urgent, workers=5)]) == []
+    one = replace(urgent, workers=1)
+    assert leaving([small, replace(large, state="yielding"), one]) == [], "another one is already leaving"
+    assert leaving([small, large, replace(urgent, state="reserving")]) == []
+
+
+class Parts:
+    """A queue with a clock that the test sets, on nodes that it sets too: at first, one of four CPUs."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.nodes = FOUR_CPUS
+        self.queue = self.new()
+
+    def new(self, *, settle_s: float = 0.0) -> RunQueue:
+        self.queue = RunQueue(settle_s=settle_s, clock=lambda: self.now, nodes=lambda: self.nodes)
+        return self.queue
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+def test_a_run_learns_its_place_and_gets_its_turn(parts: Parts) -> None:
+    first, second = entry("first", at=1, workers=4), entry("second", at=2, workers=4)
+    assert parts.queue.poll(first).may_reserve
+    answer = parts.queue.poll(second)
+    assert (answer.may_reserve, answer.ahead, answer.running) == (False, ("first",), ())
+    assert parts.queue.poll(first).may_reserve, "an answer that was lost is given again"
+    assert not parts.queue.poll(entry("urgent", priority=1)).may_reserve, "the first may be reserving already"
+    parts.queue.leave("urgent")
+    answer = parts.queue.poll(replace(first, state="running", workers_by_node={"a": 4}))
+    assert (answer.others_wait, answer.yield_to) == (True, None)
+    answer = parts.queue.poll(second)
+    assert (answer.may_reserve, answer.ahead, answer.running) == (False, (), ("first",))
+    parts.queue.leave("first")
+    assert parts.queue.poll(second).may_reserve
+
+
+def test_a_cluster_that_shrinks_leaves_the_turn_to_a_run_that_still_fits(parts: Parts) -> None:
+    large, small = entry("large", at=1, workers=4), entry("small", at=2)
+    assert parts.queue.poll(large).may_reserve
+    assert parts.queue.poll(small).ahead == ("large",)
+    parts.nodes = {"a": NodeResources(cpus=1, gpus=0, free_cpus=1, free_gpus=0)}
+    answer = parts.queue.poll(replace(large, state="reserving"))
+    assert (answer.may_reserve, answer.unfit, answer.ahead) == (False, True, ())
+    assert parts.queue.poll(small).may_reserve
+    assert [(e.name, e.state) for e in parts.queue.entries()] == [("small", "reserving"), ("large", "unfit")]
+    parts.nodes = FOUR_CPUS
+    assert not parts.queue.poll(large).unfit
+    assert not parts.queue.poll(small).may_reserve, "the other one was submitted earlier"
+
+
+def test_a_run_whose_driver_is_silent_blocks_nobody(parts: Parts) -> None:
+    first, second = entry("first", at=1), entry("second", at=2)
+    assert parts.queue.poll(first).may_reserve
+    parts.now += STALE_S
+    assert not parts.queue.poll(second).may_reserve
+    parts.now += 0.1
+    assert parts.queue.poll(second).may_reserve
+    assert names(parts.queue.entries()) == ["second"]
+
+
+def test_a_queue_that_was_started_again_admits_nobody_before_it_knows_the_order(parts: Parts) -> None:
+    queue = parts.new(settle_s=SETTLE_S)
+    early, late, urgent = entry("early", at=1), entry("late", at=2), entry("urgent", at=3, priority=1, workers=4)
+    running = entry("running", workers=4, state="running")
+    assert not queue.poll(late).may_reserve
+    assert not queue.poll(early).may_reserve
+    assert queue.poll(replace(early, uid="was reserving", state="reserving")).may_reserve, "it keeps its turn"
+    queue.leave("was reserving")
+    queue.poll(urgent)
+    assert queue.poll(running).yield_to is None
+    parts.now += SETTLE_S
+    assert queue.poll(running).yield_to == "urgent"
+    queue.leave("urgent")
+    queue.leave("running")
+    assert not queue.poll(late).may_reserve
+    assert queue.poll(early).may_reserve
+
+
+def test_a_changed_priority_stays_with_the_run(parts: Parts) -> None:
+    run, other = entry("run", at=2, workers=4), entry("other", at=1, workers=4, priority=1)
+    parts.queue.poll(replace(other, uid="holder", state="running", workers_by_node={"a": 4}))
+    parts.queue.poll(run)
+    parts.queue.poll(other)
+    assert names(parts.queue.entries())[1:] == ["other", "run"]
+    parts.queue.set_priority("run", 7)
+    assert names(parts.queue.entries())[1:] == ["run", "other"]
+    assert parts.queue.poll(run).priority == 7, "its driver reports this one from then on"
+    assert parts.new().poll(replace(run, priority=7)).priority == 7
+
+
+def test_a_cancelled_run_is_told_who_did_it_but_not_the_next_one_of_its_uid(parts: Parts) -> None:
+    parts.queue.cancel("run", "nobody")
+    assert parts.queue.poll(entry("run")).cancelled_by is None
+    parts.queue.cancel("run", "ada on laptop")
+    assert parts.queue.poll(entry("run")).cancelled_by == "ada on laptop"
+    parts.now += STALE_S + 1  # the driver was killed
+    assert parts.queue.poll(entry("run")).cancelled_by is None
+
+
+def test_a_run_is_found_by_its_name_or_the_end_of_its_location() -> None:
+    runs = [entry("12-00-01-digits"), replace(entry("12-00-02-digits"), name="mine"), entry("12-00-02-other")]
+    for text in ("12-00-01-digits", "2026-05-01/12-00-01-digits", "/outputs/2026-05-01/12-00-01-digits/"):
+        assert find_entries(runs, text) == [runs[0]]
+    assert find_entries(runs, "mine") == [runs[1]]
+    assert find_entries(runs, "digits") == []
+    one, two = (entry("gpt", uid=uid, state="running") for uid in ("ab12cd34ef", "77e01b34ef"))
+    assert find_entries([one, two], "gpt") == [one, two]
+    assert find_entries([one, two], "77e01b") == find_entries([one, two], "gpt-77e01b") == [two]
+
+
+def test_a_run_learns_of_others_of_its_name_but_not_of_those_of_its_sweep(parts: Parts) -> None:
+    parts.queue.poll(entry("gpt", uid="other"))
+    parts.queue.poll(entry("digits", uid="third"))
+    assert parts.queue.poll(entry("gpt", uid="mine")).namesakes == ("other",)
+    parts.queue.poll(entry("gpt", uid="other", sweep="s1"))
+    assert parts.queue.poll(entry("gpt", uid="mine", sweep="s1")).namesakes == ()
+    assert parts.queue.poll(entry("gpt", uid="mine", sweep="s2")).namesakes == ("other",)
+
+
+def test_an_address_without_ray_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--address", "nonsense", "cancel", "run"]) == 2
+    assert capsys.readouterr().err == "queue: --address=nonsense: expected auto, local or host:port\n"
+
+
+def test_the_table_has_places_and_needs() -> None:
+    runs = [
+        entry("gpt", priority=2, workers=4, gpus_per_worker=1.0, state="running"),
+        entry("digits", at=30, workers=2),
+        entry("large", at=30, workers=2000, state="unfit"),
+    ]
+    head, _, first, second, third = queue_table(runs, now=90).splitlines()
+    assert head.split() == ["place", "state", "priority", "run", "id", "user", "needs", "since"]
+    assert " ".join(first.split()) == "- running 2 2026-05-01/gpt gpt ada on laptop 4 x 1 CPU and 1 GPU 1m30s"
+    assert " ".join(second.split()) == "1 waiting 0 2026-05-01/digits digits ada on laptop 2 x 1 CPU 1m00s"
+    assert third.split()[:2] == ["-", "unfit"]

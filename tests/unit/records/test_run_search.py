@@ -1,0 +1,105 @@
+"""Where the verbs look for runs, and what they ask a cluster for."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from orchestrator import compare, logs, runs
+from orchestrator.driver.reporting.known_outputs import KnownOutput, readable
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import NoSuchRunError, RunSearch
+
+
+def make_run(output_dir: Path, name: str) -> RunDir:
+    run_dir = RunDir((output_dir / name).resolve())
+    run_dir.path.mkdir(parents=True)
+    run_dir.update_record(name="digits-ddp", state="finished", driver=this_process())
+    return run_dir
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home; the working directory is elsewhere."""
+    folder, here = tmp_path / "home", tmp_path / "here"
+    folder.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.chdir(here)
+    return folder
+
+
+def test_runs_of_submitted_jobs_are_found_from_any_directory(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = home / "orchestrator" / "outputs"
+    old = make_run(outputs, "2026-05-01/12-30-01-a")
+    make_run(Path("outputs"), "2026-05-01/12-31-01-b")
+    new = make_run(outputs, "2026-05-02/12-30-01-c")
+    assert runs.main(["--json"]) == 0
+    assert [run["run"] for run in json.loads(capsys.readouterr().out)] == [
+        str(new.path), "2026-05-01/12-31-01-b", str(old.path),
+    ]  # fmt: skip
+    search = RunSearch.of(None)
+    assert search.look_up("12-30-01-a") == old
+    assert search.look_up("last") == new
+    with pytest.raises(NoSuchRunError, match=f"zzz: no such run in outputs or {outputs}; "):
+        search.look_up("zzz")
+    with pytest.raises(NoSuchRunError):
+        RunSearch.of("outputs").look_up("12-30-01-a")
+
+
+def test_a_directory_that_is_known_twice_is_searched_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = home / "orchestrator" / "outputs"
+    run_dir = make_run(outputs, "2026-05-01/12-30-01-a")
+    monkeypatch.chdir(outputs.parent)
+    (home / "link").symlink_to(outputs)
+    search = RunSearch.of(None, [str(outputs), str(home / "link"), "s3://bucket/runs"])
+    assert str(search) == "outputs or s3://bucket/runs"
+    assert list(RunSearch.of(None, [str(outputs)]).runs()) == [run_dir]
+
+
+def test_directories_of_a_cluster_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    here = socket.gethostname()
+    mine, shared, local = (tmp_path / name for name in ("mine", "shared", "local"))
+    for folder in (mine, shared, local):
+        make_run(folder, "2026-05-01/12-30-01-a")
+    newest = "2026-05-01/12-30-01-a"
+    directories, notes = readable(
+        KnownOutput(location=str(folder), host=host, newest=f"{folder}/{run}")
+        for folder, host, run in (
+            (mine, here, "2026-05-01/removed"),
+            (tmp_path / "removed", here, newest),
+            (shared, "other", newest),
+            (local, "other", "2026-05-02/12-30-01-b"),
+            (tmp_path / "far", "other", newest),
+        )
+    )
+    assert directories == [str(mine), str(shared), str(local)]
+    assert notes == [
+        f"{local}/2026-05-02/12-30-01-b of host other is not on this one; is the directory shared?",
+        f"the runs in {tmp_path}/far of host other cannot be read: No such file or directory",
+    ]
+
+
+def test_the_cluster_of_the_environment_is_asked_unless_the_runs_are_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rundir.create(Path("outputs"), "digits-ddp")
+    run.update_record(name="digits-ddp", state="finished")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
+    assert runs.main([]) == 2
+    assert "runs: --address=http://127.0.0.1:1: no Ray dashboard answers there" in capsys.readouterr().err
+    assert runs.main(["--output-dir", "outputs"]) == 0
+    assert logs.main([str(run.path)]) == 0
+    assert runs.main(["--address="]) == 0
+    assert "digits-ddp" in capsys.readouterr().out
+    assert compare.main(["--no-picture"]) == 2
+    assert "compare: --address=http://127.0.0.1:1: " in capsys.readouterr().err
+    assert compare.main([str(run.path), "--no-picture"]) == 0
+    assert compare.main(["--mlflow", "nothing://"]) == 2
+    assert "compare: --mlflow: " in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""Every benchmark script imports, and every name that it imports exists, also inside its functions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Ray Train is imported by two peers only and takes seconds; their other imports are checked without running them.
+RESOLVE_IMPORTS = """
+import ast, importlib, sys
+from pathlib import Path
+
+def exists(module, name):
+    try:
+        if name is not None and hasattr(importlib.import_module(module), name):
+            return True
+        importlib.import_module(module if name is None else f"{module}.{name}")
+    except ImportError:
+        return False
+    return True
+
+root = Path(sys.argv[1])
+folders = [root / "benchmarks", root / "benchmarks" / "peers"]
+sys.path[:0] = map(str, [root, root / "tests", *folders])  # model_zoo.py uses tests/helpers
+for script in (script for folder in folders for script in sorted(folder.glob("*.py"))):
+    imports = []
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Import):
+            imports += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imports += [(node.module, alias.name) for alias in node.names]
+    checked = [entry for entry in imports if not entry[0].startswith("ray.train")]
+    missing = [f"{script.name}: {module} {name or ''}" for module, name in checked if not exists(module, name)]
+    print(*missing, sep="\\n", end="\\n" if missing else "")
+    if not missing and checked == imports:
+        importlib.import_module(script.stem)
+"""
+
+
+def test_every_benchmark_imports() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE_IMPORTS, str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_a_gpu_needs_one() -> None:
+    script = ROOT / "benchmarks" / "gpu.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "gpu.py: torch sees no GPU; run it on a machine with one, or with --smoke\n"

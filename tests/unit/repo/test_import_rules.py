@@ -1,0 +1,262 @@
+"""Who may import whom. ``RULES`` is the architecture, and the tests hold the code to it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+LIBRARIES = {"torch", "ray", "hydra", "omegaconf", "mlflow", "pyarrow", "fsspec"}
+
+# A row is a package, or a module directly below `orchestrator`; `verbs` are the modules that `python -m` runs.
+# A package inside a package has a row of its own where it has rules of its own.
+# Each may import itself, the packages listed, which all stand above it, and the libraries listed; (in brackets)
+# inside functions and for type checking only. Everything else is refused, also inside functions.
+RULES = {
+    # package       ours                                                                       libraries
+    "version":      ("",                                                                       ""),
+    "job":          ("",                                                                       "(torch)"),
+    "compat":       ("",                                                                       "hydra torch ray"),
+    "storage":      ("",                                                                       "(pyarrow)"),
+    "config":       ("job compat",                                                             "hydra omegaconf"),
+    "planning":     ("config",                                                                 "(torch)"),
+    "timeline":     ("",                                                                       ""),
+    "protocol":     ("storage config planning timeline",                                       ""),
+    "records":      ("storage protocol",                                                       ""),
+    "state":        ("storage",                                                                "torch"),
+    "model":        ("config compat",                                                          "torch"),
+    "tuning":       ("planning timeline model",                                                ""),
+    "strategies":   ("job config planning timeline protocol compat state model tuning",        "torch"),
+    "policy":       ("config planning timeline protocol",                                      ""),
+    "export":       ("job compat config records state model strategies",                       "torch mlflow"),
+    "tracking":     ("config protocol records",                                                "(mlflow)"),
+    "display":      ("config planning protocol records",                                       ""),
+    "worker.process": ("storage protocol records",                                             "torch"),
+    "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
+    "worker.measure": ("timeline protocol compat strategies worker.control",                   "torch"),
+    "worker.data":    ("job planning protocol records compat state strategies worker.control", "torch"),
+    "worker.reports": ("job config protocol records compat state strategies worker.control "
+                       "worker.measure",                                                       "torch"),
+    "worker":         ("job storage config protocol records compat state strategies worker.process "
+                       "worker.control worker.measure worker.data worker.reports",             "torch ray"),
+    "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
+    "driver.code":    ("job config planning protocol compat display worker.process driver.process", "ray"),
+    "driver.reporting": ("storage config planning timeline protocol records compat "
+                       "driver.process",                                                       "ray"),
+    "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
+                       "worker.control driver.process driver.code",                            "ray"),
+    "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
+    "driver.submit":  ("config records compat display driver.process driver.code "
+                       "driver.reporting",                                                     "ray"),
+    "driver.preflight": ("job storage config planning records compat state model strategies policy tracking "
+                       "driver.process driver.code driver.nodes",                              "ray"),
+    "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
+                       "driver.nodes",                                                         "ray"),
+    "driver.run":     ("storage config planning protocol records state strategies policy tracking display "
+                       "worker.control worker driver.process driver.code driver.reporting driver.nodes "
+                       "driver.queue driver.gang",                                             "ray"),
+    "driver.auto":    ("job config planning timeline records compat state model tuning strategies policy display "
+                       "driver.process driver.preflight",                                      "torch"),
+    "driver.sweep":   ("storage config planning protocol records state strategies display driver.process "
+                       "driver.preflight",                                                     ""),
+    "driver":         ("job storage config planning timeline protocol records compat state strategies policy "
+                       "tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
+                       "driver.preflight driver.run driver.auto driver.sweep",                 "torch ray"),
+    "verbs":          ("storage config records strategies tracking display driver.process driver.reporting "
+                       "driver.queue driver.submit driver.preflight driver.sweep driver",      ""),
+    "jobs":         ("job",                                                                    "torch"),
+}  # fmt: skip
+
+# Of a package that knows a library, the modules that do.
+KNOWS = {
+    ("config", "hydra"): {"config.search_space", "config.overrides", "config.compose"},
+    ("config", "omegaconf"): {"config.compose"},
+    ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
+    ("export", "mlflow"): {"export.loader"},
+    ("worker", "ray"): {"worker.actor"},
+    ("compat", "ray"): {
+        "compat.ray.internals",
+        "compat.ray.process",
+        "compat.ray.cluster",
+        "compat.ray.packages",
+    },
+    ("compat", "hydra"): {"compat.hydra"},
+    ("storage", "pyarrow"): {"storage.remote"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """``when``: as the module is imported, inside a function, or for type checking only."""
+
+    source: str
+    target: str
+    when: Literal["at import", "in a function", "for types"]
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}"
+
+
+@cache
+def files() -> dict[str, Path]:
+    found = {}
+    for path in sorted([*ROOT.glob("orchestrator/**/*.py"), *ROOT.glob("jobs/**/*.py")]):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    return tuple(i for name, path in files().items() for i in _imports_of(name, ast.parse(path.read_text())))
+
+
+def _imports_of(name: str, tree: ast.Module) -> Iterator[Import]:
+    def visit(node: ast.AST, when: Literal["at import", "in a function", "for types"]) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(name, alias.name, when, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}, line {node.lineno}: relative imports are not used here"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield Import(name, inner if inner in files() else str(node.module), when, node.lineno)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            when = "in a function" if when == "at import" else when
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            when = "for types"
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, when)
+
+    return visit(tree, "at import")
+
+
+def package_of(module: str) -> str | None:
+    """The row of a module of ours; None for ``orchestrator`` itself, the public API, and for other people's modules."""
+    top, _, inside = module.partition(".")
+    if top == "jobs":
+        return "jobs"
+    if top != "orchestrator" or not inside:
+        return None
+    package, *rest = inside.split(".")
+    inner = ".".join([package, *rest[:1]])
+    return inner if inner in RULES else package if rest or package in RULES else "verbs"
+
+
+def may_import(package: str) -> set[str]:
+    return {package, *RULES[package][0].split()}
+
+
+def test_every_module_has_a_row() -> None:
+    for module in files():
+        assert module == "orchestrator" or package_of(module) in RULES, f"{module}: give its package a row in RULES"
+    for package in RULES:
+        assert any(package_of(m) == package for m in files()), f"{package}: no such package; remove its row from RULES"
+
+
+def test_packages_import_only_packages_above_them() -> None:
+    order = list(RULES)
+    for package in order:
+        below = [p for p in may_import(package) - {package} if order.index(p) > order.index(package)]
+        assert not below, f"{package} may import {below}, which stand below it: that would allow a circle"
+
+
+@pytest.mark.parametrize("package", RULES)
+def test_a_package_imports_only_what_the_rules_allow(package: str) -> None:
+    broken = [
+        f"{i} ({i.when}): {package} may not import {i.target}; of ours it may import {sorted(may_import(package))}"
+        for i in imports()
+        if package_of(i.source) == package and package_of(i.target) not in (None, *may_import(package))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("package", RULES)
+def test_a_package_knows_only_its_own_libraries(package: str) -> None:
+    allowed = RULES[package][1].split()
+    broken = [
+        f"{i} ({i.when}): {package} may not import {library}; it may import: {', '.join(allowed) or 'none'}"
+        for i in imports()
+        if package_of(i.source) == package
+        and (library := i.target.split(".")[0]) in LIBRARIES
+        and library not in allowed
+        and not (i.when != "at import" and f"({library})" in allowed)
+    ]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(("package", "library"), KNOWS)
+def test_a_library_is_known_to_few_modules(package: str, library: str) -> None:
+    knowing = {i.source for i in imports() if package_of(i.source) == package and i.target.split(".")[0] == library}
+    assert {name.removeprefix("orchestrator.") for name in knowing} == KNOWS[package, library]
+
+
+def test_every_permission_is_used() -> None:
+    """So that the table says what is, not what once was."""
+    unused = []
+    for package, (ours, libraries) in RULES.items():
+        targets = [i.target for i in imports() if package_of(i.source) == package]
+        used = {package_of(t) for t in targets} | {t.split(".")[0] for t in targets}
+        unused += [f"{package}: {word}" for word in f"{ours} {libraries}".split() if word.strip("()") not in used]
+    assert not unused, f"remove from RULES: {unused}"
+
+
+def at_import() -> dict[str, set[str]]:
+    """What each module imports as it is imported itself, including the ``__init__`` of its packages."""
+    graph: dict[str, set[str]] = {m: set() for m in files()}
+    for i in imports():
+        if i.when == "at import":
+            graph[i.source].add(i.target)
+    return graph
+
+
+def test_no_circles() -> None:
+    graph = at_import()
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle: {' -> '.join([*path[path.index(module) :], module])}"
+        if module in graph and module not in done:
+            for target in sorted(graph[module]):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def loads(module: str) -> set[str]:
+    """The libraries that ``import module`` brings with it."""
+    graph, seen, ahead = at_import(), set(), [module]
+    while ahead:
+        name = ahead.pop()
+        if name not in seen:
+            seen.add(name)
+            ahead += [*graph.get(name, ()), *([name.rpartition(".")[0]] if "." in name else [])]
+    return {name.split(".")[0] for name in seen} & LIBRARIES
+
+
+@pytest.mark.parametrize(
+    ("module", "libraries", "why"),
+    [
+        ("orchestrator", set(), "`import orchestrator` is quick"),
+        ("orchestrator.cli", set(), "--help is quick"),
+        ("orchestrator.launch", set(), "--help is quick"),
+        ("orchestrator.doctor", set(), "--help is quick"),
+        ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
+        ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),
+        ("orchestrator.strategies", {"torch"}, "a strategy is plain torch"),
+        ("jobs.digits", {"torch"}, "a job is plain torch"),
+        ("jobs.gpt", {"torch"}, "a job is plain torch"),
+        ("orchestrator.tracking.follower", set(), "the uploading process starts quickly and is small"),
+        ("orchestrator.driver.session", {"torch", "ray", "hydra", "omegaconf"}, "MLflow's slow import delays no start"),
+    ],
+)
+def test_what_comes_with_an_import(module: str, libraries: set[str], why: str) -> None:
+    assert loads(module) <= libraries, why

@@ -1,0 +1,209 @@
+"""The manifests in ``cluster/kubernetes``: their fields, the rules of KubeRay and Kueue, and the commands in them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from helpers.cluster_files import KUBERNETES, check_ray_command, documents, launched, ray_commands
+from helpers.kubernetes import KINDS
+from orchestrator.config.secret_names import is_secret
+from orchestrator.driver.process.stop_wait import STOP_MARGIN_S
+
+DOCUMENTS = [document for path in sorted(KUBERNETES.glob("*.yaml")) for document in documents(path)]
+JOBS = [document for document in DOCUMENTS if document["kind"] == "RayJob"]
+QUEUED_JOBS = [job for job in JOBS if "labels" in job["metadata"]]
+SUBMITTER = {"cpu": "500m", "memory": "200Mi"}
+"""What KubeRay requests for the pod that submits a job; Kueue counts it too."""
+UNITS = {"": 1.0, "m": 1e-3, "Mi": 2.0**20, "Gi": 2.0**30}
+CLUSTERS = {
+    f"{d['kind']} {d['metadata']['name']}": d["spec"].get("rayClusterSpec", d["spec"])
+    for d in DOCUMENTS
+    if d["kind"] in ("RayCluster", "RayJob")
+}
+MAX_NAME_LENGTH = {"RayCluster": 53, "RayJob": 47}
+SERVICE_PORTS = {
+    f"{document['metadata']['name']}:{port['port']}"
+    for document in DOCUMENTS
+    if document["kind"] == "Service"
+    for port in document["spec"]["ports"]
+}
+
+
+def identity(document: dict[str, Any]) -> str:
+    return f"{document['kind']} {document['metadata']['name']}"
+
+
+def groups(cluster: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def nested(value: Any, key: str) -> Iterator[Any]:
+    """All values of ``key``, at any depth."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from nested(inner, key)
+    if isinstance(value, dict) and key in value:
+        yield value[key]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=identity)
+def test_every_field_exists(document: dict[str, Any]) -> None:
+    errors = jsonschema.Draft202012Validator(KINDS[document["kind"]]).iter_errors(document)
+    assert [f"{'.'.join(map(str, e.absolute_path))}: {e.message}" for e in errors] == []
+
+
+def test_names_are_unique_and_short_enough_for_kuberay() -> None:
+    names = [identity(document) for document in DOCUMENTS]
+    assert len(names) == len(set(names))
+    for document in DOCUMENTS:
+        assert len(document["metadata"]["name"]) <= MAX_NAME_LENGTH.get(document["kind"], 63)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+def test_the_groups_of_a_ray_cluster(cluster: dict[str, Any]) -> None:
+    for group in groups(cluster):
+        assert "labels" not in group["rayStartParams"], "KubeRay wants the field `labels` of the group"
+        assert not ("resources" in group and group["rayStartParams"].keys() & {"num-cpus", "num-gpus", "resources"})
+        check_ray_command("start", [f"--{name}" for name in group["rayStartParams"]])
+    for group in cluster["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert cluster["authOptions"] == {"mode": "token", "secretName": "ray-auth-token"}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+def test_the_pods_of_a_ray_cluster(cluster: dict[str, Any]) -> None:
+    for group in groups(cluster):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        volumes = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        (shm,) = [volume for volume in pod["volumes"] if volume["name"] == volumes["/dev/shm"]]
+        assert shm["emptyDir"]["medium"] == "Memory"
+        assert "/outputs" in volumes
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert str(ports["metrics"]) == group["rayStartParams"]["metrics-export-port"]
+
+
+def test_every_volume_is_mounted_and_every_claim_exists() -> None:
+    claims = {d["metadata"]["name"] for d in DOCUMENTS if d["kind"] == "PersistentVolumeClaim"}
+    for pod in (template["spec"] for template in nested(DOCUMENTS, "template")):
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert {volume["name"] for volume in pod["volumes"]} == mounted
+        assert {claim["claimName"] for claim in nested(pod, "persistentVolumeClaim")} <= claims
+
+
+@pytest.mark.parametrize("job", JOBS, ids=identity)
+def test_a_job_can_be_stopped_resumed_and_tried_again(job: dict[str, Any]) -> None:
+    spec = job["spec"]
+    config = launched(spec["entrypoint"])
+    assert config.resume == "auto"
+    assert spec["backoffLimit"] > 0
+    assert spec["submissionMode"] != "InteractiveMode", "KubeRay refuses backoffLimit there"
+    assert spec["shutdownAfterJobFinishes"]
+    grace_s = config.cluster.stop_grace_s + STOP_MARGIN_S
+    variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= grace_s
+    head, *workers = [group["template"]["spec"] for group in groups(spec["rayClusterSpec"])]
+    assert all(pod["terminationGracePeriodSeconds"] >= grace_s for pod in (head, *workers))
+    ((stop,),) = [list(nested(head, "command"))]
+    assert stop == ["orchestrator", "stop", "last", "--output-dir", config.output_dir, "--wait", stop[-1]]
+    assert grace_s <= int(stop[-1]) < head["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=identity)
+def test_a_job_fits_its_cluster(job: dict[str, Any]) -> None:
+    config = launched(job["spec"]["entrypoint"])
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    workers = config.strategy.num_workers
+    assert isinstance(workers, int)
+    assert workers * config.cluster.cpus_per_worker <= group["replicas"] * float(limits["cpu"])
+    if config.cluster.device == "cuda":
+        assert workers == group["replicas"] * int(limits["nvidia.com/gpu"])
+    assert str(config.tracking.uri).removeprefix("http://") in SERVICE_PORTS
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    (document,) = [d for d in DOCUMENTS if (d["kind"], d["metadata"]["name"]) == (kind, name)]
+    return document
+
+
+def quantity(text: str) -> float:
+    """A quantity of Kubernetes as a number."""
+    ((number, unit),) = re.findall(r"^([\d.]+)(\w*)$", text)
+    return float(number) * UNITS[unit]
+
+
+@pytest.mark.parametrize("job", QUEUED_JOBS, ids=identity)
+def test_the_quota_of_a_queue_has_room_for_its_job(job: dict[str, Any]) -> None:
+    queue = named("LocalQueue", job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"])
+    (group,) = named("ClusterQueue", queue["spec"]["clusterQueue"])["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    assert named("ResourceFlavor", flavor["name"])
+    assert [resource["name"] for resource in flavor["resources"]] == group["coveredResources"], "as Kueue demands"
+    needed: Counter[str] = Counter()
+    for pods in groups(job["spec"]["rayClusterSpec"]):
+        requests = pods["template"]["spec"]["containers"][0]["resources"]["requests"]
+        needed.update({name: pods.get("replicas", 1) * quantity(text) for name, text in requests.items()})
+    needed.update({name: quantity(text) for name, text in SUBMITTER.items()})
+    assert needed.keys() == set(group["coveredResources"]), "Kueue admits no job that requests anything else"
+    quota = {resource["name"]: quantity(resource["nominalQuota"]) for resource in flavor["resources"]}
+    assert {name: quota[name] for name in needed if needed[name] > quota[name]} == {}
+
+
+@pytest.mark.parametrize("job", QUEUED_JOBS, ids=identity)
+def test_a_job_in_a_queue_of_kueue(job: dict[str, Any]) -> None:
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert job["spec"]["suspend"]
+    assert job["spec"]["shutdownAfterJobFinishes"]
+    cluster = job["spec"]["rayClusterSpec"]
+    assert not cluster.get("enableInTreeAutoscaling"), "the quota is reserved for a fixed number of pods"
+    assert len(cluster["workerGroupSpecs"]) <= 7
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+def test_a_worker_pod_drains_its_node_before_it_ends(cluster: dict[str, Any]) -> None:
+    for group in cluster["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        ((*shell, script),) = nested(pod, "command")
+        assert shell == ["/bin/sh", "-c"]
+        ((name, arguments),) = ray_commands(script)
+        assert name == "drain-node"
+        check_ray_command(name, arguments)
+        (sleep_s,) = re.findall(r"; sleep (\d+)$", script)
+        assert int(sleep_s) < pod["terminationGracePeriodSeconds"]
+
+
+def test_no_secret_is_written_down() -> None:
+    variables = [variable for env in nested(DOCUMENTS, "env") for variable in env]
+    secret = {v["name"] for v in variables if "valueFrom" in v}
+    assert secret == {"PGPASSWORD", "POSTGRES_PASSWORD"}
+    assert not [v["name"] for v in variables if "value" in v and is_secret(v["name"])]
+    assert not [d for d in DOCUMENTS if d["kind"] == "Secret"]
+    assert not re.search(r"://[^/\s]*:[^/\s]*@", "".join(path.read_text() for path in KUBERNETES.glob("*.yaml")))
+
+
+def test_services_find_their_pods() -> None:
+    deployments = [d["spec"] for d in DOCUMENTS if d["kind"] == "Deployment"]
+    for service in (d["spec"] for d in DOCUMENTS if d["kind"] == "Service"):
+        (deployment,) = [d for d in deployments if d["selector"]["matchLabels"] == service["selector"]]
+        assert deployment["template"]["metadata"]["labels"] == service["selector"]
+        ports = {p["name"] for p in deployment["template"]["spec"]["containers"][0]["ports"]}
+        assert {p["targetPort"] for p in service["ports"]} <= ports
+
+
+def test_the_mlflow_server_answers_to_its_service_and_finds_its_database() -> None:
+    (mlflow,) = [d for d in DOCUMENTS if identity(d) == "Deployment mlflow"]
+    command = mlflow["spec"]["template"]["spec"]["containers"][0]["command"]
+    options = dict(argument.removeprefix("--").split("=", 1) for argument in command[2:])
+    assert "mlflow:5000" in SERVICE_PORTS & set(options["allowed-hosts"].split(","))
+    host = re.fullmatch(r"postgresql\+psycopg2://mlflow@([\w-]+)/mlflow", options["backend-store-uri"])
+    assert host is not None
+    assert f"{host[1]}:5432" in SERVICE_PORTS

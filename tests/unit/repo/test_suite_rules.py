@@ -1,0 +1,40 @@
+"""What holds for the tests themselves."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[2]
+MODULES = sorted(TESTS.glob("*/**/*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_only_helpers_are_imported_by_other_modules(path: Path) -> None:
+    others = {module.stem for module in MODULES if module.parts[len(TESTS.parts)] != "helpers"}
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert not imported & others, "move what several modules share to tests/helpers"
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    names = Counter(path.name for path in MODULES if path.name.startswith("test_"))
+    assert [name for name, number in names.items() if number > 1] == [], "pytest cannot collect two files of one name"
+
+
+def test_every_folder_has_its_place_in_the_order(pytestconfig: pytest.Config) -> None:
+    (conftest,) = [p for p in pytestconfig.pluginmanager.get_plugins() if getattr(p, "FOLDERS", None)]
+    folders = {path.relative_to(TESTS).parts[0] for path in MODULES if path.name.startswith("test_")}
+    assert folders <= set(conftest.FOLDERS), "enter the folder in FOLDERS of tests/conftest.py"

@@ -1,0 +1,161 @@
+"""A job that overrides ``Job.training_step`` is refused before anything starts where it cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.step_toys import GAN, Models, ScheduledGAN
+from helpers.toys import Toy
+from orchestrator.config.build import ConfigError
+from orchestrator.config.job_loader import load_job
+from orchestrator.config.schema import JobSpec
+from orchestrator.driver.candidates import Candidate, check_all
+from orchestrator.job import Job, has_loss
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.process import this_process
+from orchestrator.state.checkpoint import save
+from orchestrator.state.train_state import capture
+from orchestrator.strategies.training_step import joined, optimizers_of
+from orchestrator.worker.data.job_data import datasets_of
+
+OTHERS = ["dp", "model_parallel", "pipeline", "ddp_pipeline", "hogwild", "locked_sgd", "parameter_server"]
+
+
+@pytest.fixture
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def checked(job: type[Job], *words: str) -> Candidate:
+        target = f"job._target_={job.__module__}.{job.__qualname__}"
+        (candidate,) = check_all([[f"output_dir={tmp_path}", "tracking=none", target, *words]])
+        return candidate
+
+    return checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutForward(GAN):
+    def loss(self, output: Any, target: Any) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "said"),
+    [
+        *(
+            (
+                GAN,
+                f"strategy={name}",
+                f"strategy={name}: the job overrides Job.training_step, which needs the whole model and makes its own "
+                "updates; use strategy=single or strategy=ddp",
+            )
+            for name in OTHERS
+        ),
+        (GAN, "train.grad_accumulation=2", "train.grad_accumulation=2: the job overrides Job.training_step, which "),
+        (GAN, "train.on_nonfinite=skip", "train.on_nonfinite=skip: the job overrides Job.training_step, and updates "),
+        (GAN, "strategy.comm_hook=bf16", "strategy.comm_hook=bf16: the job overrides Job.training_step, whose "),
+        (
+            GAN,
+            "strategy.sync_batchnorm=true train.global_batch_size=25",
+            "train.global_batch_size=25: with Job.training_step, strategy.sync_batchnorm=true needs equal shares of "
+            "the batch; set it to a multiple of 2",
+        ),
+        (WithoutForward, "", "job: Job.model returns several models, so an evaluation needs Job.forward(models, "),
+    ],
+)
+def test_what_does_not_go_together(checked: Any, job: type[Job], words: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        checked(job, *words.split())
+    (found,) = error.value.errors
+    assert found.startswith(said)
+
+
+@pytest.mark.parametrize("words", ["strategy=single", "strategy=ddp", "strategy=ddp strategy.sync_batchnorm=true"])
+def test_what_does(checked: Any, words: str) -> None:
+    assert checked(GAN, *words.split()).sizes is not None
+
+
+def test_a_resume_compares_the_optimizers(checked: Any, tmp_path: Path) -> None:
+    job = ScheduledGAN()
+    run = rundir.create(tmp_path, "gan")
+    run.update_record(name="gan", uid="first", state="failed", driver=this_process())
+    model = job.model()
+    state = capture(model, joined(optimizers_of(job, model)), None, step=3, samples_consumed=192)
+    save(run.checkpoints, state, run_uid="first")
+    assert checked(ScheduledGAN, f"resume={run.path}").resume.step == 3
+    with pytest.raises(ConfigError, match=r"of another optimizer: SGD\+Adam, the job has Adam\+Adam"):
+        checked(GAN, f"resume={run.path}")
+
+
+# What such a job may leave out
+
+
+class Neither(Job):
+    def model(self) -> nn.Module: ...
+
+    def dataset(self, split: str) -> Any:
+        return [(torch.ones(1), torch.ones(1))]
+
+
+class WithStep(Neither):
+    def training_step(self, models: Models, batch: Any, optimizers: Any) -> Any: ...
+
+
+class WithStepAndOptimizers(WithStep):
+    def optimizers(self, models: Models) -> Mapping[str, Any]: ...
+
+
+class WithOptimizers(Neither):
+    def optimizers(self, models: Models) -> Mapping[str, Any]: ...
+
+
+class WithLoss(WithStepAndOptimizers):
+    def loss(self, output: Any, target: Any) -> Tensor: ...
+
+
+@pytest.mark.parametrize(
+    ("job", "missing"),
+    [
+        (Neither, "loss(), optimizer()"),
+        (WithOptimizers, "loss(), optimizer()"),
+        (WithStep, "optimizer()"),
+        (WithStepAndOptimizers, None),
+        (WithLoss, None),
+    ],
+)
+def test_only_a_job_with_a_training_step_may_leave_out_loss_and_optimizer(job: type[Job], missing: str | None) -> None:
+    target = f"{__name__}.{job.__name__}"
+    errors: list[str] = []
+    load_job(JobSpec(target=target, fields={}), errors)
+    assert errors == ([] if missing is None else [f"job._target_={target}: the class has to define {missing}"])
+
+
+def test_a_job_without_a_loss_has_no_validation_set() -> None:
+    assert has_loss(Toy())
+    assert not has_loss(GAN())
+    assert datasets_of(GAN()).val is None
+    with pytest.raises(ValueError, match=r"job\.dataset\('val'\) returns a validation set; define Job\.loss"):
+        datasets_of(WithStepAndOptimizers())
+    assert datasets_of(WithLoss()).val is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen(GAN):
+    """Its generator is not trained."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("generator").requires_grad_(False)
+        return model
+
+
+def test_a_frozen_model_gets_no_optimizer() -> None:
+    job = Frozen()
+    assert list(optimizers_of(job, job.model())) == ["discriminator"]

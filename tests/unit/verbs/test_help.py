@@ -1,0 +1,170 @@
+"""``--help`` and tab completion: quick, complete, and readable on a small terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestrator import cli
+from orchestrator.config.compose import compose
+from orchestrator.config.help import help_text
+from orchestrator.config.overrides import GROUPS, choices
+from orchestrator.launch import main
+from orchestrator.strategies import registry
+
+ROOT = Path(__file__).resolve().parents[3]
+WIDTH = 100
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A console script as pip installs it for ``orchestrator.cli:main``."""
+    path = tmp_path_factory.mktemp("bin") / "orchestrator"
+    path.write_text(f"#!{sys.executable}\nimport sys\nfrom orchestrator.cli import main\nsys.exit(main())\n")
+    path.chmod(0o755)
+    return path
+
+
+def command(script: Path, *words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [script, *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_names_every_group_word_and_key() -> None:
+    text = help_text([], registry.config_class)
+    errors: list[str] = []
+    config, _ = compose([], errors, registry.config_class)
+    assert config is not None
+    for group in GROUPS:
+        assert all(word in text for word in choices(group)), group
+    for section in fields(config):
+        value = getattr(config, section.name)
+        if section.name != "job" and is_dataclass(value):
+            for field in fields(value):
+                if "meaning" in field.metadata:
+                    assert f"\n  {section.name}.{field.name}=" in text
+        elif section.name != "job":
+            assert f"\n  {section.name}=" in text
+
+
+def test_help_shows_the_fields_of_the_chosen_job_and_strategy() -> None:
+    text = help_text(["job=gpt", "strategy=single", "job.layers=7", "train.steps=3"], registry.config_class)
+    assert "job.layers=7" in text
+    assert "job.context=64" in text
+    assert "job.path=null" in text
+    assert "train.steps=3 " in text
+    assert "comm_hook" not in text
+    assert "job.hidden=512" in help_text([], registry.config_class)
+
+
+def test_help_for_a_job_that_cannot_be_found_is_still_help() -> None:
+    assert "job.<field>" in help_text(["job._target_=nowhere.Mine"], registry.config_class)
+
+
+def test_help_lists_the_words_of_a_choice() -> None:
+    assert "(none, bf16, fp16, powersgd)" in " ".join(help_text([], registry.config_class).split())
+
+
+def test_help_fits_a_terminal_and_has_the_used_keys_before_the_rare_ones() -> None:
+    text = help_text(["job=gpt"], registry.config_class)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    order = [text.index(f"\n  {key}") for key in ("seed=", "train.steps=", "strategy.num", "job.<", "cluster.heart")]
+    assert order == sorted(order)
+
+
+def test_help_with_a_mistake_beside_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "strategy=ddpp"]) == 2
+    assert "strategy=ddpp: unknown; did you mean ddp?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "near"), [("--hepl", "--help"), ("--multi-run", "--multirun"), ("-x", "valid: ")])
+def test_an_unknown_option_is_refused_with_the_nearest(
+    option: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([option, "strategy=ddp"]) == 2
+    output = capsys.readouterr()
+    assert f"{option}: unknown option; " in output.err
+    assert near in output.err
+    assert not output.out
+
+
+def test_help_imports_the_chosen_strategy_and_neither_ray_nor_mlflow(tmp_path: Path) -> None:
+    code = """
+import sys
+from orchestrator.launch import main
+code = main(["--help"])
+heavy = {"ray", "mlflow", "sklearn", "torch.distributed.pipelining"} & sys.modules.keys()
+assert not heavy, heavy
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "strategy=ddp" in done.stdout
+
+
+def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list[str]:
+    done = command(script, "-sc", f"query={shell}", cwd=cwd, COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("strategy=", [f"strategy={name}" for name in choices("strategy")]),
+        ("-m strategy=s", ["strategy=single"]),
+        ("strategy=single train.st", ["train.steps="]),
+        ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),
+        ("cluster.add", ["cluster.address="]),
+        ("launch strategy=s", ["strategy=single"]),
+        ("comp", ["compare"]),
+        ("s", ["seed=", "show", "stop", "storage.", "strategy.", "strategy=", "submit", "sweep.", "sync"]),
+        ("strategy=ddp comp", []),
+        ("compare out", []),
+    ],
+)
+def test_tab_completes_verbs_groups_and_keys(script: Path, typed: str, offered: list[str], tmp_path: Path) -> None:
+    assert complete(script, f"orchestrator {typed}", tmp_path) == offered
+
+
+def test_tab_offers_every_verb_and_group_as_the_first_word(script: Path, tmp_path: Path) -> None:
+    for shell in ("bash", "fish"):
+        offered = complete(script, "orchestrator ", tmp_path, shell=shell)
+        assert {*cli.VERBS, *(f"{group}=" for group in GROUPS)} <= set(offered)
+    assert not {*cli.VERBS} & {*complete(script, "orchestrator launch ", tmp_path)}
+
+
+def test_bash_completes_after_what_the_help_says_to_type(script: Path, tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash here")
+    commands = f"""
+export PYTHONPATH={ROOT} PATH={script.parent}:$PATH
+eval "$(orchestrator --shell-completion install=bash)"
+complete -p orchestrator
+COMP_WORDS=(orchestrator train.st); COMP_CWORD=1; COMP_LINE="orchestrator train.st"; COMP_POINT=21
+hydra_bash_completion
+echo "offered: ${{COMPREPLY[*]}}"
+"""
+    assert command(script, "--help", cwd=tmp_path).returncode == 0
+    done = subprocess.run([bash, "--norc", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "offered: train.steps=" in done.stdout, done.stderr
+
+
+def test_python_itself_is_not_given_our_completion(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "orchestrator.launch", "--shell-completion", "install=bash"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "`orchestrator` command" in done.stderr

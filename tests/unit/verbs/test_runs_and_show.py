@@ -1,0 +1,168 @@
+"""`orchestrator runs` and `orchestrator show` on real run directories."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import runs, show
+from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
+from orchestrator.driver.process.origin import Origin
+from orchestrator.protocol.events import CheckpointSaved, Recovered, RunEnded, WorkerLost
+from orchestrator.records.journal import Journal
+from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir
+
+NOBODY = {**this_process(), "pid": 2**22 - 1}
+CHECKPOINT = CheckpointSaved(step=400, path="/c/step-400", seconds=0.1, stall_ms=1.0, size_bytes=2_100_000)
+COMMAND = "python -m orchestrator.launch strategy=ddp resume=old"
+
+
+def make_run(output_dir: Path, name: str, **record: Any) -> RunDir:
+    path = output_dir / "2026-05-01" / name
+    (path / "logs").mkdir(parents=True)
+    run_dir = RunDir(path)
+    plan = {"strategy": "ddp", "job": "digits", "steps": 500, "global_batch_size": 64, "world_size": 2, "device": "cpu"}
+    given = {
+        "name": "digits-ddp",
+        "state": "finished",
+        "driver": NOBODY,
+        "strategy": "ddp",
+        "job": "digits",
+        "command": COMMAND,
+        "plan": {**plan, "mesh": {"data_parallel_size": 2}},
+        "started": time.time() - 7200,
+        "ended": time.time() - 7100,
+        "summary": {"samples_per_s": 7628.0, "final_loss": 0.0015, "steps": 500, "limit": "limited by computation"},
+    }
+    run_dir.update_record(**{**given, **record})
+    return run_dir
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    make_run(tmp_path, "12-30-01-digits-ddp")
+    make_run(tmp_path, "12-31-01-digits-ddp", state="running")
+    make_run(tmp_path, "12-32-01-digits-ddp", state="running", driver=this_process(), summary={})
+    return tmp_path
+
+
+def test_runs_are_listed_with_their_state_the_newest_first(
+    output_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    (output_dir / "2026-05-01" / "12-33-01-x").mkdir()
+    (output_dir / "2026-05-01" / "12-33-01-x" / "run.json").write_text("{")
+    assert runs.main(["--output-dir", str(output_dir)]) == 0
+    printed = capsys.readouterr()
+    assert [line.split() for line in printed.out.splitlines()[2:]] == [
+        ["2026-05-01/12-32-01-digits-ddp", "running", "ddp", "2", "digits", "-", "-", "2h00m"],
+        ["2026-05-01/12-31-01-digits-ddp", "died", "ddp", "2", "digits", "7,628", "0.0015", "2h00m"],
+        ["2026-05-01/12-30-01-digits-ddp", "finished", "ddp", "2", "digits", "7,628", "0.0015", "2h00m"],
+    ]
+    assert "12-33-01-x/run.json: not readable" in printed.err
+    monkeypatch.setenv("COLUMNS", "60")
+    assert runs.main(["--output-dir", str(output_dir), "--last", "1"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+    assert runs.main(["--output-dir", str(output_dir), "--state", "died", "--json"]) == 0
+    assert [run["run"] for run in json.loads(capsys.readouterr().out)] == ["2026-05-01/12-31-01-digits-ddp"]
+
+
+@pytest.mark.parametrize(("driver", "state"), [(this_process(), "waiting"), (NOBODY, "died")])
+def test_a_run_in_the_queue_is_shown_as_waiting(
+    driver: dict[str, Any], state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path, "12-30-01-digits-ddp", state="waiting", driver=driver)
+    assert runs.main(["--output-dir", str(tmp_path), "--state", state, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == state
+    assert show.main([str(run_dir.path)]) == 0
+    assert f"state       {state}, started 2h00m" in capsys.readouterr().out
+
+
+def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_run(output_dir, "12-34-01-a", state="failed", mlflow_run_id="abc", tracking={"uri": "http://host"})
+    (run_dir.path / "auto.md").write_text("auto chooses ddp\n")
+    summary = run_dir.read_record()["summary"]
+    profiled = "10 steps of 6.6 ms: computation 100%"
+    run_dir.update_record(summary={**summary, "queue_s": 25.0, "waited_s": 5.0, "profiled": profiled})
+    lost = {"rank": 1, "display_name": "rank 1", "step": 412, "traceback": "", "log": "", "log_tail": ""}
+    journal = Journal(run_dir)
+    journal.emit(WorkerLost(reason="SIGKILL", **lost))
+    journal.emit(
+        Recovered(generation=2, step=412, steps_lost=3, replaced=(1,), in_place=True, seconds=0.2, num_workers=2,
+                  num_workers_before=2)
+    )  # fmt: skip
+    journal.emit(CHECKPOINT)
+    journal.emit(RunEnded(status="FAILED", exit_code=1, reason="rank 0 failed: ValueError", summary={}))
+    journal.close()
+    assert show.main(["12-34-01-a", "--output-dir", str(output_dir)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "state failed after 1m10s, 1h58m ago",
+        "rank 0 failed: ValueError",
+        "plan strategy ddp, job digits, 500 steps of 64 samples",
+        "result 500 steps, final loss 0.0015",
+        "limited by computation",
+        f"profiled: {profiled}",
+        "healing rank 1 lost at step 412: SIGKILL",
+        "continued at step 412 after 0.2s, 3 steps repeated",
+        "checkpoint step 400, 2.1 MB: /c/step-400",
+        "auto.md why strategy=auto chose this strategy",
+        "MLflow run abc on http://host",
+        f"next python -m orchestrator.launch strategy=ddp resume={run_dir.path}",
+    ):
+        assert line in lines
+
+
+@pytest.mark.parametrize(
+    ("command", "continued"),
+    [
+        ("orchestrator submit --restarts 3 strategy=ddp resume=auto", "orchestrator submit --restarts 3 strategy=ddp"),
+        ("orchestrator.run(Mine, 'strategy=ddp')", None),
+    ],
+)
+def test_show_continues_a_run_with_the_command_that_has_started_it(
+    command: str, continued: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path, "a", state="killed", command=command)
+    journal = Journal(run_dir)
+    journal.emit(CHECKPOINT)
+    journal.close()
+    assert show.main(["a", "--output-dir", str(tmp_path)]) == 0
+    resuming = [line[12:] for line in capsys.readouterr().out.splitlines() if f" resume={run_dir.path}" in line]
+    assert resuming == ([] if continued is None else [f"{continued} resume={run_dir.path}"])
+
+
+def test_the_other_commands_of_show_begin_as_where_it_was_typed(
+    output_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown() -> str:
+        assert show.main(["--output-dir", str(output_dir)]) == 0
+        return capsys.readouterr().out
+
+    assert f"next        python -m orchestrator.compare --last 5 --output-dir {output_dir}" in shown()
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, json.dumps({"metadata": {"job_submission_id": "orchestrator-show-1"}}))
+    for name, value in Origin(address="http://head:8265").variables().items():
+        monkeypatch.setenv(name, value)
+    assert f"orchestrator compare --last 5 --output-dir {output_dir} --address http://head:8265" in shown()
+
+
+def test_show_finds_runs_by_path_name_and_last(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "12-30-01-digits-ddp"
+    for given in (str(output_dir / "2026-05-01" / name), f"2026-05-01/{name}", name):
+        assert show.main([given, "--output-dir", str(output_dir)]) == 0
+        assert "state       finished" in capsys.readouterr().out
+    assert show.main(["--output-dir", str(output_dir)]) == 0
+    assert "state       running, started 2h00m ago" in capsys.readouterr().out
+    assert show.main(["nothing", "--output-dir", str(output_dir)]) == 2
+    assert "nothing: no such run" in capsys.readouterr().err
+
+
+def test_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["--output-dir", str(tmp_path)]) == 0
+    assert "no runs in" in capsys.readouterr().err
+    assert show.main(["--output-dir", str(tmp_path)]) == 2

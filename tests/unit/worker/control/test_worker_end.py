@@ -1,0 +1,172 @@
+"""How a worker leaves a generation: no outcome waits for it, and whatever breaks then hides nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.cases import Case, assignment
+from helpers.faulty_jobs import OUT_OF_MEMORY
+from helpers.quick_jobs import digits
+from orchestrator.worker import failures
+from orchestrator.worker.actor import _close, _recoverable_steps
+from orchestrator.worker.control.control import AbandonedError
+from orchestrator.worker.control.teardown import ReleaseError, Teardown
+from orchestrator.worker.measure.metrics import NonFiniteError
+from orchestrator.worker.reports.job_calls import ModelChangedError
+
+
+def breaks(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the connection is gone")
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.usefixtures("group")
+def test_errors_at_the_end_are_only_printed(clean: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    loop: Any = SimpleNamespace(strategy=SimpleNamespace(close=breaks), recoverable_steps=breaks)
+    teardown = Teardown(timeout_s=10)
+    teardown.start(lambda: _close(loop), clean=clean)
+    teardown.begin(2, backend="gloo")
+    assert not dist.is_initialized()
+    assert _recoverable_steps(loop) == {}
+    assert capfd.readouterr().err.count("RuntimeError: the connection is gone") == 2
+
+
+def test_a_worker_that_has_built_no_loop_leaves_too() -> None:
+    _close(None)
+    assert _recoverable_steps(None) == {}
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.usefixtures("group")
+def test_only_a_clean_end_waits_for_other_ranks(clean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gloo: ``destroy_process_group`` may wait until all ranks call it."""
+    called, released = threading.Event(), threading.Event()
+    destroy = dist.destroy_process_group
+
+    def wait_and_destroy() -> None:
+        called.set()
+        released.wait(20)
+        destroy()
+
+    monkeypatch.setattr(dist, "destroy_process_group", wait_and_destroy)
+    teardown = Teardown(timeout_s=10 if not clean else 0.1)
+    teardown.start(nothing, clean=clean)
+    if clean:
+        assert called.wait(10)
+        with pytest.raises(ReleaseError, match=r"not released within 0\.1 s"):
+            teardown.begin(2, backend="gloo")
+        released.set()
+    else:
+        teardown.begin(2, backend="gloo")
+        assert not dist.is_initialized()
+        assert not called.is_set()
+
+
+@pytest.mark.parametrize(
+    ("backend", "aborted", "remains"),
+    [("nccl", 2, False), ("nccl", 3, False), ("nccl", 1, True), ("gloo", 2, True)],
+)
+@pytest.mark.usefixtures("group")
+def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: str, aborted: int, remains: bool) -> None:
+    teardown = Teardown()
+    teardown.begin(2, backend=backend)
+    teardown.abort(aborted)
+    assert dist.is_initialized() == remains
+    assert teardown.has_aborted != remains
+    teardown.abort(aborted)
+    teardown.start(nothing, clean=False)
+    teardown.begin(3, backend=backend)
+    assert not teardown.has_aborted
+
+
+@pytest.mark.usefixtures("group")
+def test_with_nccl_a_rank_that_has_failed_aborts_at_the_word_of_the_driver() -> None:
+    """Until then, the others may take its garbage for gradients."""
+    teardown = Teardown(timeout_s=5)
+    teardown.begin(2, backend="nccl")
+    closed = threading.Event()
+    teardown.start(closed.set, clean=False)
+    assert closed.wait(5)
+    teardown.abort(1)
+    time.sleep(0.2)
+    assert dist.is_initialized()
+    teardown.abort(2)
+    teardown.begin(3, backend="nccl")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("group")
+def test_with_nccl_a_clean_end_waits_for_no_rank_but_for_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may have died since, and ``destroy_process_group`` would wait for it."""
+    monkeypatch.setattr(dist, "destroy_process_group", breaks)
+    teardown = Teardown(timeout_s=5)
+    teardown.begin(2, backend="nccl")
+    closed = threading.Event()
+    teardown.start(closed.set, clean=True)
+    assert closed.wait(5)
+    time.sleep(0.2)
+    assert dist.is_initialized(), "a peer may still receive what this rank has sent"
+    teardown.begin(3, backend="nccl")
+    assert not dist.is_initialized()
+
+
+CONNECTION = dist.DistBackendError("NCCL communicator was aborted")
+
+
+@pytest.mark.parametrize(
+    ("error", "after_abort", "collateral"),
+    [
+        (CONNECTION, False, True),
+        (AbandonedError("ended"), False, True),
+        (IndexError("index 8233871 is out of range"), False, False),
+        (IndexError("index 8233871 is out of range"), True, True),
+        (NonFiniteError("the loss became nan", 7), False, False),
+        (NonFiniteError("the loss became nan", 7), True, True),
+        (failures.DatasetError("no file"), True, False),
+        (ModelChangedError("job.sample"), True, False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True, False),
+        (KeyboardInterrupt(), True, False),
+    ],
+)
+def test_only_errors_that_may_come_from_an_abort_are_put_down_to_it(
+    error: BaseException, after_abort: bool, collateral: bool, tmp_path: Any
+) -> None:
+    orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=Case(job=digits()))
+    loop: Any = SimpleNamespace(position=SimpleNamespace(step=9), job=digits())
+    failure = failures.describe(error, orders, loop, tmp_path / "log", after_abort=after_abort)
+    assert failure.collateral == collateral
+    is_nan = isinstance(error, NonFiniteError)
+    assert failure.final == (
+        not collateral and isinstance(error, (*failures.EXPLAINED, ModelChangedError, NonFiniteError))
+    )
+    assert failures.last_step(error, failure, loop) == (6 if is_nan and not collateral else 9)
+
+
+def test_out_of_memory_is_explained_also_before_there_is_a_model(tmp_path: Any) -> None:
+    orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=Case(job=digits()))
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY)
+    for loop in (None, SimpleNamespace(strategy=SimpleNamespace(tensor_sizes=breaks), job=digits())):
+        failure = failures.describe(error, orders, loop, tmp_path / "log", after_abort=False)  # type: ignore[arg-type]
+        assert failure.message.startswith("CUDA out of memory: tried to allocate 20.00 GiB")
+        assert not failure.collateral

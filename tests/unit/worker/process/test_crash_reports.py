@@ -1,0 +1,153 @@
+"""A process that crashes says why in its log, and the run repeats it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.driver.nodes.node_watch import kernel_oom_kills
+from orchestrator.policy.failure import death, describe_crash
+from orchestrator.records.rank_log import crash_report, log_header, log_tail
+
+CRASH = """
+import ctypes, os, signal, sys, threading
+from orchestrator.worker.process import crash_reports
+crash_reports.enable()
+crash_reports.enable()  # a process that changes its rank does it again
+how = sys.argv[1]
+print("before the crash", file=sys.stderr, flush=True)
+
+def crash():
+    if how == "SIGSEGV":
+        ctypes.string_at(0)
+    elif how == "abort":
+        ctypes.CDLL(None).abort()
+    else:
+        os.kill(os.getpid(), getattr(signal, how))
+
+thread = threading.Thread(target=crash)
+thread.start()
+thread.join()
+"""
+
+
+def crashed(tmp_path: Path, how: str) -> tuple[int, str]:
+    """The exit code and the crash report of a process."""
+    log = tmp_path / "rank-1.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen([sys.executable, "-c", CRASH, how], stderr=out, env={**os.environ})
+        out.write(log_header(process.pid, "here").encode())
+        out.flush()
+        return process.wait(timeout=60), crash_report(log, process.pid)
+
+
+def test_both_stacks_of_the_thread_that_crashed_are_in_the_report(tmp_path: Path) -> None:
+    code, report = crashed(tmp_path, "SIGSEGV")
+    assert code == -11
+    assert report.startswith("before the crash\nFatal Python error: Segmentation fault\nCurrent thread 0x")
+    assert "in crash\n" in report, "the Python stack"
+    c_stack = report.partition("C stack (most recent call first):\n")[2]
+    assert "ffi_call" in c_stack
+    assert "gsignal" not in c_stack, "the handlers are left out"
+    assert "in wait" not in report, "other threads are in the log"
+    assert describe_crash(report).startswith("SIGSEGV (Segmentation fault) in string_at (")
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "name"),
+    [
+        ("abort", 6, "SIGABRT (Aborted)"),
+        ("SIGBUS", 7, "SIGBUS (Bus error)"),
+        ("SIGFPE", 8, "SIGFPE (Floating"),
+        ("SIGILL", 4, "SIGILL (Illegal instruction)"),
+    ],
+)
+def test_every_fatal_signal_is_named_and_ends_the_process(tmp_path: Path, how: str, number: int, name: str) -> None:
+    code, report = crashed(tmp_path, how)
+    assert code == -number
+    assert describe_crash(report).startswith(name)
+    assert "C stack (most recent call first):\n  " in report
+
+
+def test_sigint_and_sigkill_leave_no_report(tmp_path: Path) -> None:
+    assert crashed(tmp_path, "SIGKILL") == (-9, "")
+    code, report = crashed(tmp_path, "SIGINT")
+    assert (code in (1, -2), report) == (True, "")
+
+
+PYTHON = """Fatal Python error: Aborted
+
+Thread 0x1 (most recent call first):
+  File "other.py", line 3 in waiting
+
+Current thread 0x2 (most recent call first):
+  File "model.py", line 7 in forward
+  File "loop.py", line 1 in run
+
+Extension modules: a, b
+"""
+C = """C stack (most recent call first):
+/lib/libffi.so.8(+0x1)[0x1]
+/lib/libc.so.6(+0x3c050)[0x2]
+/lib/libc.so.6(gsignal+0x12)[0x3]
+/lib/libc.so.6(+0x3c050)[0x2]
+/lib/guilty.so(_Z6guiltyv+0x7)[0x4]
+python(+0x5)[0x5]
+"""
+RAY = "*** SIGABRT received at time=1795317249 on cpu 0 ***\nPC: @ 0x1 (unknown)\n"
+
+
+def written(tmp_path: Path, *parts: str) -> Path:
+    log = tmp_path / "rank-0.log"
+    log.write_text("".join(parts))
+    return log
+
+
+def test_a_report_has_what_matters(tmp_path: Path) -> None:
+    log = written(tmp_path, log_header(7, "here"), "free(): invalid pointer\n", RAY, PYTHON, C)
+    report = crash_report(log, 7)
+    assert report.splitlines() == [
+        "free(): invalid pointer",
+        "Fatal Python error: Aborted",
+        "Current thread 0x2 (most recent call first):",
+        '  File "model.py", line 7 in forward',
+        '  File "loop.py", line 1 in run',
+        "C stack (most recent call first):",
+        "  /lib/guilty.so(_Z6guiltyv+0x7)[0x4]",
+        "  python(+0x5)[0x5]",
+    ]
+    assert log_tail(log) == report
+    assert describe_crash(report) == "SIGABRT (Aborted) in forward (model.py, line 7)"
+
+
+def test_a_crash_of_an_earlier_process_is_not_that_of_a_later_one(tmp_path: Path) -> None:
+    log = written(tmp_path, log_header(7, "here"), PYTHON, log_header(8, "here"), "step 3\n")
+    assert crash_report(log, 8) == ""
+    assert crash_report(log, 9) == "", "its output was never redirected"
+    assert log_tail(log).endswith("step 3")
+    assert crash_report(tmp_path / "none.log", 8) == ""
+
+
+def test_the_message_names_what_is_known() -> None:
+    def message(**known: object) -> str:
+        return death("unknown", pid=7, hostname="here", time=0.0, **known).message  # type: ignore[arg-type]
+
+    assert message() == (
+        "its process 7 on here died without a report: killed by SIGKILL from outside or by the kernel's "
+        "out-of-memory killer, or ended by os._exit"
+    )
+    assert "the kernel's out-of-memory killer ended a process on this node during this time" in message(
+        kernel_oom_kill=True
+    )
+    fatal = "Fatal Python error: deallocating None\nFatal Python error: Aborted"
+    assert message(crash_report=fatal) == "its process 7 on here crashed: deallocating None, SIGABRT (Aborted)"
+    assert death("unknown", pid=7, hostname="here", time=0.0, crash_report=fatal).log_tail == fatal
+
+
+def test_the_kernel_counts_what_it_kills() -> None:
+    kills = kernel_oom_kills()
+    assert kills is None or kills >= 0

@@ -1,0 +1,90 @@
+"""Checkpoints that are due while the one before is still being written."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.cases import SINGLE, Case, assignment
+from helpers.quick_jobs import digits
+from helpers.training import close_strategies, make
+from orchestrator.config.redact import Redactor
+from orchestrator.protocol.events import CheckpointSaved, Event, Warned
+from orchestrator.records.run_dir import RunDir
+from orchestrator.worker.control.control import Outbox
+from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.reports import checkpoints
+from orchestrator.worker.reports.checkpoints import Checkpoints
+
+CASE = Case(job=digits(), options=SINGLE)
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    return Outbox(Redactor())
+
+
+@pytest.fixture
+def saving(tmp_path: Path, outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoints]:
+    """What saves the checkpoints of one worker; none is complete before its fence file, a pipe, is written to."""
+    monkeypatch.setattr(checkpoints, "BUSY_WAIT_S", 0.05)
+    orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=CASE)
+    fence = RunDir(tmp_path).fence_file
+    fence.rename(fence.with_suffix(".whole"))
+    os.mkfifo(fence)
+    yield Checkpoints(orders, strategy=make(CASE, 0), outbox=outbox, warner=Warner(outbox))
+    close_strategies()
+
+
+def complete(tmp_path: Path) -> None:
+    """Let the checkpoint that is being written become complete, and later ones too."""
+    fence = RunDir(tmp_path).fence_file
+    token = fence.with_suffix(".whole").read_text()
+    with fence.open("w") as pipe:
+        fence.with_suffix(".whole").replace(fence)
+        pipe.write(token)
+
+
+def save(saving: Checkpoints, step: int, *, last: bool = False) -> None:
+    saving.save(step=step, samples_consumed=step, last=last, metadata={})
+
+
+def reported(outbox: Outbox) -> list[Event]:
+    return list(outbox.collect({}).events)
+
+
+def test_a_checkpoint_is_skipped_while_another_is_written_and_the_last_one_never(
+    saving: Checkpoints, outbox: Outbox, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        save(saving, step)
+    (warning,) = reported(outbox)
+    assert isinstance(warning, Warned)
+    assert warning.message == (
+        "the checkpoint of step 2 is skipped: step 1 is still being written after 0.05 s; raise checkpoint.every"
+    )
+    completion = threading.Timer(0.3, complete, [tmp_path])
+    completion.start()
+    save(saving, 4, last=True)
+    completion.join(5)
+    assert saving.finish(timeout_s=10) is None
+    saved = [event.step for event in reported(outbox) if isinstance(event, CheckpointSaved)]
+    assert saved == [1, 4]
+
+
+def test_each_checkpoint_is_reported_with_its_own_stall(
+    saving: Checkpoints, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "BUSY_WAIT_S", 10.0)
+    save(saving, 1)
+    completion = threading.Timer(0.5, complete, [tmp_path])
+    completion.start()
+    save(saving, 2)
+    completion.join(5)
+    assert saving.finish(timeout_s=10) is None
+    stalls_ms = {event.step: event.stall_ms for event in reported(outbox) if isinstance(event, CheckpointSaved)}
+    assert stalls_ms[1] < 400 < stalls_ms[2], "the second waited for the first"

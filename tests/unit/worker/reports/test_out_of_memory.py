@@ -1,0 +1,77 @@
+"""The message of a GPU that runs out of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.cases import TRAIN
+from helpers.faulty_jobs import OUT_OF_MEMORY
+from orchestrator.strategies.memory import TensorSize, sizes_of
+from orchestrator.worker.reports.out_of_memory import describe
+
+TENSORS = [
+    TensorSize("head.weight", "parameter", 3 * 2**30),
+    TensorSize("head.weight", "gradient", 3 * 2**30),
+    TensorSize("head.weight", "optimizer state", 6 * 2**30),
+    *[TensorSize(f"layer{i}.bias", "parameter", 1024) for i in range(9)],
+]
+
+
+def message(error: str = OUT_OF_MEMORY, **changes: Any) -> str:
+    arguments: dict[str, Any] = {
+        "tensors": TENSORS,
+        "train": TRAIN,
+        "is_pipelined": False,
+        "has_training_step": False,
+    }
+    return describe(error, **(arguments | changes))
+
+
+def test_the_message_says_what_takes_the_memory_and_what_to_change() -> None:
+    assert message() == (
+        "CUDA out of memory: tried to allocate 20.00 GiB, with 60.00 GiB allocated and 69.50 GiB reserved of "
+        "79.11 GiB; training state: parameters 3.00 GiB, gradients 3.00 GiB, optimizer state 6.00 GiB; "
+        "largest tensors: head.weight (optimizer state, 6.00 GiB), head.weight (parameter, 3.00 GiB), "
+        "head.weight (gradient, 3.00 GiB), layer0.bias (parameter, 1.00 KiB), layer1.bias (parameter, 1.00 KiB). "
+        "To need less memory: raise train.grad_accumulation=1, or lower train.global_batch_size=64, or set "
+        "train.activation_checkpointing=blocks, or set train.precision=bf16, or cut the model with strategy=pipeline"
+    )
+
+
+def test_only_keys_that_help_are_named() -> None:
+    train = replace(TRAIN, activation_checkpointing="blocks", precision="bf16", grad_accumulation=4)
+    advice = message(train=train, is_pipelined=True).partition("To need less memory: ")[2]
+    assert advice == "raise train.grad_accumulation=4, or lower train.global_batch_size=64"
+    advice = message(train=train, has_training_step=True).partition("To need less memory: ")[2]
+    assert advice == "lower train.global_batch_size=64", "the job makes its own updates"
+
+
+def test_memory_in_pieces_is_recognised() -> None:
+    assert "expandable_segments" not in message()
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in message(OUT_OF_MEMORY.replace("20.00 GiB", "512.00 MiB"))
+
+
+@pytest.mark.parametrize("tensors", [[], TENSORS])
+def test_an_error_without_figures_is_shown_as_it_is(tensors: list[TensorSize]) -> None:
+    text = message("CUDA out of memory in a library.", tensors=tensors)
+    assert text.startswith("CUDA out of memory in a library")
+    assert ("training state" in text) == bool(tensors)
+
+
+def test_the_training_state_is_measured_by_tensor() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    before = {(t.name, t.kind): t.size_bytes for t in sizes_of(model, optimizer)}
+    assert before["0.weight", "parameter"] == 32
+    assert before["1.running_mean", "buffer"] == 8
+    assert not any(kind in ("gradient", "optimizer state") for _, kind in before)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    after = {(t.name, t.kind): t.size_bytes for t in sizes_of(model, optimizer)}
+    assert after["0.weight", "gradient"] == 32
+    assert after["0.weight", "optimizer state"] == 2 * 32 + 4, "two moments and the step"
