@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from orchestrator.records.journal import Ending, Sample
-from orchestrator.records.run_dir import RunDir
 
 
 class Point(NamedTuple):
@@ -56,8 +55,11 @@ class TrackingBackend(Protocol):
     def log_sample(self, run_id: str, sample: Sample) -> None:
         """Store a text or an image, whose file exists."""
 
-    def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
-        """Store the summary, the final status, the description and the artifacts of a run that has ended."""
+    def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending) -> None:
+        """Store the summary, the final status and the description of a run that has ended."""
+
+    def log_file(self, run_id: str, file: Path, folder: str) -> None:
+        """Store a file of a run under its name in ``folder``, which is empty for the top."""
 
     def log_plots(self, run_id: str, files: Sequence[Path]) -> None:
         """Store the pictures of a run that has ended; its record has their names as ``plots``."""

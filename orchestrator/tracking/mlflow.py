@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.journal import Ending, Sample, clean_name
-from orchestrator.records.listing import files_below
-from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
 from orchestrator.tracking.database import create_database
@@ -32,6 +30,7 @@ MAX_PARAMS_PER_BATCH = 100
 MAX_PARAM_LENGTH = 500
 SMALL_IMAGE_PIXELS = 256
 
+_SAMPLES = "samples"
 _IMAGES_TAG = "mlflow.loggedImages"
 """Tells MLflow's page to show image charts."""
 _REFUSALS = {
@@ -39,9 +38,6 @@ _REFUSALS = {
     403: "your user may not write there; an administrator of the server can grant EDIT on the experiment",
 }
 """By HTTP status: what it means and what to do."""
-
-_ARTIFACT_FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json")
-_ARTIFACT_FOLDERS = ("logs", "profile")
 
 
 def connect(uri: str, *, request_timeout_s: float) -> MlflowClient:
@@ -112,13 +108,10 @@ class MlflowBackend:
         if sample.path.suffix == ".png":
             _log_image(client, run_id, sample)
         else:
-            client.log_artifact(run_id, str(sample.path), artifact_path=sample.path.parent.name)
+            client.log_artifact(run_id, str(sample.path), artifact_path=_SAMPLES)
 
-    def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending, run_dir: RunDir) -> None:
-        """Store the summary, the final status and the artifacts of a run that has ended.
-
-        The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs.
-        """
+    def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending) -> None:
+        """The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs."""
         client = self._connected()
         bars = [
             Point(clean_name(f"summary/{key}"), _rounded(float(value)), ending.time, 0)
@@ -131,15 +124,9 @@ class MlflowBackend:
         client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
         if sweep := record.get("sweep"):
             mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep)
-        if plan := record.get("plan"):
-            client.log_dict(run_id, plan, "plan.json")
-        for name in _ARTIFACT_FILES:
-            if (path := run_dir.path / name).is_file():
-                client.log_artifact(run_id, str(path))
-        for name in _ARTIFACT_FOLDERS:
-            folder = run_dir.path / name
-            if any(files_below(folder)):
-                client.log_artifacts(run_id, str(folder), artifact_path=name)
+
+    def log_file(self, run_id: str, file: Path, folder: str) -> None:
+        self._connected().log_artifact(run_id, str(file), artifact_path=folder or None)
 
     def log_plots(self, run_id: str, files: Sequence[Path]) -> None:
         client = self._connected()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,7 +24,9 @@ from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.sweep_report import find_report
 from orchestrator.tracking.uri import redact_uri
 
-_NOT_UPLOADED = ("checkpoints", "metrics.jsonl", "events.jsonl")
+_FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json")
+_FOLDERS = ("logs", "profile")
+_PLAN = "plan.json"
 _BYTES_TO_TELL_TEXT = 8192
 
 
@@ -81,6 +83,8 @@ class Transfer:
         self._redactor = Redactor.of_process()
         self._redactor.learn({"uri": backend.uri, "secrets": secrets})
         self._opened = False
+        self._stored: set[Path] = set()
+        """The places of the files that the server has, of those that follow the final status."""
         cursor = read_cursor(run_dir)
         uri = redact_uri(backend.uri)
         self.cursor = cursor if cursor.uri == uri else Cursor(uri=uri)
@@ -89,6 +93,7 @@ class Transfer:
         """Upload every whole line of the journal; with an ``ending``, also close the run.
 
         Raises:
+            OSError: there was no room for the copy of a file; everything else is uploaded.
             Exception: whatever the backend raised. The cursor is at the last confirmed point and has the error.
         """
         try:
@@ -98,12 +103,14 @@ class Transfer:
                 count = self.cursor.points + len(points)
                 self._advance(offset=offset, points=count, closed_at=None, error=None)
             closing = ending is not None and self.cursor.closed_at != ending.time
-            if ending and closing:  # before the samples: a store that refuses files still gets the final status
-                with self._masked_files() as run_dir:
-                    self._backend.close_run(run_id, self._record(), ending, run_dir)
+            if ending and closing:  # before all files: a store that refuses them still gets the final status
+                self._backend.close_run(run_id, self._record(), ending)
+            problem = self._upload_files(run_id) if closing else None
             self._upload_samples(run_id)
             if ending:
                 self._upload_sweep_report(run_id)
+            if problem is not None:
+                raise problem
             if ending and closing:
                 self._advance(closed_at=ending.time, error=None)
             elif self.cursor.error:
@@ -140,14 +147,41 @@ class Transfer:
         self._backend.log_model(self.cursor.run_id, folder)
         self._advance(model_at=ending.time)
 
+    def _upload_files(self, run_id: str) -> OSError | None:
+        """Upload plan, configuration, logs and the like, one after another.
+
+        Returns:
+            Why there was no room for the copy of a file; None if there was. The other files are uploaded.
+        """
+        problem = None
+        for file, source in self._files():
+            if file in self._stored:
+                continue
+            with contextlib.ExitStack() as stack:
+                try:
+                    (copy,) = stack.enter_context(source)
+                except OSError as e:
+                    problem = e
+                    continue
+                self._backend.log_file(run_id, copy, "" if len(file.parts) == 1 else str(file.parent))
+            self._stored.add(file)
+        return problem
+
+    def _files(self) -> Iterator[tuple[Path, contextlib.AbstractContextManager[list[Path]]]]:
+        """Yield the files that follow the final status: the place of each in the run directory, and a copy."""
+        if plan := self._record().get("plan"):
+            yield Path(_PLAN), self._as_file(_PLAN, plan)
+        top = [self._run_dir.path / name for name in _FILES]
+        for path in (*top, *(path for name in _FOLDERS for path in files_below(self._run_dir.path / name))):
+            if path.is_file() and not path.name.startswith(".") and self._run_dir.holds(path):
+                yield path.relative_to(self._run_dir.path), self._masked(path)
+
     def _upload_samples(self, run_id: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="upload-") as folder:
-            for sample, offset in read_samples(self._run_dir, self.cursor.samples_offset):
-                if sample.path.is_file():  # it may have been deleted since
-                    masked = Path(folder) / sample.path.relative_to(self._run_dir.path)
-                    self._mask_file(sample.path, masked)
+        for sample, offset in read_samples(self._run_dir, self.cursor.samples_offset):
+            if sample.path.is_file():  # it may have been deleted since
+                with self._masked(sample.path) as (masked,):
                     self._backend.log_sample(run_id, sample._replace(path=masked))
-                self._advance(samples_offset=offset, closed_at=None, error=None)
+            self._advance(samples_offset=offset, closed_at=None, error=None)
 
     def _upload_sweep_report(self, run_id: str) -> None:
         sweep = self._run_dir.read_record().get("sweep")
@@ -155,11 +189,8 @@ class Transfer:
         changed = max((file.stat().st_mtime for file in files), default=None)
         if changed is None or changed == self.cursor.sweep_at:
             return
-        with tempfile.TemporaryDirectory(prefix="upload-") as folder:
-            copies = [Path(folder) / file.name for file in files]
-            for file, copy in zip(files, copies, strict=True):
-                self._mask_file(file, copy)
-            self._backend.log_sweep(run_id, self._redactor.data(sweep), copies)
+        with self._masked(*files) as masked:
+            self._backend.log_sweep(run_id, self._redactor.data(sweep), masked)
         self._advance(sweep_at=changed)
 
     def _open(self, *, running: bool) -> str:
@@ -173,6 +204,7 @@ class Transfer:
             if opened.id != self.cursor.run_id:
                 # The server does not have the run of the cursor: upload everything again.
                 self.cursor = Cursor(uri=self.cursor.uri)
+                self._stored.clear()
                 self._advance(run_id=opened.id, page=opened.page)
             self._opened = True
         assert self.cursor.run_id is not None
@@ -183,24 +215,38 @@ class Transfer:
         return record
 
     @contextlib.contextmanager
-    def _masked_files(self) -> Iterator[RunDir]:
-        """Yield a temporary run directory: text files with secrets masked, and links to the other files."""
-        with tempfile.TemporaryDirectory(prefix="upload-") as folder:
-            for path in files_below(self._run_dir.path):
-                place = path.relative_to(self._run_dir.path)
-                if place.parts[0] in _NOT_UPLOADED or place.name.startswith(".") or not path.is_file():
-                    continue
-                if self._run_dir.holds(path):
-                    self._mask_file(path, Path(folder) / place)
-            yield RunDir(Path(folder))
+    def _scratch(self) -> Iterator[Path]:
+        """Yield an empty folder, in the run directory because the one for temporary files may be smaller than a log.
 
-    def _mask_file(self, path: Path, copy: Path) -> None:
-        """Copy a text with secrets masked; make ``copy`` a link if the file is not a text."""
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if _is_text(path):
-            self._redactor.copy_file(path, copy)
-        else:
-            copy.symlink_to(path)
+        What a process that was killed has left there is removed.
+        """
+        folder = self._run_dir.path / ".upload"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _masked(self, *files: Path) -> Iterator[list[Path]]:
+        """Yield files to upload during the block: texts as copies with secrets masked, and other files as they are.
+
+        Raises:
+            OSError: there is no room for a copy.
+        """
+        with self._scratch() as folder:
+            texts = {file: folder / file.name for file in files if _is_text(file)}
+            for file, copy in texts.items():
+                self._redactor.copy_file(file, copy)
+            yield [texts.get(file, file) for file in files]
+
+    @contextlib.contextmanager
+    def _as_file(self, name: str, data: Mapping[str, Any]) -> Iterator[list[Path]]:
+        """Yield a file with ``data`` to upload during the block. Raises as :meth:`_masked`."""
+        with self._scratch() as folder:
+            write_json(folder / name, data)
+            yield [folder / name]
 
     def _batches(self) -> Iterator[tuple[list[Point], int]]:
         """Yield points of whole lines, about as many as one request takes, and the offset after them."""

@@ -1,11 +1,13 @@
 """The upload of a journal: requests, failures, and masked secrets."""
 
 import os
+import tempfile
 import time
 
 import pytest
 
-from helpers.tracked_runs import ended_run, expected, history, log, new_run, run_of, save_samples
+from helpers.disks import mounted
+from helpers.tracked_runs import artifacts, ended_run, expected, history, log, new_run, run_of, save_samples
 from orchestrator.protocol.events import MetricsLogged, SampleSaved
 from orchestrator.records.journal import Ending, Journal
 from orchestrator.tracking.backend import OpenedRun
@@ -38,9 +40,11 @@ class MemoryBackend:
     def log_sample(self, run_id, sample):
         self._call("sample", (sample.name, sample.step))
 
-    def close_run(self, run_id, record, ending, run_dir):
-        self.files = {path.name for path in run_dir.path.rglob("*")}
+    def close_run(self, run_id, record, ending):
         self._call("close", ending.status)
+
+    def log_file(self, run_id, file, folder):
+        self._call("file", f"{folder}/{file.name}".lstrip("/"))
 
     def log_plots(self, run_id, files):
         self._call("plots", [file.name for file in files])
@@ -96,6 +100,41 @@ def test_a_store_that_refuses_files_still_gets_the_points_and_the_status(tmp_pat
     assert read_cursor(run_dir).closed_at == ending.time
 
 
+def test_a_file_that_finds_no_room_holds_up_neither_the_end_of_a_run_nor_other_files(tmp_path):
+    (tmp_path / "outputs").mkdir()
+    with mounted(tmp_path / "outputs", "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
+        run_dir = ended_run(tmp_path, "http://localhost")
+        for rank, size_bytes in enumerate((1000, 1_600_000, 1000)):
+            run_dir.log_file(rank).write_text("x" * size_bytes)
+        filler = run_dir.path / "filler"
+        filler.write_bytes(bytes(2_000_000))
+        backend = MemoryBackend()
+        transfer = Transfer(run_dir, backend)
+        with pytest.raises(OSError, match="No space left"):
+            transfer.push(final_ending(run_dir))
+        calls = [call for call in backend.calls if call[0] in ("close", "file")]
+        assert calls[0] == ("close", "FINISHED")
+        assert sorted(calls[1:]) == [("file", "logs/rank-0.log"), ("file", "logs/rank-2.log")]
+        assert "No space left" in read_cursor(run_dir).error
+        assert read_cursor(run_dir).closed_at is None, "something is missing"
+        filler.unlink()
+        backend.calls = []
+        transfer.push(final_ending(run_dir))
+        assert [call for call in backend.calls if call[0] == "file"] == [("file", "logs/rank-1.log")]
+        assert [path for path in run_dir.path.iterdir() if path.name.startswith(".upload")] == []
+
+
+def test_the_upload_needs_no_room_for_temporary_files_elsewhere(tmp_path, uri, monkeypatch):
+    run_dir = ended_run(tmp_path, uri, plan={"mesh": {"data_parallel_size": 2, "pipeline_parallel_size": 1}})
+    run_dir.log_file(0).write_text("hello")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5))
+    transfer.push(final_ending(run_dir))
+    assert run_of(uri, run_dir).info.status == "FINISHED"
+    assert artifacts(uri, transfer.cursor.run_id, "logs") == ["logs/rank-0.log"]
+    assert "plan.json" in artifacts(uri, transfer.cursor.run_id, "")
+
+
 def test_files_outside_the_run_directory_are_neither_uploaded_nor_changed(tmp_path):
     """The directory may come from somebody else."""
     run_dir = ended_run(tmp_path, "http://localhost")
@@ -111,7 +150,7 @@ def test_files_outside_the_run_directory_are_neither_uploaded_nor_changed(tmp_pa
     backend = MemoryBackend()
     Transfer(run_dir, backend).push(final_ending(run_dir))
     assert [name for name, _ in backend.calls if name == "sample"] == []
-    assert "rank-7.log" not in backend.files
+    assert [name for name, _ in backend.calls if name == "file"] == []
     assert outside.read_text() == "private"
 
 
