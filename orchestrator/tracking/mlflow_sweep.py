@@ -119,8 +119,8 @@ def _log_fastest(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapp
 
 def _own_run(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]) -> Run | None:
     """The sweep's own run. Of several, all processes keep the same one, and delete the others."""
-    runs = client.search_runs([experiment_id], f"tags.`{_OWN_RUN}` = '{sweep['id']}'")
-    runs = sorted(runs, key=lambda run: str(run.info.run_id))
+    found = client.search_runs([experiment_id], f"tags.`{_OWN_RUN}` = '{sweep['id']}'")
+    runs: list[Run] = sorted(found, key=lambda run: str(run.info.run_id))
     for run in runs[1:]:
         client.delete_run(run.info.run_id)
     return runs[0] if runs else None
