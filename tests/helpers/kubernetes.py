@@ -46,8 +46,10 @@ RESOURCES = fields(requests=TEXTS, limits=TEXTS)
 EXEC = fields({"command": several(TEXT)})
 PROBE = fields(exec=EXEC, tcpSocket=fields({"port": ANY}))
 ENV = fields({"name": TEXT}, value=TEXT, valueFrom=fields({"secretKeyRef": fields({"name": TEXT, "key": TEXT})}))
+CONFINEMENT = fields({"allowPrivilegeEscalation": FLAG, "capabilities": fields(drop=several(TEXT))})
 CONTAINER = fields(
     {"name": TEXT, "image": TEXT, "resources": RESOURCES},
+    securityContext=CONFINEMENT,
     command=several(TEXT),
     env=several(ENV),
     ports=several(fields({"name": {"type": "string", "maxLength": 15}, "containerPort": NUMBER})),
@@ -66,7 +68,13 @@ POD = fields(
             {"containers": several(CONTAINER)},
             volumes=several(VOLUME),
             terminationGracePeriodSeconds=NUMBER,
-            securityContext=fields(runAsNonRoot=FLAG, runAsUser=NUMBER, fsGroup=NUMBER),
+            restartPolicy=one_of("Never", "OnFailure"),
+            securityContext=fields(
+                runAsNonRoot=FLAG,
+                runAsUser=NUMBER,
+                fsGroup=NUMBER,
+                seccompProfile=fields({"type": one_of("RuntimeDefault")}),
+            ),
         )
     },
     metadata=fields(labels=TEXTS),
@@ -87,7 +95,7 @@ WORKER_GROUP = fields(
 RAY_CLUSTER_SPEC = fields(
     {"headGroupSpec": HEAD_GROUP, "rayVersion": TEXT},
     authOptions=fields(mode=one_of("disabled", "token"), secretName=TEXT, enableK8sTokenAuth=FLAG),
-    autoscalerOptions=ANY,
+    autoscalerOptions=fields(securityContext=CONFINEMENT),
     enableInTreeAutoscaling=FLAG,
     gcsFaultToleranceOptions=ANY,
     headServiceAnnotations=TEXTS,
@@ -130,6 +138,20 @@ CLAIM_SPEC = fields(
     }
 )
 
+SELECTOR = fields(matchLabels=TEXTS)
+NETWORK_POLICY_SPEC = fields(
+    {
+        "podSelector": SELECTOR,
+        "policyTypes": several(one_of("Ingress", "Egress")),
+        "ingress": several(
+            fields(
+                {"from": several(fields(podSelector=SELECTOR, namespaceSelector=SELECTOR))},
+                ports=several(fields({"port": NUMBER})),
+            )
+        ),
+    }
+)
+
 QUOTA = fields({"name": TEXT, "nominalQuota": TEXT}, borrowingLimit=TEXT, lendingLimit=TEXT)
 RESOURCE_GROUP = fields(
     {"coveredResources": several(TEXT), "flavors": several(fields({"name": TEXT, "resources": several(QUOTA)}))}
@@ -158,6 +180,7 @@ KINDS = {
     "RayCluster": kind("RayCluster", "ray.io/v1", spec=RAY_CLUSTER_SPEC),
     "RayJob": kind("RayJob", "ray.io/v1", spec=RAY_JOB_SPEC),
     "Deployment": kind("Deployment", "apps/v1", spec=DEPLOYMENT_SPEC),
+    "NetworkPolicy": kind("NetworkPolicy", "networking.k8s.io/v1", spec=NETWORK_POLICY_SPEC),
     "Service": kind("Service", "v1", spec=SERVICE_SPEC),
     "PersistentVolumeClaim": kind("PersistentVolumeClaim", "v1", spec=CLAIM_SPEC),
     "ResourceFlavor": kind("ResourceFlavor", KUEUE),

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from helpers.cluster_files import CLUSTER, check_ray_command, documents, ray_commands
+from helpers.cluster_files import CLUSTER, KUBERNETES, check_ray_command, documents, ray_commands
 from helpers.runs import ROOT
 from orchestrator.compat.ray.internals import CHECKED_VERSION
 from orchestrator.version import __version__
@@ -50,7 +50,7 @@ def test_the_versions_of_the_image_are_supported() -> None:
         (r"ray\[default\]==([\d.]+)", ARGUMENTS["RAY_VERSION"]),
         (r"rayVersion: ([\d.]+)", ARGUMENTS["RAY_VERSION"]),
         (r"mlflow==([\d.]+)", ARGUMENTS["MLFLOW_VERSION"]),
-        (r"image: orchestrator(?:-mlflow)?:([\d.]+)", __version__),
+        (r"(?:image:|-t) orchestrator(?:-mlflow)?:([\d.]+)", __version__),
     ],
 )
 def test_all_files_name_the_same_versions(pattern: str, version: str) -> None:
@@ -74,7 +74,7 @@ def test_only_what_the_package_is_built_from_is_copied_into_the_image() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
-def test_the_page_builds_the_images_that_the_compose_file_starts() -> None:
+def test_the_page_builds_the_images_that_all_files_start() -> None:
     lines = re.findall(r"^    docker build (.+)$", (CLUSTER / "README.md").read_text(), re.MULTILINE)
     built = {}
     for line in lines:
@@ -84,6 +84,8 @@ def test_the_page_builds_the_images_that_the_compose_file_starts() -> None:
         built[options["-t"]] = options.get("--target", list(stages())[-1])
     started = {s["image"]: s["build"]["target"] for s in COMPOSE["services"].values() if "build" in s}
     assert built == started
+    kubernetes = "".join(path.read_text() for path in KUBERNETES.glob("*.yaml"))
+    assert set(re.findall(r"image: (orchestrator\S*)$", kubernetes, re.MULTILINE)) == set(built)
 
 
 @pytest.mark.parametrize("name", COMPOSE["services"])

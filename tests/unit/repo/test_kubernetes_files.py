@@ -19,8 +19,6 @@ from orchestrator.driver.process.stop_wait import STOP_MARGIN_S
 DOCUMENTS = [document for path in sorted(KUBERNETES.glob("*.yaml")) for document in documents(path)]
 JOBS = [document for document in DOCUMENTS if document["kind"] == "RayJob"]
 QUEUED_JOBS = [job for job in JOBS if "labels" in job["metadata"]]
-SUBMITTER = {"cpu": "500m", "memory": "200Mi"}
-"""What KubeRay requests for the pod that submits a job; Kueue counts it too."""
 UNITS = {"": 1.0, "m": 1e-3, "Mi": 2.0**20, "Gi": 2.0**30}
 CLUSTERS = {
     f"{d['kind']} {d['metadata']['name']}": d["spec"].get("rayClusterSpec", d["spec"])
@@ -91,11 +89,86 @@ def test_the_pods_of_a_ray_cluster(cluster: dict[str, Any]) -> None:
         assert str(ports["metrics"]) == group["rayStartParams"]["metrics-export-port"]
 
 
+def pods(value: Any) -> Iterator[dict[str, Any]]:
+    """The templates of all pods in a document or several."""
+    for key in ("template", "submitterPodTemplate"):
+        yield from nested(value, key)
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if [*pods(d)]], ids=identity)
+def test_every_pod_is_allowed_in_a_restricted_namespace(document: dict[str, Any]) -> None:
+    """By the level `restricted` of the Pod Security Standards, with what KubeRay adds: a submitter and an autoscaler."""
+    containers = [container for pod in pods(document) for container in pod["spec"]["containers"]]
+    if document["kind"] == "RayJob":
+        assert "submitterPodTemplate" in document["spec"]
+    if document["spec"].get("enableInTreeAutoscaling"):
+        containers.append(document["spec"]["autoscalerOptions"])
+    for pod in pods(document):
+        context = pod["spec"]["securityContext"]
+        assert context["runAsNonRoot"]
+        assert context["runAsUser"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in containers:
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+HERE, OPERATORS, MONITORING, ELSEWHERE = "here", "kuberay", "monitoring", "elsewhere"
+RAY = {"ray.io/is-ray-node": "yes"}
+SUBMITTER = {"app": "ray-job-submitter"}
+OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
+
+
+def may_connect(namespace: str, labels: dict[str, str], target: dict[str, str], port: int) -> bool:
+    """Whether a pod reaches a port of a pod in the namespace of the manifests, as Kubernetes decides it."""
+
+    def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+        return selector.get("matchLabels", {}).items() <= labels.items()
+
+    def is_meant(peer: dict[str, Any]) -> bool:
+        of_pod = selects(peer.get("podSelector", {}), labels)
+        if "namespaceSelector" not in peer:
+            return of_pod and namespace == HERE
+        return of_pod and selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace})
+
+    policies = [d["spec"] for d in DOCUMENTS if d["kind"] == "NetworkPolicy"]
+    policies = [policy for policy in policies if selects(policy["podSelector"], target)]
+    rules = [rule for policy in policies for rule in policy["ingress"]]
+    return not policies or any(
+        any(map(is_meant, rule["from"])) and port in [p["port"] for p in rule.get("ports", [{"port": port}])]
+        for rule in rules
+    )
+
+
+def test_only_those_who_have_to_may_connect() -> None:
+    mlflow, postgres = (
+        named("Deployment", name)["spec"]["selector"]["matchLabels"] for name in ("mlflow", "mlflow-postgres")
+    )
+    submitters = [job["spec"]["submitterPodTemplate"]["metadata"]["labels"] for job in JOBS]
+    assert submitters == [SUBMITTER] * len(JOBS)
+    stranger = {"app": "stranger"}
+    for namespace, labels, target, port, expected in (
+        (HERE, RAY, RAY, 43210, True),
+        (HERE, SUBMITTER, RAY, 8265, True),
+        (OPERATORS, OPERATOR, RAY, 8265, True),
+        (MONITORING, stranger, RAY, 8080, True),
+        (HERE, RAY, mlflow, 5000, True),
+        (HERE, mlflow, postgres, 5432, True),
+        (HERE, SUBMITTER, RAY, 6379, False),
+        (OPERATORS, OPERATOR, RAY, 6379, False),
+        (ELSEWHERE, RAY, RAY, 6379, False),
+        (HERE, stranger, RAY, 8265, False),
+        (ELSEWHERE, stranger, RAY, 8080, False),
+        (HERE, stranger, mlflow, 5000, False),
+        (HERE, RAY, postgres, 5432, False),
+    ):
+        assert may_connect(namespace, labels, target, port) is expected, (namespace, labels, target, port)
+
+
 def test_every_volume_is_mounted_and_every_claim_exists() -> None:
     claims = {d["metadata"]["name"] for d in DOCUMENTS if d["kind"] == "PersistentVolumeClaim"}
-    for pod in (template["spec"] for template in nested(DOCUMENTS, "template")):
-        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
-        assert {volume["name"] for volume in pod["volumes"]} == mounted
+    for pod in (template["spec"] for template in pods(DOCUMENTS)):
+        mounted = {mount["name"] for container in pod["containers"] for mount in container.get("volumeMounts", ())}
+        assert {volume["name"] for volume in pod.get("volumes", ())} == mounted
         assert {claim["claimName"] for claim in nested(pod, "persistentVolumeClaim")} <= claims
 
 
@@ -152,7 +225,8 @@ def test_the_quota_of_a_queue_has_room_for_its_job(job: dict[str, Any]) -> None:
     for pods in groups(job["spec"]["rayClusterSpec"]):
         requests = pods["template"]["spec"]["containers"][0]["resources"]["requests"]
         needed.update({name: pods.get("replicas", 1) * quantity(text) for name, text in requests.items()})
-    needed.update({name: quantity(text) for name, text in SUBMITTER.items()})
+    (submitter,) = job["spec"]["submitterPodTemplate"]["spec"]["containers"]
+    needed.update({name: quantity(text) for name, text in submitter["resources"]["requests"].items()})
     assert needed.keys() == set(group["coveredResources"]), "Kueue admits no job that requests anything else"
     quota = {resource["name"]: quantity(resource["nominalQuota"]) for resource in flavor["resources"]}
     assert {name: quota[name] for name in needed if needed[name] > quota[name]} == {}
