@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-
-from ray.job_submission import JobSubmissionClient
+from typing import Any
 
 from orchestrator.compat.ray.internals import Internal, find_internal
 from orchestrator.compat.ray.process import ray_logs_errors_only
@@ -71,8 +70,10 @@ def upload_package(package: Path) -> str:
     return uri
 
 
-def upload_file(client: JobSubmissionClient, file: Path) -> str:
-    """Bring a single Python file to the cluster of ``client``, whose own upload takes only directories and wheels.
+def upload_file(client: Any, file: Path) -> str:
+    """Bring a single Python file to a cluster for a job, because Ray's client uploads only directories and wheels.
+
+    ``client``: a :class:`ray.job_submission.JobSubmissionClient`.
 
     Returns:
         The URI, for ``py_modules``.
