@@ -172,7 +172,10 @@ class ClusterConfig:
     py_modules: tuple[str, ...] = option(
         "directories, .py files and wheels that the workers can import, from outside of the working directory"
     )
-    pending_timeout_s: float = option("maximum wait for resources when it is the turn of the run, in seconds", above=0)
+    pending_timeout_s: float = option(
+        "maximum wait, in seconds, for the nodes to report, and for resources when it is the turn of the run",
+        above=0,
+    )
     start_timeout_s: float = option(
         "maximum wait for the processes of the workers to start, in seconds, with what pip installs; longer with "
         "several workers per core",

@@ -107,6 +107,7 @@ def _nodes(config: Config) -> Iterator[Finding]:
             reports = node_reports(
                 nodes,
                 timeout_s=timeout_s,
+                key="cluster.rendezvous_timeout_s",
                 job_modules=[config.job_module],
                 code=code,
                 output_dir=None if is_url(config.output_dir) else config.output_dir,

@@ -26,6 +26,11 @@ class Node:
     address: str = ""
 
     @property
+    def place(self) -> str:
+        """The node as shown to users: ``host (address)``."""
+        return f"{self.name} ({self.address})"
+
+    @property
     def resources(self) -> Resources:
         """Its resources by the names that Ray uses."""
         return {"CPU": self.cpus, "GPU": self.gpus}

@@ -43,7 +43,7 @@ def grouped(findings: Iterable[Finding]) -> list[Finding]:
 def differences(node: NodeReport | NoReport, driver: NodeReport) -> Iterator[Finding]:
     """Yield what the node lacks, or has in another version than the driver."""
     if isinstance(node, NoReport):
-        found = [Finding(check="answer", level="fault", text=node.reason, remedy="see Ray's logs there")]
+        found = [Finding(check="answer", level="fault", text=node.reason, remedy="see the load and Ray's logs there")]
     else:
         checks = (
             _python(node, driver),

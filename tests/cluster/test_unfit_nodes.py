@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -23,6 +25,8 @@ from orchestrator.compat.ray.internals import find_internal
 RUN = ("strategy=ddp", "strategy.num_workers=1", "train.steps=5", "tracking=none")
 OTHER = "127.0.0.2"
 """The address of the node that has another torch."""
+BUSY = "127.0.0.3"
+"""The address of a node that answers nobody for a while."""
 METADATA_KEY = "ray._common.usage.usage_constants.CLUSTER_METADATA_KEY"
 METADATA_NAMESPACE = "ray._private.ray_constants.KV_NAMESPACE_CLUSTER"
 
@@ -35,7 +39,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     env_vars = other_torch(tmp_path_factory.mktemp("packages"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        stopped_for_long = {"health_check_failure_threshold": 1000}
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": stopped_for_long})
         made.add_node(num_cpus=1, node_ip_address=OTHER, env_vars=env_vars)
         yield made
         made.shutdown()
@@ -52,6 +57,38 @@ def test_a_node_with_another_torch_is_refused_by_its_name_or_left_out(cluster: C
     assert done.returncode == 0, done.stdout
     (started,) = events_below(tmp_path, "generation_started")
     assert OTHER not in started["workers"][0]
+
+
+@pytest.fixture
+def stopped(cluster: Cluster) -> Iterator[psutil.Process]:
+    """The raylet of a third node, which is up and answers nobody."""
+    node = cluster.add_node(num_cpus=1, node_ip_address=BUSY)
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    raylet.suspend()
+    yield raylet
+    raylet.resume()
+    cluster.remove_node(node)
+
+
+def test_a_node_that_is_slow_to_answer_is_waited_for(
+    cluster: Cluster, stopped: psutil.Process, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    words = (*RUN, f"cluster.address={cluster.address}", f"cluster.exclude_nodes=[{OTHER}]")
+    run = launch(*words, RAY_AUTH_MODE="disabled")
+    assert run.stdout is not None
+    lines = iter(run.stdout.readline, "")
+    waiting = next((line for line in lines if line.startswith("waiting ")), "")
+    assert re.fullmatch(rf"waiting \d+s for the report of \S+ \({BUSY}\): a process has to start there\n", waiting)
+    stopped.resume()
+    output, _ = run.communicate(timeout=100)
+    assert run.returncode == 0, output
+
+
+def test_a_node_that_never_answers_is_refused(cluster: Cluster, stopped: psutil.Process, tmp_path: Path) -> None:
+    words = (*RUN, f"cluster.address={cluster.address}", f"cluster.exclude_nodes=[{OTHER}]")
+    refused = commands.run(*words, "cluster.pending_timeout_s=8", cwd=tmp_path, timeout_s=100, RAY_AUTH_MODE="disabled")
+    assert refused.returncode == 2, refused.stdout
+    assert f"({BUSY}) did not answer within 8 s (cluster.pending_timeout_s); see the load" in refused.stdout
 
 
 def test_a_cluster_with_other_versions_is_refused_with_both_and_the_remedy(cluster: Cluster, tmp_path: Path) -> None:

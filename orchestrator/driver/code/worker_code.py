@@ -11,7 +11,7 @@ import hashlib
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,12 +23,10 @@ from orchestrator.compat.ray.packages import PIN_S, make_package, max_package_by
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.code.packages import module_paths, module_size_errors, requirements, size_errors
-from orchestrator.driver.process.calls import answers_in_time
 from orchestrator.driver.process.cluster import allowed_nodes
+from orchestrator.driver.process.node_wait import node_answers
 from orchestrator.planning.plan import Node
 
-LOOK_TIMEOUT_S = 30.0
-"""A node that does not say in this time what it has gets the code."""
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -87,7 +85,7 @@ def code_for_workers(cluster: ClusterConfig, nodes: Sequence[Node]) -> WorkerCod
     py_modules, pip = module_paths(cluster.py_modules), requirements(cluster.pip)
     errors = module_size_errors(cluster.py_modules, limit=max_package_bytes())
     working_dir = Path.cwd()
-    if lacking := _nodes_to_supply(working_dir, nodes, autoscaling=cluster.autoscaling):
+    if lacking := _nodes_to_supply(working_dir, nodes, cluster):
         what = f"{working_dir} has to travel to {', '.join(lacking)} because the code of the job is there"
         errors += size_errors(working_dir, what=what, limit=max_package_bytes())
     if errors:
@@ -127,29 +125,30 @@ def code_files(directory: Path, modules: Iterable[ModuleType]) -> dict[str, str]
     return {str(file): digest for file in sorted(own) if (digest := _digest(file)) is not None}
 
 
-def _nodes_to_supply(working_dir: Path, nodes: Sequence[Node], *, autoscaling: bool) -> list[str]:
+def _nodes_to_supply(working_dir: Path, nodes: Sequence[Node], cluster: ClusterConfig) -> list[str]:
     """Return the names of the nodes that lack code of the driver; those of an autoscaler are still to come."""
     context = ray.get_runtime_context()
-    others = {n.node_id: n.name for n in nodes if n.node_id != context.get_node_id()}
-    if not (others or autoscaling) or context.runtime_env.get("working_dir"):
+    others = [node for node in nodes if node.node_id != context.get_node_id()]
+    if not (others or cluster.autoscaling) or context.runtime_env.get("working_dir"):
         return []
     files = code_files(working_dir, list(sys.modules.values()))
     if not files:
         return []
-    lacking = sorted(others[node_id] for node_id in _nodes_without(files, others))
-    return [*lacking, "the nodes that the autoscaler adds"] if autoscaling else lacking
+    lacking = sorted(node.name for node in _nodes_without(files, others, timeout_s=cluster.pending_timeout_s))
+    return [*lacking, "the nodes that the autoscaler adds"] if cluster.autoscaling else lacking
 
 
-def _nodes_without(files: Mapping[str, str], node_ids: Collection[str]) -> set[str]:
-    pending: dict[Any, str] = {}
-    for node_id in node_ids:
-        on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        pending[_has_files.options(scheduling_strategy=on_node).remote(files)] = node_id
-    answers = answers_in_time(pending, LOOK_TIMEOUT_S)
-    return {node_id for node_id in node_ids if not answers.get(node_id)}
+def _nodes_without(files: Mapping[str, str], nodes: Sequence[Node], *, timeout_s: float) -> list[Node]:
+    """Return the nodes that lack some of the files, or do not say so within ``timeout_s``."""
+    pending: dict[Any, Node] = {}
+    for node in nodes:
+        on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        pending[_has_files.options(scheduling_strategy=on_node).remote(files)] = node
+    answers = node_answers(pending, timeout_s, wanted="an answer")
+    return [node for node in nodes if not answers.get(node)]
 
 
-@ray.remote(num_cpus=0, max_retries=0)
+@ray.remote(num_cpus=0)
 def _has_files(files: Mapping[str, str]) -> bool:
     return all(_digest(Path(path)) == digest for path, digest in files.items())
 

@@ -10,7 +10,7 @@ import ray
 
 from orchestrator.compat.ray.connection import is_own_ray
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.nodes.node_reports import ask_nodes, driver_report, late_report, reports_in_time
+from orchestrator.driver.nodes.node_reports import ask_nodes, driver_report, reports_in_time
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import check_ray
@@ -42,6 +42,7 @@ class Admission:
         self._refused: dict[str, str] = {}  # by node id: why
         self._pending: dict[Any, Node] = {}  # by pending report
         self._asked_at: dict[str, float] = {}  # by node id
+        self._late: set[str] = set()  # node ids
 
     def trouble(self) -> Mapping[str, str]:
         """Return why no worker should start on some nodes, by node id."""
@@ -49,6 +50,7 @@ class Admission:
         return {
             **self._nodes.trouble(),
             **dict.fromkeys(excluded, "is left out by cluster.exclude_nodes"),
+            **dict.fromkeys(self._late, "does not answer"),
             **self._refused,
         }
 
@@ -92,12 +94,16 @@ class Admission:
 
     def _collect_reports(self) -> None:
         for node, report in reports_in_time(self._pending, 0.0).items():
+            self._late.discard(node.node_id)
             self._decide(node, report)
         timeout_s = self._config.rendezvous_timeout_s
-        for reference, node in list(self._pending.items()):
-            if time.monotonic() - self._asked_at[node.node_id] > timeout_s:
-                del self._pending[reference]
-                self._decide(node, late_report(node, timeout_s))
+        for node in self._pending.values():
+            if node.node_id not in self._late and time.monotonic() - self._asked_at[node.node_id] > timeout_s:
+                self._late.add(node.node_id)
+                self._monitor.warn(
+                    f"{node.place} has not answered for {timeout_s:g} s (cluster.rendezvous_timeout_s); no worker "
+                    "starts there until it does"
+                )
 
     def _decide(self, node: Node, report: NodeReport | NoReport) -> None:
         faults = list(differences(report, driver_report()))

@@ -13,7 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.compat.ray.process import pickled_by_value
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.process.calls import answers_in_time, describe_error
+from orchestrator.driver.process.calls import describe_error
+from orchestrator.driver.process.node_wait import node_answers
 from orchestrator.planning.plan import Node
 from orchestrator.protocol.node_report import NodeReport, NoReport
 from orchestrator.worker.process import node_facts
@@ -27,16 +28,18 @@ def driver_report() -> NodeReport:
     return NodeReport(**node_facts.node_facts())
 
 
-def node_reports(nodes: Sequence[Node], *, timeout_s: float, **question: Any) -> list[NodeReport | NoReport]:
-    """Return a report for each node, in order.
+def node_reports(nodes: Sequence[Node], *, timeout_s: float, key: str, **question: Any) -> list[NodeReport | NoReport]:
+    """Return a report for each node, in order. Prints to stderr what a longer wait is for.
 
     Args:
         nodes: the nodes to ask.
         timeout_s: how long to wait for all of them.
+        key: the configuration key of the timeout.
         question: see :func:`ask_nodes`.
     """
     reports = reports_in_time(ask_nodes(nodes, **question), timeout_s)
-    return [reports.get(node) or late_report(node, timeout_s) for node in nodes]
+    late = f"did not answer within {timeout_s:g} s ({key})"
+    return [reports.get(node) or _no_report(node, late) for node in nodes]
 
 
 def ask_nodes(
@@ -74,16 +77,11 @@ def ask_nodes(
 def reports_in_time(pending: dict[Any, Node], timeout_s: float) -> dict[Node, NodeReport | NoReport]:
     """Return what comes within ``timeout_s``, and remove it from the ``pending`` answers of :func:`ask_nodes`."""
     errors: dict[Node, ray.exceptions.RayError] = {}
-    facts = answers_in_time(pending, timeout_s, errors=errors)
+    facts = node_answers(pending, timeout_s, wanted="the report", errors=errors)
     reports: dict[Node, NodeReport | NoReport] = {
         node: NodeReport(**{**answer, "name": node.name}) for node, answer in facts.items()
     }
     return reports | {node: _no_report(node, describe_error(error)) for node, error in errors.items()}
-
-
-def late_report(node: Node, timeout_s: float) -> NoReport:
-    """Return the report of a node that has not answered within ``timeout_s``."""
-    return _no_report(node, f"did not answer within {timeout_s:g} s (cluster.rendezvous_timeout_s)")
 
 
 def _no_report(node: Node, reason: str) -> NoReport:
@@ -96,7 +94,7 @@ def on_nodes(
     runtime_env: Mapping[str, Any] | None = None,
 ) -> dict[Any, Node]:
     """Call a function of ``node_facts`` on each node, with its ``arguments``; returns the nodes by pending answer."""
-    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    task = ray.remote(num_cpus=0)(function)
 
     def call(node: Node) -> Any:
         where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)

@@ -26,12 +26,18 @@ def fit_nodes(
         The nodes without those that Ray has found dead meanwhile.
 
     Raises:
-        ConfigError: some nodes cannot, or do not answer within ``cluster.rendezvous_timeout_s``.
+        ConfigError: some nodes cannot, or do not answer within ``cluster.pending_timeout_s``.
     """
     asked = [node for node in nodes if node.cpus >= config.cpus_per_worker]
     if {node.node_id for node in asked} <= {ray.get_runtime_context().get_node_id()}:
         return nodes
-    reports = node_reports(asked, timeout_s=config.rendezvous_timeout_s, job_modules=sorted(job_modules), code=code)
+    reports = node_reports(
+        asked,
+        timeout_s=config.pending_timeout_s,
+        key="cluster.pending_timeout_s",
+        job_modules=sorted(job_modules),
+        code=code,
+    )
     alive = {node.node_id for node in cluster.nodes()}
     of_living = [report for node, report in zip(asked, reports, strict=True) if node.node_id in alive]
     if errors := node_errors(of_living, driver_report()):

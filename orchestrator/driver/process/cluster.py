@@ -38,6 +38,8 @@ from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import without_excluded
 
 CONNECT_TIMEOUT_S = 2.0
+BUSY_TIMEOUT_S = 15.0
+"""The time for a GCS server to answer that has let :data:`CONNECT_TIMEOUT_S` pass: its machine may be busy."""
 HTTP_TIMEOUT_S = 1.0
 LOOPBACK = "127.0.0.1"
 
@@ -251,10 +253,12 @@ def _error(address: str) -> str | None:
 def _gcs_error(gcs: str) -> str | None:
     """Return why the server at ``gcs`` cannot be used. ``ray.init`` takes 20 s to find out, and logs all the while."""
     status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
+    if status == "deadline_exceeded":
+        status = probe_gcs(gcs, timeout_s=BUSY_TIMEOUT_S)
     if status == "unauthenticated" and _is_used_here(gcs):
         # `ray start` on this machine has presented the user's token, so the server may see it.
         use_token_of_user()
-        status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
+        status = probe_gcs(gcs, timeout_s=BUSY_TIMEOUT_S)
     if status == "unauthenticated":
         return (
             "this Ray requires a token, and yours is missing or another one; set RAY_AUTH_MODE=token and "
@@ -262,7 +266,7 @@ def _gcs_error(gcs: str) -> str | None:
             "~/.ray/auth_token from the head"
         )
     if status is None:
-        return None if is_node_of(gcs, timeout_s=CONNECT_TIMEOUT_S) else _NO_NODE
+        return None if is_node_of(gcs, timeout_s=BUSY_TIMEOUT_S) else _NO_NODE
     if _is_web_server(gcs):
         return (
             "a web server answers there, as Ray's dashboard does on port 8265; give the port of the GCS, which is 6379 "

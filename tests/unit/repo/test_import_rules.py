@@ -84,7 +84,6 @@ KNOWS = {
         "compat.ray.internals",
         "compat.ray.process",
         "compat.ray.cluster",
-        "compat.ray.packages",
     },
     ("compat", "hydra"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from mlflow.environment_variables import MLFLOW_SERVER_ENABLE_JOB_EXECUTION
 
 from helpers.cluster_files import KUBERNETES, check_ray_command, documents, launched, ray_commands
 from helpers.kubernetes import KINDS
@@ -97,7 +98,7 @@ def pods(value: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if [*pods(d)]], ids=identity)
 def test_every_pod_is_allowed_in_a_restricted_namespace(document: dict[str, Any]) -> None:
-    """By the level `restricted` of the Pod Security Standards, with what KubeRay adds: a submitter and an autoscaler."""
+    """By the level `restricted` of the Pod Security Standards; KubeRay adds a submitter and an autoscaler."""
     containers = [container for pod in pods(document) for container in pod["spec"]["containers"]]
     if document["kind"] == "RayJob":
         assert "submitterPodTemplate" in document["spec"]
@@ -278,6 +279,8 @@ def test_the_mlflow_server_answers_to_its_service_and_finds_its_database() -> No
     command = mlflow["spec"]["template"]["spec"]["containers"][0]["command"]
     options = dict(argument.removeprefix("--").split("=", 1) for argument in command[2:])
     assert "mlflow:5000" in SERVICE_PORTS & set(options["allowed-hosts"].split(","))
+    (env,) = nested(mlflow, "env")
+    assert {"name": MLFLOW_SERVER_ENABLE_JOB_EXECUTION.name, "value": "false"} in env, "its processes exceed the limit"
     host = re.fullmatch(r"postgresql\+psycopg2://mlflow@([\w-]+)/mlflow", options["backend-store-uri"])
     assert host is not None
     assert f"{host[1]}:5432" in SERVICE_PORTS

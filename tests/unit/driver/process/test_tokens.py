@@ -6,7 +6,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,17 @@ for address in sys.argv[1:]:
 
 
 class Gcs(grpc.GenericRpcHandler):
-    """The GCS server of a Ray, as far as it is asked before a connection."""
+    """The GCS server of a Ray, as far as it is asked before a connection. ``delays_s``: of its first answers."""
 
-    def __init__(self, token: str | None):
+    def __init__(self, token: str | None, delays_s: Sequence[float]):
         self._token = token
+        self._delays_s = iter(delays_s)
 
     def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         known = self._token is None or f"Bearer {self._token}" in [text for _, text in call.invocation_metadata]
 
         def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+            time.sleep(next(self._delays_s, 0.0))
             if not known:
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
             return b""
@@ -43,9 +46,9 @@ class Gcs(grpc.GenericRpcHandler):
 
 
 @contextlib.contextmanager
-def gcs(token: str | None, host: str = "127.0.0.1") -> Iterator[str]:
+def gcs(token: str | None, host: str = "127.0.0.1", delays_s: Sequence[float] = ()) -> Iterator[str]:
     """The address of a GCS server that asks for this token, if for any."""
-    server: Any = grpc.server(ThreadPoolExecutor(2), handlers=[Gcs(token)])
+    server: Any = grpc.server(ThreadPoolExecutor(2), handlers=[Gcs(token, delays_s)])
     port = server.add_insecure_port(f"{host}:0")
     server.start()
     yield f"{host}:{port}"
@@ -96,3 +99,9 @@ def test_a_token_is_presented_only_where_one_is_asked_for(tmp_path: Path) -> Non
     assert (opened.split()[0], opened.split()[-1]) == ("None", "None")
     assert (closed.split()[0], closed.split()[-1]) == ("unauthenticated", "token")
     assert all(machine in line for line in (opened, closed))
+
+
+def test_a_server_that_is_slow_to_answer_is_no_missing_one(tmp_path: Path) -> None:
+    with gcs(None, delays_s=[0, 3]) as busy:
+        (answered,) = probe(tmp_path, busy)
+    assert "this machine is no node of that cluster" in answered
