@@ -1,6 +1,6 @@
 """Train a job: ``orchestrator launch strategy=ddp``, or ``python -m orchestrator.launch strategy=ddp``.
 
-``--restarts=3`` starts the command again, with ``resume=auto``, if a signal kills its process.
+``--restarts=3`` starts the command again if its process dies, for example killed by a signal, to continue the same run.
 
 Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, the run to resume is running, or the
 cluster has become too small for the run, and nothing was trained; 3 all steps are done, but the last checkpoint is
@@ -49,7 +49,7 @@ def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
         elif restarts := [o for o in options if o.partition("=")[0] == RESTARTS_OPTION]:
             from orchestrator.driver.submit.restarts import launch_with_restarts
 
-            return launch_with_restarts(overrides, _number_of_restarts(restarts[-1], options))
+            return launch_with_restarts(overrides, _number_of_restarts(restarts[-1], options), redactor)
         else:
             return _launch(overrides, redactor, sweep=bool(options))
     except ConfigError as e:

@@ -111,20 +111,26 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
 def _launch_options(options: argparse.Namespace) -> list[str]:
     if options.multirun:
         return ["-m"]
-    return [] if options.restarts is None else [f"{RESTARTS_OPTION}={options.restarts}"]
+    return [
+        f"{RESTARTS_OPTION}={options.restarts or 0}"
+    ]  # also 0 times: a driver that dies has the last lines of a job
 
 
 def _next_commands(
     server: JobServer, submission_id: str, origin: Origin, words: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield what the user may type next, and what for."""
-    from orchestrator.driver.submit.restarts import resuming
-
     yield "follow", server.command_to_follow(submission_id)
     yield "stop", server.command_to_stop(submission_id)
     yield "resume", shlex.join(origin.relaunch(resuming(words)))
     yield "logs", f"{origin.verb('logs', 'RUN', '--follow')}  (RUN: the run directory that the job prints)"
     yield "queue", origin.verb("queue", "list")
+
+
+def resuming(words: Sequence[str]) -> list[str]:
+    """Return the overrides with ``resume=auto``, unless they name a run to resume."""
+    kept = [w for w in words if w != "resume=never"]
+    return kept if any(w.startswith("resume=") for w in kept) else [*kept, "resume=auto"]
 
 
 def _follow(server: JobServer, submission_id: str) -> int:

@@ -45,6 +45,7 @@ from orchestrator.driver.reporting.prometheus import PrometheusSink
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.driver.run.left_reports import take_left_reports
 from orchestrator.driver.run.run import Run
+from orchestrator.driver.submit.restarts import report_end, report_run
 from orchestrator.driver.sweep.search import Search
 from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.sweep.sweep import Sweep
@@ -340,6 +341,9 @@ def _run(
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job, origin=origin)
     run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
+    measures = console is not None
+    if not measures:
+        report_run(run_dir)
     add_job_metadata({"run_dir": run_dir.location})
     enter_output(run_dir, redactor)
     if candidate.decision is not None:
@@ -421,3 +425,5 @@ def _run(
     finally:
         journal.close()
         console.close()
+        if not measures:
+            report_end()

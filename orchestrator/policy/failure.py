@@ -16,7 +16,7 @@ CauseOfDeath = Literal["out of memory", "node lost", "unknown"]
 _LESS_MEMORY = "lower the batch size or the model size"
 _DEATHS: dict[CauseOfDeath, str] = {
     "out of memory": f"was killed by Ray, because the node ran out of memory; {_LESS_MEMORY}",
-    "node lost": "was lost with its node",
+    "node lost": "was lost: the node is gone, no Ray answers there",
     "unknown": (
         "died without a report: killed by SIGKILL from outside or by the kernel's out-of-memory killer, or ended by "
         "os._exit"

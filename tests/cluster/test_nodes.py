@@ -127,6 +127,8 @@ def test_too_few_survivors_wait_for_the_workers_that_are_missing(cluster: Cluste
     run.wait_for_step(20)
     cluster.remove_node(node, allow_graceful=False)
     run.wait_for(lambda: run.waiting_for("1 worker more (has 1, least 2)"))
+    (lost,) = run.events("worker_lost")
+    assert f"on {socket.gethostname()} was lost: the node is gone" in lost["reason"]
     node = cluster.add_node(num_cpus=1)
     run.wait_for(lambda: run.events("recovered"))
     assert (run.sizes()[0], run.events("recovered")[0]["steps_lost"]) == ((2, 2, None), 0)

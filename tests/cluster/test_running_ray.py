@@ -218,7 +218,7 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
     (follow,) = next_commands(sent.stdout, "follow")
     attached = command(head, *follow, cwd=head.home)
     assert attached.returncode == 143, attached.stdout + attached.stderr
-    assert "killed by SIGKILL; starting it again with resume=auto (1 of 1)" in attached.stdout
+    assert "killed by SIGKILL; starting it again (1 of 1)" in attached.stdout
     assert "RAY_JOB_STOP_WAIT_TIME_S" not in attached.stdout
     record = json.loads((run_dir / "run.json").read_text())
     assert shlex.split(record["command"])[:2] == ["orchestrator", "submit"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ DRAINING_CHECK_EVERY_S = 0.5
 JOIN_TIMEOUT_S = 1.0
 PROBE_RESTART_S = 5.0
 """The least time between two starts of the probe of a node."""
+RAYLET_TIMEOUT_S = 1.0
+"""The time in which the raylet of a living node accepts a connection."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -89,6 +92,7 @@ class NodeWatch:
         self._timeout_s = timeout_s
         self._own_node = ""
         self._probes: dict[str, _Probe] = {}
+        self._raylets: dict[str, tuple[str, int]] = {}  # the address and port of each, by node id
         self._closed = threading.Event()
         # A thread of its own, because a call to a dead Ray does not return.
         self._thread = threading.Thread(target=self._watch_draining, name="draining-nodes", daemon=True)
@@ -122,6 +126,19 @@ class NodeWatch:
         """Return whether the probe of a node is up, without which the silence of the node is not noticed."""
         return node_id == self._own_node or (node_id in self._probes and self._probes[node_id].heard_at is not None)
 
+    def is_gone(self, node_id: str) -> bool:
+        """Return whether no raylet answers on a node any more. Ray itself notices the death of a host seconds later.
+
+        False for a node whose raylet is not known, because it has not been watched.
+        """
+        if node_id == self._own_node or node_id not in self._raylets:
+            return False
+        try:
+            socket.create_connection(self._raylets[node_id], timeout=RAYLET_TIMEOUT_S).close()
+        except OSError:
+            return True
+        return False
+
     def trouble(self) -> Mapping[str, str]:
         """Return why no worker should start on some nodes, by node id."""
         return dict.fromkeys(self.draining, "is draining") | dict.fromkeys(self.lost, "does not answer")
@@ -141,6 +158,8 @@ class NodeWatch:
         """Take the answer of a node's probe if there is one, and ask for the next."""
         probe = self._probes.get(node_id)
         if probe is None or (probe.ping is None and now - probe.started_at > PROBE_RESTART_S):
+            if node_id not in self._raylets:
+                self._raylets = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in ray.nodes()}
             self._probes[node_id] = _started(node_id, answers, now)
             return
         if probe.ping is not None and ray.wait([probe.ping], timeout=0)[0]:

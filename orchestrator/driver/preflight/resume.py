@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir
+from orchestrator.driver.submit.restarts import CONTINUED
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.records.output_dir import OutputDir, fetch, refresh, split_run
@@ -48,7 +50,7 @@ class Resume:
 
 
 def find_resume(config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor) -> Resume | None:
-    """Find the run that ``resume`` asks for.
+    """Find the run that ``resume`` asks for, or the one that the driver before this one has left.
 
     Args:
         config: with absolute paths.
@@ -63,6 +65,8 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
         ConfigError: there is no such run, it is still running, it is damaged, its model differs, or the store that has
             it cannot be used.
     """
+    if (left := os.environ.get(CONTINUED)) is not None:
+        config = replace(config, resume=left)
     if config.resume == "never":
         return None
     try:
@@ -84,6 +88,9 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
     except ValueError as e:
         raise ConfigError([f"resume={config.resume}: {e}"]) from e
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
+    if checkpoint is None and left is not None and not damaged:
+        warnings.append(f"{left} has no checkpoint yet; this is a new run")
+        return None
     if checkpoint is None:
         why = "; ".join(str(e) for e in damaged) or "it has no checkpoint"
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])

@@ -97,6 +97,7 @@ class Generation:
         self.stop_sent = False
         self.only_saves = False
         self._gang = gang
+        self._nodes = nodes
         self._environment = environment
         self._config = config
         self._plan = plan
@@ -305,6 +306,8 @@ class Generation:
         if (cause := cause_of_death(error)) is None:
             self.health.record(member.global_rank, failed_call_of(info, error))
             return
+        if cause == "unknown" and (info.node_id in self.health.lost_nodes or self._nodes.is_gone(info.node_id)):
+            cause = "node lost"
         if cause == "node lost":
             self.health.lose_nodes({info.node_id})
         oom_kills = kernel_oom_kills() if info.hostname == socket.gethostname() else None

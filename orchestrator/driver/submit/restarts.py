@@ -1,57 +1,154 @@
-"""Starting the driver again after its process has died, for example because its node was out of memory."""
+"""Starting the driver again after its process has died, and the last lines of a run whose driver could not write them.
+
+A driver dies without a verdict if the kernel kills it, for example because its node is out of memory, or if Ray ends it.
+The process that has started it outlives it, and knows from its reports which run it has left.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from orchestrator.compat.ray_job import submission_id
+from orchestrator.config.redact import Redactor
+from orchestrator.records.run_dir import RunDir
 
+DRIVER = (sys.executable, "-m", "orchestrator.launch")
 RESTART_DELAY_S = 1.0
 """The time in which Ray notices the death of a driver and releases its workers."""
+CONTINUED = "ORCHESTRATOR_CONTINUED_RUN"
+"""The environment variable that tells a driver which run the one before it has left: a directory or a URL."""
+_REPORTS = "ORCHESTRATOR_REPORTS_FD"
+"""The environment variable with the descriptor to which a driver reports."""
+_MAX_REPORT_BYTES = 1 << 16
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""The exit codes of a driver that a second signal has ended at once."""
 
 
-def launch_with_restarts(words: Sequence[str], restarts: int) -> int:
-    """Launch ``words`` in a child process; start it again with ``resume=auto`` if a signal kills it.
+def report_run(run_dir: RunDir) -> None:
+    """Report the run of this driver to the process that would start it again, if there is one."""
+    _report(f"{run_dir.path}\t{run_dir.location}\n")
 
-    The exit code of a child that ends by itself is the result, also if its training failed: the run has used its own
-    means of recovery then. SIGINT and SIGTERM are passed on to the child, unless this is a submitted job: Ray sends
-    the signal to each process of a job, and a second one would end the child without a checkpoint.
+
+def report_end() -> None:
+    """Report that the run of this driver has ended, with a verdict or an error that is shown."""
+    _report("\n")
+
+
+def _report(text: str) -> None:
+    if (descriptor := os.environ.get(_REPORTS)) is not None:
+        with contextlib.suppress(OSError):  # the other process has died
+            os.write(int(descriptor), text.encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftRun:
+    """The run of a driver that has died; ``location`` is where the user finds the directory ``path``."""
+
+    path: Path
+    location: str
+
+    @property
+    def final_state(self) -> str | None:
+        """The state of the run if it had ended before the driver died, None otherwise."""
+        try:
+            state = RunDir(self.path).read_record().get("state")
+        except ValueError:
+            return None
+        return state if state in ("finished", "failed") else None  # a driver that died is recorded as killed
+
+    @property
+    def may_have_checkpoint(self) -> bool:
+        """Whether a checkpoint is in the directory, or may be on the store."""
+        return self.location != str(self.path) or any(RunDir(self.path).checkpoints.glob("step-*"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverEnd:
+    """How a driver has ended.
+
+    Attributes:
+        code: its exit code, or minus the number of the signal that killed it.
+        run: the run that it has reported; None if it had none yet.
+        is_reported: whether it has reported the end of the run.
+    """
+
+    code: int
+    run: LeftRun | None
+    is_reported: bool
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it was killed, or ended by a library in the middle of a run."""
+        return self.code < 0 or (self.run is not None and not self.is_reported)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code for a shell."""
+        return 128 - self.code if self.code < 0 else self.code
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"the driver was killed by {signal.Signals(-self.code).name}"
+        return f"the driver ended with exit code {self.code}, without a verdict"
+
+
+def launch_with_restarts(words: Sequence[str], restarts: int, redactor: Redactor) -> int:
+    """Launch ``words`` in a child process; start it again if it dies in the middle of a run.
+
+    It then continues the run that it has left and no other, or begins a new one if that run has no checkpoint. A child
+    that ends by itself is not started again, also if its training failed: the run has used its own means of recovery
+    then. SIGINT and SIGTERM are passed on to the child, unless this is a submitted job: Ray sends the signal to each
+    process of a job, and a second one would end the child without a checkpoint.
 
     Args:
         words: the overrides.
         restarts: how often it is started again.
+        redactor: masks secrets in the command that is suggested at the end.
 
     Returns:
-        The exit code of the last child; 128 plus the number of the signal that killed it.
+        The exit code of the last child; 128 plus the number of the signal that killed it. 0 if the run had finished.
     """
     number = 0
+    left: LeftRun | None = None
     with Child(forward=submission_id() is None) as child:
-        while (code := child.run([sys.executable, "-m", "orchestrator.launch", *words])) < 0:
-            if number == restarts or child.stop_signal is not None:
-                return 128 - code
+        while (end := child.run([*DRIVER, *words], left)).has_died:
+            left, how = end.run or left, str(end)
+            is_over = left is not None and left.final_state is not None
+            is_stopped = child.stop_signal is not None or end.code in _STOPPED
+            if is_over or is_stopped or number == restarts:
+                break
             number += 1
-            print(
-                f"the driver was killed by {signal.Signals(-code).name}; starting it again with resume=auto "
-                f"({number} of {restarts})",
-                file=sys.stderr,
-                flush=True,
-            )
-            words = resuming(words)
+            print(f"{how}; starting it again ({number} of {restarts})", file=sys.stderr, flush=True)
             time.sleep(RESTART_DELAY_S)
             if child.stop_signal is not None:
-                return 128 + child.stop_signal
-    return code
+                break
+    if left is None or end.is_reported:
+        return end.exit_code
+    print("\n".join(_verdict(left, how, words, redactor)), file=sys.stderr, flush=True)
+    return 0 if left.final_state == "finished" else end.exit_code
 
 
-def resuming(words: Sequence[str]) -> list[str]:
-    """Return the overrides with ``resume=auto``, unless they name a run to resume."""
-    kept = [w for w in words if w != "resume=never"]
-    return kept if any(w.startswith("resume=") for w in kept) else [*kept, "resume=auto"]
+def _verdict(run: LeftRun, how: str, words: Sequence[str], redactor: Redactor) -> Iterator[str]:
+    """Yield the last lines of a run; ``how`` says how its driver died."""
+    from orchestrator.config.overrides import masked  # imports Hydra, which takes a second
+    from orchestrator.driver.process.origin import this_origin
+
+    state = run.final_state
+    yield f"died: {how}" if state is None else f"{state}: afterwards {how}"
+    yield f"run directory: {run.location}"
+    if state is None and run.may_have_checkpoint:
+        kept = [masked(word, redactor) for word in words if not word.startswith("resume=")]
+        yield f"next: {shlex.join(this_origin().relaunch([*kept, f'resume={run.location}']))}"
 
 
 class Child:
@@ -66,10 +163,26 @@ class Child:
         self._forward = forward
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, command: Sequence[str]) -> int:
-        """Run the next child; returns its exit code, or minus the number of the signal that killed it."""
-        self._process = subprocess.Popen(command)
-        return self._process.wait()
+    def run(self, command: Sequence[str], left: LeftRun | None = None) -> DriverEnd:
+        """Run the next child, which continues the run that another one has ``left``; returns how it has ended."""
+        continued: Mapping[str, str] = {} if left is None else {CONTINUED: left.location}
+        reports, descriptor = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                command, env={**os.environ, _REPORTS: str(descriptor), **continued}, pass_fds=[descriptor]
+            )
+        finally:
+            os.close(descriptor)
+        with open(reports, "rb", buffering=0) as file:
+            code = self._process.wait()
+            os.set_blocking(reports, False)  # a process that the child has left may hold the other end
+            lines = (file.read(_MAX_REPORT_BYTES) or b"").decode().splitlines()
+        *_, last = [None, *filter(None, lines)]
+        run = None
+        if last is not None:
+            path, _, location = last.partition("\t")
+            run = LeftRun(path=Path(path), location=location)
+        return DriverEnd(code=code, run=run, is_reported=lines[-1:] == [""])
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.stop_signal = number

@@ -27,6 +27,7 @@ from orchestrator.config.schema import Config, JobSpec
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.preflight.resume import Resume, find_resume
+from orchestrator.driver.submit.restarts import CONTINUED
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records import run_dir as rundir
@@ -64,11 +65,15 @@ def an_earlier_run(
 ) -> RunDir:
     run = rundir.create(output_dir, name)
     run.update_record(name=name, uid="first", state=state, driver=driver)
+    save_steps(run, steps, job)
+    return run
+
+
+def save_steps(run: RunDir, steps: Iterable[int], job: Job = JOB) -> None:
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     for step in steps:
         save(run.checkpoints, capture(model, optimizer, None, step=step, samples_consumed=step), run_uid="first")
-    return run
 
 
 def resume(config: Config, job: Job = JOB) -> tuple[Resume | None, list[str]]:
@@ -172,6 +177,24 @@ def test_auto_prefers_an_older_run_with_a_checkpoint_to_a_stray_start(tmp_path: 
     assert found is not None
     assert (found.run_dir, found.step) == (wanted, 2000)
     assert warnings == [f"resume=auto: {stray.path} has no checkpoint; an older run is continued"]
+
+
+def test_a_restarted_driver_continues_its_own_run_or_starts_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever other runs of this name there are: older, newer, or in another directory than the present one."""
+    an_earlier_run(tmp_path, steps=[7], state="killed")
+    own = an_earlier_run(tmp_path, steps=[], state="running")
+    an_earlier_run(tmp_path, steps=[9], state="killed")
+    monkeypatch.setenv(CONTINUED, own.location)
+    for words in ([], ["resume=never"], ["resume=auto"]):
+        restarted = f"{own.path} has no checkpoint yet; this is a new run"
+        assert resume(config_of(tmp_path, *words)) == (None, [restarted])
+    save_steps(own, [3])
+    for words in ([], ["resume=never"], ["resume=auto"]):
+        found, warnings = resume(config_of(tmp_path, *words))
+        assert found is not None
+        assert (found.run_dir, found.step, warnings) == (own, 3, [])
 
 
 RACE = """

@@ -155,6 +155,12 @@ def test_a_single_file_travels_as_a_module(tmp_path: Path) -> None:
         assert dashboard.files() == [["module.py"]]
 
 
+def test_the_suggested_command_resumes_a_run_that_was_not_named() -> None:
+    assert submit.resuming(["strategy=ddp"]) == ["strategy=ddp", "resume=auto"]
+    assert submit.resuming(["strategy=ddp", "resume=never"]) == ["strategy=ddp", "resume=auto"]
+    assert submit.resuming(["resume=outputs/a", "strategy=ddp"]) == ["resume=outputs/a", "strategy=ddp"]
+
+
 def test_restarts_are_for_a_single_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert submit.main(["-m", "--restarts", "2", "strategy=ddp,single"]) == 2
     assert "--restarts=2: only for a single run" in capsys.readouterr().err

@@ -10,13 +10,35 @@ from pathlib import Path
 import pytest
 
 from orchestrator import launch
-from orchestrator.driver.submit.restarts import Child, resuming
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.submit import restarts
+from orchestrator.driver.submit.restarts import Child, launch_with_restarts
+from orchestrator.records.run_dir import RunDir
 
+DRIVER = """
+import os, sys
+from pathlib import Path
+from orchestrator.driver.submit.restarts import CONTINUED, report_end, report_run
+from orchestrator.records.run_dir import RunDir
 
-def test_a_resumed_run_is_one_that_was_not_named() -> None:
-    assert resuming(["strategy=ddp"]) == ["strategy=ddp", "resume=auto"]
-    assert resuming(["strategy=ddp", "resume=never"]) == ["strategy=ddp", "resume=auto"]
-    assert resuming(["resume=outputs/a", "strategy=ddp"]) == ["resume=outputs/a", "strategy=ddp"]
+run_dir, *ends = RunDir(Path(sys.argv[1])), *sys.argv[2:]
+starts = run_dir.path / "starts"
+before = starts.read_text().splitlines() if starts.exists() else []
+starts.write_text("\\n".join([*before, os.environ.get(CONTINUED, "afresh")]))
+end = ends[len(before)]
+if end != "early":
+    report_run(run_dir)
+    print(f"run directory: {run_dir.path}")
+if end == "done":
+    report_end()
+    print("the verdict")
+elif end == "lost":
+    os.write(2, b"[C++] Failed to connect to GCS\\n")
+    os._exit(1)
+else:
+    os.kill(os.getpid(), 9)
+"""
+"""A driver that ends each time in the next of the ways that it is given, and writes down which run it continues."""
 
 
 @pytest.mark.parametrize(
@@ -40,9 +62,57 @@ def test_a_command_that_ends_by_itself_is_not_started_again(tmp_path: Path) -> N
     assert "starting it again" not in done.stderr
 
 
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the driver be ``DRIVER``, which gets the run directory ``run`` as its first word."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "driver.py").write_text(DRIVER)
+    monkeypatch.setattr(restarts, "DRIVER", (sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "run")))
+    monkeypatch.setattr(restarts, "RESTART_DELAY_S", 0.0)
+    return tmp_path / "run"
+
+
+def test_a_driver_that_is_started_again_continues_exactly_its_own_run(driver: Path) -> None:
+    assert launch_with_restarts(["early", "killed", "lost", "done"], 3, Redactor()) == 0
+    assert (driver / "starts").read_text().splitlines() == ["afresh", "afresh", str(driver), str(driver)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "how"),
+    [
+        (["killed"], 137, "the driver was killed by SIGKILL"),
+        (["lost"], 1, "the driver ended with exit code 1, without a verdict"),
+        (["killed", "early"], 137, "the driver was killed by SIGKILL"),
+    ],
+)
+def test_the_last_lines_say_how_a_run_stands_whose_driver_could_not(
+    driver: Path, capfd: pytest.CaptureFixture[str], ends: list[str], code: int, how: str
+) -> None:
+    RunDir(driver).update_record(state="running")
+    (driver / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert launch_with_restarts(ends, len(ends) - 1, Redactor()) == code
+    assert capfd.readouterr().err.splitlines()[-3:] == [
+        f"died: {how}",
+        f"run directory: {driver}",
+        f"next: python -m orchestrator.launch {' '.join(ends)} resume={driver}",
+    ]
+
+
+def test_a_run_that_has_finished_is_not_started_again(driver: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    RunDir(driver).update_record(state="finished")
+    assert launch_with_restarts(["killed", "done"], 1, Redactor()) == 0
+    verdict = ["finished: afterwards the driver was killed by SIGKILL", f"run directory: {driver}"]
+    assert capfd.readouterr().err.splitlines() == verdict
+
+
+def test_nothing_follows_the_verdict_of_a_driver(driver: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch_with_restarts(["done"], 1, Redactor()) == 0
+    assert capfd.readouterr() == (f"run directory: {driver}\nthe verdict\n", "")
+
+
 @pytest.mark.parametrize(("forward", "code"), [(True, -signal.SIGTERM), (False, 0)])
 def test_a_signal_that_the_child_receives_anyway_is_not_passed_on(forward: bool, code: int) -> None:
     """The child sends the signal to its parent only."""
     with Child(forward=forward) as child:
-        assert child.run(["sh", "-c", "sleep 0.3; kill -TERM $PPID; sleep 1"]) == code
+        assert child.run(["sh", "-c", "sleep 0.3; kill -TERM $PPID; sleep 1"]).code == code
     assert child.stop_signal == signal.SIGTERM

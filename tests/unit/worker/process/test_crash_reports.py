@@ -140,6 +140,8 @@ def test_the_message_names_what_is_known() -> None:
         "its process 7 on here died without a report: killed by SIGKILL from outside or by the kernel's "
         "out-of-memory killer, or ended by os._exit"
     )
+    lost = death("node lost", pid=7, hostname="there", time=0.0).message
+    assert lost == "its process 7 on there was lost: the node is gone, no Ray answers there"
     assert "the kernel's out-of-memory killer ended a process on this node during this time" in message(
         kernel_oom_kill=True
     )
