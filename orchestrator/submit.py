@@ -111,9 +111,7 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
 def _launch_options(options: argparse.Namespace) -> list[str]:
     if options.multirun:
         return ["-m"]
-    return [
-        f"{RESTARTS_OPTION}={options.restarts or 0}"
-    ]  # also 0 times: a driver that dies has the last lines of a job
+    return [f"{RESTARTS_OPTION}={options.restarts or 0}"]  # with 0, for the last lines of a job whose driver dies
 
 
 def _next_commands(

@@ -33,6 +33,7 @@ from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.event_stream import EventStream, FailureSink
 from orchestrator.driver.process.origin import this_origin
+from orchestrator.driver.process.reports import report_end, report_run
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_spec import RunSpec
 from orchestrator.driver.process.signals import StopSignals
@@ -45,7 +46,6 @@ from orchestrator.driver.reporting.prometheus import PrometheusSink
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.driver.run.left_reports import take_left_reports
 from orchestrator.driver.run.run import Run
-from orchestrator.driver.submit.restarts import report_end, report_run
 from orchestrator.driver.sweep.search import Search
 from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.sweep.sweep import Sweep

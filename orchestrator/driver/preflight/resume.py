@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir
-from orchestrator.driver.submit.restarts import CONTINUED
+from orchestrator.driver.process.reports import left_run
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.records.output_dir import OutputDir, fetch, refresh, split_run
@@ -65,7 +64,7 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
         ConfigError: there is no such run, it is still running, it is damaged, its model differs, or the store that has
             it cannot be used.
     """
-    if (left := os.environ.get(CONTINUED)) is not None:
+    if (left := left_run()) is not None:
         config = replace(config, resume=left)
     if config.resume == "never":
         return None

@@ -1,75 +1,30 @@
 """Starting the driver again after its process has died, and the last lines of a run whose driver could not write them.
 
-A driver dies without a verdict if the kernel kills it, for example because its node is out of memory, or if Ray ends it.
-The process that has started it outlives it, and knows from its reports which run it has left.
+A driver dies without a verdict if the kernel kills it, for example because its node is out of memory, or if Ray ends
+it. The process that has started it outlives it, and knows from its reports which run it has left.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.redact import Redactor
-from orchestrator.records.run_dir import RunDir
+from orchestrator.driver.process.reports import ReportedRun, read_reports, variables
 
 DRIVER = (sys.executable, "-m", "orchestrator.launch")
 RESTART_DELAY_S = 1.0
 """The time in which Ray notices the death of a driver and releases its workers."""
-CONTINUED = "ORCHESTRATOR_CONTINUED_RUN"
-"""The environment variable that tells a driver which run the one before it has left: a directory or a URL."""
-_REPORTS = "ORCHESTRATOR_REPORTS_FD"
-"""The environment variable with the descriptor to which a driver reports."""
-_MAX_REPORT_BYTES = 1 << 16
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """The exit codes of a driver that a second signal has ended at once."""
-
-
-def report_run(run_dir: RunDir) -> None:
-    """Report the run of this driver to the process that would start it again, if there is one."""
-    _report(f"{run_dir.path}\t{run_dir.location}\n")
-
-
-def report_end() -> None:
-    """Report that the run of this driver has ended, with a verdict or an error that is shown."""
-    _report("\n")
-
-
-def _report(text: str) -> None:
-    if (descriptor := os.environ.get(_REPORTS)) is not None:
-        with contextlib.suppress(OSError):  # the other process has died
-            os.write(int(descriptor), text.encode())
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftRun:
-    """The run of a driver that has died; ``location`` is where the user finds the directory ``path``."""
-
-    path: Path
-    location: str
-
-    @property
-    def final_state(self) -> str | None:
-        """The state of the run if it had ended before the driver died, None otherwise."""
-        try:
-            state = RunDir(self.path).read_record().get("state")
-        except ValueError:
-            return None
-        return state if state in ("finished", "failed") else None  # a driver that died is recorded as killed
-
-    @property
-    def may_have_checkpoint(self) -> bool:
-        """Whether a checkpoint is in the directory, or may be on the store."""
-        return self.location != str(self.path) or any(RunDir(self.path).checkpoints.glob("step-*"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +38,7 @@ class DriverEnd:
     """
 
     code: int
-    run: LeftRun | None
+    run: ReportedRun | None
     is_reported: bool
 
     @property
@@ -119,7 +74,7 @@ def launch_with_restarts(words: Sequence[str], restarts: int, redactor: Redactor
         The exit code of the last child; 128 plus the number of the signal that killed it. 0 if the run had finished.
     """
     number = 0
-    left: LeftRun | None = None
+    left: ReportedRun | None = None
     with Child(forward=submission_id() is None) as child:
         while (end := child.run([*DRIVER, *words], left)).has_died:
             left, how = end.run or left, str(end)
@@ -138,7 +93,7 @@ def launch_with_restarts(words: Sequence[str], restarts: int, redactor: Redactor
     return 0 if left.final_state == "finished" else end.exit_code
 
 
-def _verdict(run: LeftRun, how: str, words: Sequence[str], redactor: Redactor) -> Iterator[str]:
+def _verdict(run: ReportedRun, how: str, words: Sequence[str], redactor: Redactor) -> Iterator[str]:
     """Yield the last lines of a run; ``how`` says how its driver died."""
     from orchestrator.config.overrides import masked  # imports Hydra, which takes a second
     from orchestrator.driver.process.origin import this_origin
@@ -163,26 +118,19 @@ class Child:
         self._forward = forward
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, command: Sequence[str], left: LeftRun | None = None) -> DriverEnd:
+    def run(self, command: Sequence[str], left: ReportedRun | None = None) -> DriverEnd:
         """Run the next child, which continues the run that another one has ``left``; returns how it has ended."""
-        continued: Mapping[str, str] = {} if left is None else {CONTINUED: left.location}
         reports, descriptor = os.pipe()
         try:
             self._process = subprocess.Popen(
-                command, env={**os.environ, _REPORTS: str(descriptor), **continued}, pass_fds=[descriptor]
+                command, env={**os.environ, **variables(descriptor, left)}, pass_fds=[descriptor]
             )
         finally:
             os.close(descriptor)
-        with open(reports, "rb", buffering=0) as file:
-            code = self._process.wait()
-            os.set_blocking(reports, False)  # a process that the child has left may hold the other end
-            lines = (file.read(_MAX_REPORT_BYTES) or b"").decode().splitlines()
-        *_, last = [None, *filter(None, lines)]
-        run = None
-        if last is not None:
-            path, _, location = last.partition("\t")
-            run = LeftRun(path=Path(path), location=location)
-        return DriverEnd(code=code, run=run, is_reported=lines[-1:] == [""])
+        code = self._process.wait()
+        run, is_reported = read_reports(reports)
+        os.close(reports)
+        return DriverEnd(code=code, run=run, is_reported=is_reported)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.stop_signal = number

@@ -18,13 +18,13 @@ from orchestrator.records.run_dir import RunDir
 DRIVER = """
 import os, sys
 from pathlib import Path
-from orchestrator.driver.submit.restarts import CONTINUED, report_end, report_run
+from orchestrator.driver.process.reports import left_run, report_end, report_run
 from orchestrator.records.run_dir import RunDir
 
 run_dir, *ends = RunDir(Path(sys.argv[1])), *sys.argv[2:]
 starts = run_dir.path / "starts"
 before = starts.read_text().splitlines() if starts.exists() else []
-starts.write_text("\\n".join([*before, os.environ.get(CONTINUED, "afresh")]))
+starts.write_text("\\n".join([*before, left_run() or "afresh"]))
 end = ends[len(before)]
 if end != "early":
     report_run(run_dir)
