@@ -227,6 +227,18 @@ def take_over(run_dir: RunDir) -> None:
     write_json(run_dir.origin_file, driver)
 
 
+def remove(run_dir: RunDir) -> None:
+    """Delete a run that has ended, here and on the store.
+
+    Raises:
+        StorageError: the store cannot be used.
+    """
+    shutil.rmtree(run_dir.path, ignore_errors=True)
+    if run_dir.remote is not None:
+        above, name = run_dir.remote.split(1)
+        above.delete_directory(name)
+
+
 def push_records(run_dir: RunDir) -> None:
     """Copy what is known about a run that nobody drives to the store that has it.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.records.json_file import read_json, write_json
-from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import read_manifest
+from orchestrator.records.output_dir import remove, staged_run
+from orchestrator.state.checkpoint import CheckpointError, read_manifest
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.strategies import registry
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
@@ -177,16 +177,13 @@ class Chooser:
         result = self._run_briefly(self._config, self._plan, steps=PROFILE_STEPS, log_every=PROFILE_STEPS, keep=True)
         if result.status != "FINISHED":
             raise NotMeasuredError(result)
-        run_dir = RunDir(result.run_dir)
-        checkpoint = CheckpointStore(run_dir.checkpoints, None).find_newest(lambda damaged: None)
-        assert checkpoint is not None
-        data: dict[str, Any] = read_manifest(checkpoint)["meta"][PROFILE_KEY]
+        data = _measurements(result)
         errors: list[str] = []
         profile = build(Profile, data, "", errors)
         assert profile is not None, errors
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, data)
-        shutil.rmtree(run_dir.path, ignore_errors=True)
+        _remove(result)
         return profile
 
     def _run_briefly(self, config: Config, plan: Plan, *, steps: int, log_every: int, keep: bool = False) -> RunResult:
@@ -213,8 +210,32 @@ class Chooser:
         brief_plan = replace(plan, run_name=brief.run_name, steps=steps, spares=0, faults=())
         result = self._run(brief, brief_plan, without_validation(self._job), keep)
         if result.status == "FINISHED" and not keep:
-            shutil.rmtree(result.run_dir, ignore_errors=True)
+            _remove(result)
         return result
+
+
+def _measurements(result: RunResult) -> Mapping[str, Any]:
+    """Return the data of the profile, which is in the checkpoint of the run that has measured the job.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    damaged: list[CheckpointError] = []
+    try:
+        run_dir = staged_run(result.run_dir)
+        checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
+        if checkpoint is None:
+            raise ValueError("; ".join(map(str, damaged)) or f"{run_dir.location} has no checkpoint")
+        data: Mapping[str, Any] = read_manifest(checkpoint)["meta"][PROFILE_KEY]
+    except (OSError, ValueError) as e:
+        raise ConfigError([f"strategy=auto: the measurements cannot be read: {e}"]) from e
+    return data
+
+
+def _remove(result: RunResult) -> None:
+    """Remove a run that has measured. On a store that is away it stays."""
+    with contextlib.suppress(OSError, ValueError):
+        remove(staged_run(result.run_dir))
 
 
 def without_validation(job: Job) -> Job:

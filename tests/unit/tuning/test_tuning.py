@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from helpers.job_profile import PASSES, PROFILE
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan, WorkerPlan
 from orchestrator.planning.schedules import PipelineLayout
@@ -14,55 +15,12 @@ from orchestrator.timeline.ideal import Action
 from orchestrator.tuning.choose import Contender, best, next_to_measure, reason
 from orchestrator.tuning.predict import Prediction, memory_error, predict
 from orchestrator.tuning.profile import (
-    NO_COST,
     Affine,
-    Division,
-    GroupCost,
-    LayerProfile,
-    PassCost,
-    Profile,
     fit,
     interpolate,
 )
 from orchestrator.tuning.proposals import proposals, stage_counts, worker_counts
 from orchestrator.tuning.report import columns, markdown, verdict
-
-LAYER = LayerProfile(
-    name="layer",
-    num_parameters=1,
-    trainable=True,
-    parameter_bytes=1000,
-    forward_ms=1.0,
-    backward_ms=2.0,
-    activation_bytes=10.0,
-    output_bytes=0.0,
-)
-PASSES = tuple(
-    PassCost(threads=1, busy=busy, rows=rows, pass_ms=rows * (1.0 if busy == 1 else 1.5), update_ms=3.0)
-    for busy in (1, 2)
-    for rows in (8, 64)
-)
-"""A millisecond for each sample, and half as much again if two workers compute at once."""
-PROFILE = Profile(
-    device="cpu",
-    divisions=(Division(num_stages=2, layers=(LAYER, LAYER), refused=""),),
-    layer_rows=8,
-    passes=PASSES,
-    parameter_bytes=2000,
-    gradient_bytes=2**20,
-    optimizer_bytes=1.0,
-    activation_bytes=20.0,
-    data=Affine(overhead_ms=0.0, ms_per_unit=0.1),
-    loop_ms=0.5,
-    groups=(GroupCost(workers=2, all_reduce=Affine(overhead_ms=2.0, ms_per_unit=7.0)),),
-    message=NO_COST,
-    server=Affine(overhead_ms=4.0, ms_per_unit=5.0),
-    base_ms=0.0,
-    ddp_ms=1.0,
-    pipeline_ms=0.25,
-    action_ms=0.0,
-    free_bytes=10_000,
-)
 
 
 def plan(
