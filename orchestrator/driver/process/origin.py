@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from orchestrator.compat.ray_job import submission_id
+from orchestrator.records.run_dir import RunDir
 
 PY_MODULES = "cluster.py_modules="
 NO_PY_MODULES = f"{PY_MODULES}[]"
@@ -48,6 +49,12 @@ class Origin:
         if self.address and name in ADDRESSED_VERBS:
             return shlex.join(["orchestrator", name, *arguments, "--address", self.address])
         return shlex.join([*self.remote, "python", "-m", f"orchestrator.{name}", *arguments])
+
+    def log(self, run_dir: RunDir, rank: int) -> str:
+        """Return the file with the log of a rank, or the command that shows it if the user may have no such file."""
+        if run_dir.url is None and not self.remote:
+            return str(run_dir.log_file(rank))
+        return self.verb("logs", run_dir.location, "--rank", str(rank))
 
     def variables(self) -> Mapping[str, str]:
         """Return the environment variable that carries the origin to a submitted job."""

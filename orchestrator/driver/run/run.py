@@ -23,6 +23,7 @@ from orchestrator.driver.nodes.node_uploads import NodeUploads
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_spec import RunSpec
 from orchestrator.driver.process.signals import StopSignals
@@ -372,7 +373,7 @@ class Run:
             step=step,
             reason=failure.message,
             traceback=failure.traceback,
-            log=self.spec.run_dir.location_of(self.spec.run_dir.log_file(rank)),
+            log=this_origin().log(self.spec.run_dir, rank),
             log_tail=failure.log_tail,
         )
 

@@ -23,6 +23,8 @@ from orchestrator.driver.process.origin import (
 )
 from orchestrator.driver.process.stop_wait import stop_wait_warning
 from orchestrator.records.output_dir import OutputDir
+from orchestrator.records.run_dir import RunDir
+from orchestrator.storage.remote import Remote
 
 LAPTOP = origin_of_submission(
     ["cluster.py_modules=[old.py]", "cluster.py_modules=[mine.py]"],
@@ -69,6 +71,14 @@ def test_what_reads_the_runs_of_a_submitted_job_finds_the_cluster_or_is_sent_the
         "RAY_AUTH_MODE=token ray job submit --address http://head:8265 --working-dir code -- "
         "python -m orchestrator.sync /runs/a"
     )
+
+
+def test_the_log_of_a_rank_is_a_file_of_the_user_or_the_command_that_shows_it() -> None:
+    """On a store, each node has a folder of its own for its logs."""
+    here, stored = RunDir(Path("/runs/a")), RunDir(Path("/staging/a"), Remote("s3://bucket/a", 1.0))
+    assert HERE.log(here, 1) == "/runs/a/logs/rank-1.log"
+    assert HERE.log(stored, 1) == "python -m orchestrator.logs s3://bucket/a --rank 1"
+    assert LAPTOP.log(here, 1) == "orchestrator logs /runs/a --rank 1 --address http://head:8265"
 
 
 @pytest.mark.parametrize("verb", ADDRESSED_VERBS)
