@@ -174,11 +174,16 @@ def path_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def step_of(name: str) -> int:
+    """Return the step of the checkpoint in a directory of this name."""
+    return int(name.removeprefix("step-"))
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoint directories in ``root``, oldest first, including damaged ones."""
     if not root.is_dir():
         return []
-    return sorted((p for p in root.iterdir() if STEP.fullmatch(p.name)), key=_step_of)
+    return sorted((p for p in root.iterdir() if STEP.fullmatch(p.name)), key=lambda p: step_of(p.name))
 
 
 def find_newest(root: Path, on_damaged: Callable[[CheckpointError], None]) -> Path | None:
@@ -196,10 +201,16 @@ def find_newest(root: Path, on_damaged: Callable[[CheckpointError], None]) -> Pa
     return None
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints, and the temporary directories of dead writers."""
+def prune(root: Path, keep: int, *, saved_step: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints, and the temporary directories of dead writers.
+
+    Checkpoints of steps after ``saved_step``, which was saved just now, are removed too: the run has gone back to an
+    older one, because they are damaged, and repeats these steps.
+    """
     assert keep >= 1
-    for path in list_checkpoints(root)[:-keep]:
+    found = list_checkpoints(root)
+    kept = [path for path in found if step_of(path.name) <= saved_step][-keep:]
+    for path in set(found) - set(kept):
         # Hide the directory first, so that no reader finds half of it.
         hidden = root / f".{path.name}.{socket.gethostname()}.{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -241,10 +252,6 @@ def _checked(read: Callable[[Path, str, int], T], path: Path, manifest: Mapping[
         raise CheckpointError(path, f"{name} is unreadable: {e.strerror}") from e
     except ValueError as e:
         raise CheckpointError(path, f"{name} {e}") from e
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def _is_stale(temporary: Path) -> bool:

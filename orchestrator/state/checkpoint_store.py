@@ -22,6 +22,7 @@ from orchestrator.state.checkpoint import (
     list_checkpoints,
     parse_manifest,
     read_manifest,
+    step_of,
     verify,
 )
 from orchestrator.state.fence import Fence, FencedError
@@ -50,7 +51,7 @@ class CheckpointStore:
         if self._remote is None:
             return [path.name for path in list_checkpoints(self._root)]
         found = [entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)]
-        return [name for name in _by_step(found) if self._is_complete(self._remote, name)]
+        return [name for name in sorted(found, key=step_of) if self._is_complete(self._remote, name)]
 
     def location(self, name: str) -> str:
         """Return where the user finds the checkpoint ``name``."""
@@ -145,14 +146,14 @@ class CheckpointStore:
             raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
         remote.put(path / MANIFEST, MANIFEST, on_progress=on_progress)
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints from the store, and incomplete ones that are older."""
+    def prune(self, keep: int, *, saved_step: int) -> None:
+        """Remove from the store what :func:`orchestrator.state.checkpoint.prune` removes, and older incomplete ones."""
         assert self._remote is not None
-        found = _by_step([entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)])
-        complete = [name for name in found if self._is_complete(self._remote, name)]
-        if len(complete) < keep:
-            return
-        for name in found[: found.index(complete[-keep])]:
+        found = [entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)]
+        earlier = sorted((name for name in found if step_of(name) <= saved_step), key=step_of)
+        complete = [name for name in earlier if self._is_complete(self._remote, name)]
+        kept = earlier[earlier.index(complete[-keep]) :] if len(complete) >= keep else earlier
+        for name in set(found) - set(kept):
             self._remote.delete(f"{name}/{MANIFEST}")  # first, so that no reader finds half a checkpoint
             self._remote.delete_directory(name)
 
@@ -170,7 +171,3 @@ def _stored_names(manifest: Mapping[str, Any], path: Path | str) -> dict[str, st
         stem, _, suffix = file.partition(".")
         names[file] = f"{stem}.{manifest['files'][file][HASH][:_DIGITS_IN_NAME]}.{suffix}"
     return names
-
-
-def _by_step(names: list[str]) -> list[str]:
-    return sorted(names, key=lambda name: int(name.removeprefix("step-")))

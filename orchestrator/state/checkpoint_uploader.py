@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.state.checkpoint import CheckpointError, list_checkpoints
+from orchestrator.state.checkpoint import CheckpointError, list_checkpoints, step_of
 from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.fence import Fence, FencedError
@@ -24,8 +24,8 @@ MAX_PAUSE_S = 15.0
 class CheckpointUploader:
     """Uploads what has been written to ``root``, one checkpoint after another, and keeps the newest ``keep`` of them.
 
-    A checkpoint whose upload fails is tried again until a newer one has been written, or until the process ends. Of the
-    local ones, the newest is kept.
+    A checkpoint whose upload fails is tried again until a newer one has been written, or until the process ends. Local
+    ones that are older than the last one uploaded are removed.
 
     Args:
         root: the local directory of the checkpoints.
@@ -88,8 +88,8 @@ class CheckpointUploader:
             result = self._upload(written)
             with contextlib.suppress(OSError):  # the next checkpoint tries again
                 if isinstance(result, Written):
-                    self._store.prune(self._keep)
-            self._remove_local_except_newest()
+                    self._store.prune(self._keep, saved_step=written.step)
+            self._remove_older_here(written.step)
             self._on_result(result)
             with self._changed:
                 self._uploading = None
@@ -125,11 +125,11 @@ class CheckpointUploader:
     def _count_progress(self) -> None:
         self._progress += 1
 
-    def _remove_local_except_newest(self) -> None:
-        for path in list_checkpoints(self._root)[:-1]:
+    def _remove_older_here(self, step: int) -> None:
+        for path in list_checkpoints(self._root):
             with self._changed:
                 is_needed = self._waiting is not None and self._waiting.path == path
-            if not is_needed:
+            if step_of(path.name) < step and not is_needed:
                 shutil.rmtree(path, ignore_errors=True)
 
 

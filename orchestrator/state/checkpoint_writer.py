@@ -186,7 +186,7 @@ class CheckpointWriter:
         seconds = time.perf_counter() - start
         if self._uploader is None:
             with contextlib.suppress(OSError):  # the next checkpoint tries again
-                prune(self._root, self._keep)
+                prune(self._root, self._keep, saved_step=state.step)
         return Written(
             step=state.step, path=path, seconds=seconds, stall_ms=self._stall_ms, size_bytes=state.size_bytes
         )

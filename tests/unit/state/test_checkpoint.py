@@ -190,8 +190,23 @@ def test_a_directory_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     paths = save_all(tmp_path, 9, 10, 20_000_000, 100_000_000)
     assert list_checkpoints(tmp_path) == paths
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, saved_step=100_000_000)
     assert sorted(tmp_path.iterdir()) == sorted(paths[2:])
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_one_takes_the_place_of_none_that_is_saved_after_the_run_fell_back(keep: int, tmp_path: Path) -> None:
+    *_, newer = save_all(tmp_path, 30, 40, 50)
+    (newer / "model.safetensors").write_bytes(b"")
+    writer = CheckpointWriter(tmp_path, keep=keep, run_uid="run")
+    for step in (43, 46):
+        writer.submit(make_state(step))
+        assert writer.drain(10) is None
+        newest = find_newest(tmp_path, never)
+        assert newest is not None
+        assert load(newest).step == step
+    assert writer.close(10) is None
+    assert [load(path).step for path in list_checkpoints(tmp_path)] == [43, 46][-keep:]
 
 
 def test_a_checkpoint_is_whole_from_the_moment_it_is_seen(tmp_path: Path) -> None:
@@ -234,7 +249,7 @@ def test_only_the_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     for name in list(leftovers)[2::2]:
         for path in (tmp_path / name / "model.safetensors", tmp_path / name):
             os.utime(path, (1e6, 1e6))
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, saved_step=1)
     assert {name: (tmp_path / name).exists() for name in leftovers} == leftovers
 
 
@@ -268,7 +283,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_last_checkpoint(tmp_path: Path
     assert not (leftover / "manifest.json").exists(), "killed too late to show anything"
     assert find_newest(tmp_path, never) == first
     assert load(first).step == 1
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, saved_step=1)
     assert list(tmp_path.iterdir()) == [first]
 
 

@@ -107,7 +107,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(here: Host, there: Hos
     assert there.store.list() == ["step-00000002"]
     assert there.newest() == (2, [])
     here.save(4)
-    here.store.prune(2)
+    here.store.prune(2, saved_step=4)
     assert sorted(p.name for p in here.path("").iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
@@ -122,6 +122,22 @@ def test_a_damaged_one_is_named_by_its_url_and_the_one_before_it_used(here: Host
     assert step == 1
     assert damaged[0].startswith(f"checkpoint {there.remote}/step-00000003: model.safetensors")
     assert damaged[1].startswith(f"checkpoint {there.remote}/step-00000002: missing file")
+
+
+def test_a_damaged_one_takes_the_place_of_none_that_is_saved_after_the_run_fell_back(
+    writer: CheckpointWriter, here: Host, there: Host
+) -> None:
+    for step in (30, 40, 50):
+        here.save(step)
+    (model,) = here.path("step-00000050").glob("model.*")
+    model.write_bytes(b"")
+    assert there.newest()[0] == 40
+    for step in (43, 46):
+        writer.submit(make_state(step))
+        (result,) = results(writer)
+        assert isinstance(result, Written)
+        assert there.newest() == (step, [])
+    assert there.store.list() == ["step-00000043", "step-00000046"]
 
 
 def test_a_damaged_copy_is_fetched_again(here: Host, there: Host) -> None:
