@@ -125,7 +125,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
-    """Runs whose ``output_dir`` is the URL of an object store or a remote file system."""
+    """Runs whose ``output_dir`` is the URL of an object store."""
 
     staging_dir: str | None = option(
         "local directory of each node, from which files go to the URL output_dir; null: one below the directory for "

@@ -395,14 +395,19 @@ def _run(
         origin=origin,
     )
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
-    try:
+    with contextlib.ExitStack() as at_end:
+        if not measures:
+            at_end.callback(report_end)
+        at_end.enter_context(contextlib.closing(console))
+        at_end.enter_context(contextlib.closing(journal))
+        at_end.enter_context(lease)  # until others can read how the run ended, however long that takes
         others = [namesake_warning(config.run_name, location) for location in namesakes.values()]
         for warning in (*candidate.warnings, *others):
             console.emit(Warned(message=warning))
         if is_submitted and (short := stop_wait_warning(config.cluster.stop_grace_s, os.environ)) is not None:
             console.emit(Warned(message=short))
         try:
-            with lease, StopRequests(run_dir, stop):
+            with StopRequests(run_dir, stop):
                 result = Run(spec, code, events, stop, uploader, records, lease).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.
@@ -422,8 +427,3 @@ def _run(
             raise
         with stop.raising():
             return ending.finish(result)
-    finally:
-        journal.close()
-        console.close()
-        if not measures:
-            report_end()

@@ -1,1 +1,1 @@
-"""Object stores and remote file systems, where a run leaves its files if ``output_dir`` is a URL."""
+"""Object stores, where a run leaves its files if ``output_dir`` is a URL."""

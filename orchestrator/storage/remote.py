@@ -1,13 +1,13 @@
-"""A directory on an object store or a remote file system, given by its URL.
+"""A directory on an object store, given by its URL: ``s3://``, or ``file://`` for a file system that all nodes mount.
 
-pyarrow knows ``s3``, ``gs``, ``abfs``, ``hdfs`` and ``file``. fsspec and its plug-ins open every other scheme.
+Other schemes of pyarrow and fsspec are refused, because runs on them fail: ``gs://`` lists no directories, and
+``sftp://`` has one connection, on which one request at a time is possible.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import posixpath
 import queue
@@ -24,9 +24,6 @@ _CHUNK_BYTES = 8 << 20
 _ATTEMPTS = 2
 """How often the S3 client sends a request. The callers repeat what failed, at longer intervals."""
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_PYARROW = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs", "file")
-_OBJECT_STORES = ("s3", "gcs", "abfs")
-"""File systems of pyarrow on which a file appears only when it is complete."""
 _REMEDIES = (
     (r"NO_SUCH_BUCKET|bucket does not exist", "create the bucket"),
     (
@@ -199,7 +196,7 @@ class Remote:
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         def store(files: Any, path: str, progressed: Callable[[], None]) -> None:
-            if files.type_name in _OBJECT_STORES:
+            if files.type_name == "s3":  # there, a file appears only when it is complete
                 with files.open_output_stream(path) as out:
                     write(out, progressed)
                 return
@@ -232,7 +229,7 @@ class Remote:
             return _within(self.timeout_s, run, on_progress)
         except (FileNotFoundError, StorageError):
             raise
-        except Exception as e:  # of any type: an fsspec plug-in raises its own
+        except Exception as e:
             raise StorageError(self._explain(verb, name, e)) from e
 
     def _explain(self, verb: str, name: str, error: Exception) -> str:
@@ -282,7 +279,15 @@ def _open(url: str, timeout_s: float) -> tuple[Any, str]:
     if parts.scheme == "s3":
         endpoint = next((e for name in _ENDPOINTS if (e := os.environ.get(name))), None)
         return _s3(parts.netloc, parts.query, endpoint, timeout_s), f"{parts.hostname}{unquote(parts.path)}"
-    return _other(url)
+    if parts.scheme == "file":
+        from pyarrow.fs import FileSystem
+
+        files, path = FileSystem.from_uri(url)
+        return files, path
+    raise StorageError(
+        f"output_dir={url}: {parts.scheme}:// is not supported; use s3://, with endpoint_override for a store other than "
+        "AWS that has this protocol, or mount it on every node and give the path"
+    )
 
 
 @functools.cache
@@ -304,24 +309,6 @@ def _s3(netloc: str, query: str, endpoint: str | None, timeout_s: float) -> Any:
         )
     except TypeError as e:
         raise ValueError(f"{e}; parameters are those of pyarrow.fs.S3FileSystem, such as endpoint_override") from e
-
-
-@functools.cache
-def _other(url: str) -> tuple[Any, str]:
-    from pyarrow import fs
-
-    scheme = urlsplit(url).scheme
-    if scheme in _PYARROW:
-        files, path = fs.FileSystem.from_uri(url)
-        return files, path
-    try:
-        opened, path = importlib.import_module("fsspec.core").url_to_fs(url, use_listings_cache=False)
-    except (ImportError, ValueError) as e:
-        raise ValueError(
-            f"nothing opens {scheme}://: {e}; pyarrow knows {', '.join(_PYARROW)}, and for others install fsspec and "
-            "its package for this scheme on every node"
-        ) from e
-    return fs.PyFileSystem(fs.FSSpecHandler(opened)), path
 
 
 def _copy(source: IO[bytes] | Any, target: IO[bytes] | Any, progressed: Callable[[], None]) -> None:

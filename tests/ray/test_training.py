@@ -15,7 +15,10 @@ import ray
 from mlflow import MlflowClient
 
 from helpers.runs import events, in_campaign, losses, series, wait_for, wait_for_step
+from orchestrator.records import lease
 from orchestrator.records.json_file import read_json
+from orchestrator.records.lock import changed_at
+from orchestrator.records.run_dir import RunDir
 
 LINES = {
     "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",
@@ -139,6 +142,31 @@ def test_stop_and_resume_is_the_same_run(
 
 
 @pytest.mark.usefixtures("uninterrupted")
+def test_a_driver_keeps_its_lease_until_the_end_is_recorded(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logs are masked before that, which takes as long as their size; here, as long as a pipe is open."""
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.1)
+    states: list[str] = []
+
+    def hold() -> None:
+        (logs,) = wait_for(lambda: list(tmp_path.glob("outputs/*/*/logs")), "a run")
+        run_dir = RunDir(logs.parent)
+        os.mkfifo(logs / "long.log")
+        with (logs / "long.log").open("w"):
+            os.utime(run_dir.lease_file, (1, 1))
+            wait_for(lambda: changed_at(run_dir.lease_file) > 1, "a renewal", timeout_s=20)
+            states.append(run_dir.read_record()["state"])
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    result = run("strategy=single", "train.steps=1", "train.eval_every=0")
+    holder.join(timeout=30)
+    assert result.exit_code == 0
+    assert states == ["running"]
+    assert read_json(result.run_dir / "run.json")["state"] == "finished"
+
+
 def test_rays_records_of_tasks_have_no_heartbeats() -> None:
     """With two from each worker in a second, ``ray summary tasks`` would show little else."""
     recorded = {event["name"] for event in ray.timeline()}
