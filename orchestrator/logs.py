@@ -48,7 +48,8 @@ def _show(options: argparse.Namespace, search: RunSearch) -> int:
     _print(lines if options.tail is None else _last(lines, options.tail), several=several)
     while options.follow and run_dir.driver_if_running() is not None:
         time.sleep(_POLL_S if run_dir.remote is None else _POLL_REMOTE_S)
-        refresh(run_dir)
+        run_dir = refresh(run_dir) or run_dir
+        reader.move_to(run_dir)
         _fetch_logs(run_dir)
         _print(reader.read(complete=False), several=several)
     _fetch_logs(run_dir)
@@ -59,7 +60,7 @@ def _show(options: argparse.Namespace, search: RunSearch) -> int:
 
 
 def _fetch_logs(run_dir: RunDir) -> None:
-    fetch(run_dir, [run_dir.log_file(0).parent.name])
+    fetch(run_dir, [run_dir.logs.name])
 
 
 def _last(lines: Sequence[LogLine], number: int) -> list[LogLine]:

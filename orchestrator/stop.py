@@ -57,7 +57,8 @@ def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
     request_stop(run_dir)
 
     def is_running() -> bool:
-        refresh(run_dir)
+        nonlocal run_dir
+        run_dir = refresh(run_dir) or run_dir
         return run_dir.driver_if_running() is not None
 
     if _lasts(is_running, wait_s):

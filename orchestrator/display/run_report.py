@@ -132,7 +132,7 @@ def _files(run_dir: RunDir) -> Iterator[str]:
     names = {
         run_dir.config_file: "the configuration",
         run_dir.choice_report: "why strategy=auto chose this strategy",
-        run_dir.log_file(0).parent: "the output of each rank",
+        run_dir.logs: "the output of each rank",
         run_dir.timeline_picture: "what each stage did in a step",
         run_dir.plots: "step times and memory",
         run_dir.profile: "traces of ten steps",

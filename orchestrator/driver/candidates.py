@@ -38,14 +38,16 @@ AUTO = "auto"
 class Candidate:
     """A run that passed every check.
 
-    ``resume``: the run to continue; None for a new one. ``sizes``: None until the cluster is joined, if its nodes
-    decide. ``decision``: how ``strategy=auto`` has chosen the strategy; None if it has not.
+    ``resume``: the run to continue; None for a new one. ``seen``: the directories of runs among which none was to be
+    continued. ``sizes``: None until the cluster is joined, if its nodes decide. ``decision``: how ``strategy=auto`` has
+    chosen the strategy; None if it has not.
     """
 
     overrides: tuple[str, ...]
     config: Config
     job: Job
     resume: Resume | None
+    seen: frozenset[str]
     sizes: Sizes | None
     warnings: tuple[str, ...]
     redactor: Redactor
@@ -178,8 +180,9 @@ def _check(
         packages.module_paths(config.cluster.py_modules)
     warnings: list[str] = []
     resume, sizes = None, None
+    seen: set[str] = set()
     with collect_errors(errors):
-        resume = find_resume(config, job, warnings=warnings, redactor=redactor)
+        resume = find_resume(config, job, warnings=warnings, redactor=redactor, seen=seen)
     if resume is not None and config.strategy.name == AUTO:
         if (chosen := chosen_before(resume.run_dir)) is None:
             errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
@@ -206,6 +209,7 @@ def _check(
         config=config,
         job=job,
         resume=resume,
+        seen=frozenset(seen),
         sizes=sizes,
         warnings=tuple(warnings),
         redactor=redactor,

@@ -111,7 +111,7 @@ class RunEnding:
 
     def _mask_logs(self) -> None:
         """Mask secrets in the logs: what C code and child processes write passes no stream of a worker."""
-        for log in (self.run_dir.path / "logs").glob("[!.]*"):
+        for log in self.run_dir.logs.glob("[!.]*"):
             masked = log.with_name(f".{log.name}.masked")
             with contextlib.suppress(OSError):  # a full disk: the upload masks what it sends
                 if self.redactor.copy_file(log, masked):

@@ -340,7 +340,9 @@ def _run(
     origin, is_submitted = this_origin(), submission_id() is not None
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job, origin=origin)
-    run_dir, uid = open_run(config, candidate.job, plan, resume, command=command, sweep=sweep, redactor=redactor)
+    run_dir, uid = open_run(
+        config, candidate.job, plan, resume, seen=candidate.seen, command=command, sweep=sweep, redactor=redactor
+    )
     measures = console is not None
     if not measures:
         report_run(run_dir)
@@ -368,7 +370,7 @@ def _run(
         sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,
-        checkpoint=None if resume is None else resume.checkpoint,
+        checkpoint=None if resume is None else run_dir.checkpoints / resume.checkpoint.name,
         resumed_from_step=None if resume is None else resume.step,
         started_at=started_at,
         tokens_per_sample=candidate.job.tokens_per_sample,

@@ -85,7 +85,7 @@ class Assignment:
     Args:
         store_host: host of the rendezvous store, with ``store_port``.
         run_dir: the path of the run directory, which every node has of its own if there is a ``remote``.
-        remote: the run directory on an object store or a remote file system; None if ``run_dir`` is shared.
+        remote: the run directory on an object store; None if ``run_dir`` is shared.
         fence: the token that the run directory's fence file holds as long as this generation may save.
         sources: for each rank, the rank that has its state after ``source_step``; None to start from ``checkpoint``.
         checkpoint: the path of the checkpoint to start from; None, without ``sources``, for a new training.

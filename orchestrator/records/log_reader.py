@@ -28,14 +28,18 @@ class LogReader:
     """
 
     def __init__(self, run_dir: RunDir, ranks: Collection[int] = ()):
-        self._folder = run_dir.log_file(0).parent
+        self._folder = run_dir.logs
         self._ranks = ranks
-        self._offsets: dict[Path, int] = {}
+        self._offsets: dict[str, int] = {}
 
     @property
     def has_read(self) -> bool:
         """Whether any line has been read."""
         return any(self._offsets.values())
+
+    def move_to(self, run_dir: RunDir) -> None:
+        """Continue with another directory of the same run, which has the same logs."""
+        self._folder = run_dir.logs
 
     def ranks(self) -> list[int]:
         """Return the ranks that have a log."""
@@ -50,11 +54,12 @@ class LogReader:
         return sorted((rank, path) for rank, path in found if not self._ranks or rank in self._ranks)
 
     def _new_lines(self, rank: int, file: Path, complete: bool) -> list[LogLine]:
-        offset = self._offsets.get(file, 0)
+        name = str(file.relative_to(self._folder))
+        offset = self._offsets.get(name, 0)
         with file.open("rb") as log:
             log.seek(offset)
             data = log.read()
         if not complete:
             data = data[: data.rfind(b"\n") + 1]
-        self._offsets[file] = offset + len(data)
+        self._offsets[name] = offset + len(data)
         return [LogLine(rank, line) for line in data.decode(errors="replace").splitlines()]

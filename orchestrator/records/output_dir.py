@@ -1,27 +1,40 @@
-"""Where runs are: a directory, or a URL with a local directory that stages it."""
+"""Where runs are: a directory, or a URL with a local directory that stages it.
+
+Drivers and workers write to the staging directory, from which their files go to the store. Readers keep copies in a
+folder of their own there, so that they never change what a run is writing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.json_file import write_json
+from orchestrator.records.json_file import write_atomically
 from orchestrator.records.lock import locked
+from orchestrator.records.process import is_visible
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.storage.claim import claimed
+from orchestrator.storage.mirror import NOT_COPIED
 from orchestrator.storage.remote import Remote, is_url
 from orchestrator.storage.staging import make_private, staging_path
 
 DEFAULT_TIMEOUT_S = 30.0
 """For commands that read a run without its configuration."""
+_COPIES = ".copies"
+"""The folder with the copies of readers."""
+_AT_ONCE = 16
+"""The number of requests to a store at once."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,10 @@ class OutputDir:
     @classmethod
     def containing(cls, run_dir: RunDir) -> OutputDir:
         """Return the output directory in which a run is."""
-        return cls(run_dir.path.parents[1], None if run_dir.remote is None else run_dir.remote.split(2)[0])
+        path = run_dir.path.parents[1]
+        if run_dir.remote is None:
+            return cls(path)
+        return cls(path.parent if path.name == _COPIES else path, run_dir.remote.split(2)[0])
 
     def __str__(self) -> str:
         return str(self.path if self.remote is None else self.remote)
@@ -76,34 +92,55 @@ class OutputDir:
             created = rundir.create(self.path, name)
             if self.remote is None:
                 return created
-            run_dir = self._run(_name_of(created))
+            run_dir = self.staged(name_of(created))
             assert run_dir.remote is not None
             if not run_dir.remote.list():
                 return run_dir
             # Another host has created a run of this name in this second: its directory stays, so that the next differs.
 
-    def runs(self) -> Iterator[RunDir]:
-        """Yield every run, the newest first, with its present record.
+    def names(self, run_name: str | None = None) -> list[str]:
+        """Return what the directories of runs are called, ``<date>/<time>-<name>``, the newest first.
+
+        On a store, some may have no record, and those that a run called ``run_name`` cannot have are left out.
 
         Raises:
             StorageError: the store cannot be used.
         """
         if self.remote is None:
-            yield from rundir.all_runs(self.path)
+            return [name_of(run_dir) for run_dir in rundir.all_runs(self.path)]
+        remote = self.remote
+        days = [entry.name for entry in remote.list() if not entry.is_file and entry.name[:1].isdecimal()]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            entries = zip(days, pool.map(remote.list, days), strict=True)
+        names = sorted((f"{day}/{e.name}" for day, found in entries for e in found if not e.is_file), reverse=True)
+        if run_name is None:
+            return names
+        directory = re.compile(rf".*/\d\d-\d\d-\d\d-{re.escape(run_name)}(-\d+)?")
+        return [name for name in names if directory.fullmatch(name)]
+
+    def runs(self, names: Collection[str] | None = None) -> Iterator[RunDir]:
+        """Yield the runs in the directories ``names``, in their order; every run, the newest first, if it is None.
+
+        Each has its present record. On a store, records are read as the caller goes on, more and more at once.
+
+        Raises:
+            StorageError: the store cannot be used.
+        """
+        if self.remote is None:
+            yield from rundir.all_runs(self.path) if names is None else filter(None, map(self.find, names))
             return
-        days = [entry.name for entry in self.remote.list() if not entry.is_file and entry.name[:1].isdecimal()]
-        for day in sorted(days, reverse=True):
-            names = [entry.name for entry in self.remote.list(day) if not entry.is_file]
-            for name in sorted(names, reverse=True):
-                if (run_dir := self.find(f"{day}/{name}")) is not None:
-                    yield run_dir
+        left, number = list(self.names() if names is None else names), 1
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            while left:
+                yield from filter(None, pool.map(self.find, left[:number]))
+                left, number = left[number:], min(2 * number, _AT_ONCE)
 
     def runs_from_here(self) -> Iterator[RunDir]:
         """Yield every run; on a store, only those whose last driver wrote to the directory here and has died."""
         for run_dir in rundir.all_runs(self.path):
             if self.remote is None:
                 yield run_dir
-            elif _is_orphan(staged := self._run(_name_of(run_dir))):
+            elif _is_orphan(staged := self.staged(name_of(run_dir))):
                 yield staged
 
     def find(self, name: str) -> RunDir | None:
@@ -112,14 +149,23 @@ class OutputDir:
         Raises:
             StorageError: the store cannot be used.
         """
-        run_dir = self._run(name)
-        if run_dir.remote is not None:
-            make_private(self.path)
-        return run_dir if refresh(run_dir) else None
+        return refresh(self.staged(name))
 
-    def _run(self, name: str) -> RunDir:
-        remote = None if self.remote is None else self.remote.child(name)
-        return RunDir((self.path / name).resolve(), remote)
+    def staged(self, name: str) -> RunDir:
+        """Return the directory here in which a driver or a worker of the run ``name`` writes."""
+        return self._run(self.path / name, name)
+
+    def copy(self, name: str) -> RunDir:
+        """Return the directory here for what readers fetch of the run ``name``."""
+        return self._run(self.path / _COPIES / name, name)
+
+    def _run(self, path: Path, name: str) -> RunDir:
+        return RunDir(path.resolve(), None if self.remote is None else self.remote.child(name))
+
+
+def name_of(run_dir: RunDir) -> str:
+    """Return ``<date>/<time>-<name>`` of a run."""
+    return "/".join(run_dir.path.parts[-2:])
 
 
 def find_run(text: str) -> RunDir | None:
@@ -154,39 +200,39 @@ def split_run(
     return OutputDir.of(above.url, staging_dir=staging_dir, timeout_s=timeout_s), name
 
 
-def refresh(run_dir: RunDir) -> bool:
-    """Bring the record and the age of the lease here, unless the last driver of the run wrote this directory.
+def refresh(run_dir: RunDir) -> RunDir | None:
+    """Return a run with its present record, and the age of the lease if that decides whether the run has a driver.
 
-    Returns:
-        Whether there is such a run.
+    This is the directory that the last driver of the run has written here, otherwise a copy of the one on the store.
+    None if there is no such run.
 
     Raises:
         StorageError: the store cannot be used.
     """
     remote = run_dir.remote
     if remote is None:
-        return run_dir.record_file.is_file()
+        return run_dir if run_dir.record_file.is_file() else None
     try:
-        record = json.loads(remote.read(run_dir.record_file.name))
+        text = remote.read(run_dir.record_file.name)
     except FileNotFoundError:
-        return False
-    except ValueError:
-        record = {}  # damaged: the reader of the copy says so
-    driver = record.get("driver", {})
-    if run_dir.is_original(driver):
-        return True
-    with contextlib.suppress(ValueError):
-        if run_dir.read_record().get("driver", {}) != driver:
-            shutil.rmtree(run_dir.path, ignore_errors=True)
-    remote.fetch(run_dir.record_file.name, run_dir.record_file)
-    age_s = remote.age_s(run_dir.record_file.name)
-    with contextlib.suppress(FileNotFoundError):
-        age_s = min(age_s, remote.age_s(run_dir.lease_file.name))
-    run_dir.lease_file.touch()
-    for file in (run_dir.record_file, run_dir.lease_file):
-        changed_at = time.time() - age_s
-        os.utime(file, (changed_at, changed_at))
-    return True
+        return None
+    record: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, TypeError):  # damaged: the reader of the copy says so
+        record = dict(json.loads(text))
+    output, name, driver = OutputDir.containing(run_dir), name_of(run_dir), record.get("driver", {})
+    staged, copy = output.staged(name), output.copy(name)
+    if staged.is_original(driver):
+        return staged
+    make_private(output.path)
+    copy.path.mkdir(parents=True, exist_ok=True)
+    write_atomically(copy.record_file, text)
+    if record.get("state") in ACTIVE_STATES and not is_visible(driver):
+        files = (copy.record_file, copy.lease_file)
+        changed_at = time.time() - remote.age_s(*(file.name for file in files))
+        copy.lease_file.touch()
+        for file in files:
+            os.utime(file, (changed_at, changed_at))
+    return copy
 
 
 def fetch(run_dir: RunDir, names: Collection[str] | None = None) -> None:
@@ -201,30 +247,13 @@ def fetch(run_dir: RunDir, names: Collection[str] | None = None) -> None:
     """
     if run_dir.remote is None or run_dir.is_original(run_dir.read_record().get("driver", {})):
         return
-    others = (run_dir.record_file, run_dir.lease_file, run_dir.fence_file, run_dir.stop_file, run_dir.checkpoints)
-    not_fetched = {path.name for path in others}
+    not_fetched = (run_dir.record_file.name, *NOT_COPIED)
     for top in run_dir.remote.list():
         if top.name in not_fetched or top.name.startswith(".") or (names is not None and top.name not in names):
             continue
         below = [top.name] if top.is_file else _files(run_dir.remote.child(top.name), top.name)
         for name in below:
             run_dir.remote.fetch(name, run_dir.path / name)
-
-
-def take_over(run_dir: RunDir) -> None:
-    """Make this process the one that writes the run to the store, with its record first. To be called under the lock.
-
-    Raises:
-        OSError: the store cannot be used, or the directory cannot be written.
-    """
-    if run_dir.remote is None:
-        return
-    for folder in (run_dir.log_file(0).parent, run_dir.checkpoints):
-        folder.mkdir(parents=True, exist_ok=True)
-    driver = run_dir.read_record()["driver"]
-    for file in (run_dir.config_file, run_dir.record_file):
-        run_dir.remote.put(file, file.name)
-    write_json(run_dir.origin_file, driver)
 
 
 def remove(run_dir: RunDir) -> None:
@@ -256,14 +285,10 @@ def _is_orphan(run_dir: RunDir) -> bool:
     try:
         if run_dir.read_record().get("state") not in ACTIVE_STATES or run_dir.driver_if_running():
             return False
-        return refresh(run_dir) and run_dir.is_original(run_dir.read_record().get("driver", {}))
+        return (present := refresh(run_dir)) is not None and present.path == run_dir.path
     except (OSError, ValueError):  # an unreadable run is left alone
         return False
 
 
 def _files(remote: Remote, folder: str) -> list[str]:
     return [f"{folder}/{e.name}" for e in remote.list(recursive=True) if e.is_file]
-
-
-def _name_of(run_dir: RunDir) -> str:
-    return "/".join(run_dir.path.parts[-2:])

@@ -113,6 +113,11 @@ class RunDir:
         return self.samples / f"step-{step:06d}-{name}.{suffix}"
 
     @property
+    def logs(self) -> Path:
+        """The output of each rank, and what is written about hangs. On a store, other nodes have folders there."""
+        return self.path / "logs"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -123,11 +128,11 @@ class RunDir:
 
     def stacks_file(self, generation: int) -> Path:
         """The file with the stacks of all ranks from when one of this generation hung."""
-        return self.path / "logs" / f"stacks-generation-{generation}.txt"
+        return self.logs / f"stacks-generation-{generation}.txt"
 
     def flight_file(self, generation: int, rank: int) -> Path:
         """The dump of torch's flight recorder on one rank, from when one of this generation hung."""
-        return self.path / "logs" / f"flight-generation-{generation}-rank-{rank}.json"
+        return self.logs / f"flight-generation-{generation}-rank-{rank}.json"
 
     @property
     def spools(self) -> Path:
@@ -143,7 +148,7 @@ class RunDir:
         return self.spools / "ranks.json"
 
     def log_file(self, rank: int) -> Path:
-        return self.path / "logs" / f"rank-{rank}.log"
+        return self.logs / f"rank-{rank}.log"
 
     @property
     def lease_file(self) -> Path:

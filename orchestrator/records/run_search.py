@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.records.output_dir import OutputDir, find_run
+from orchestrator.records.output_dir import OutputDir, find_run, name_of
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import is_url
 
@@ -65,8 +65,8 @@ class RunSearch:
 
     def name_of(self, run_dir: RunDir) -> str:
         """Return ``<date>/<time>-<name>`` of a run in the first directory, and the location of another one."""
-        first, name = self.outputs[0].path.resolve(), "/".join(run_dir.path.parts[-2:])
-        return name if run_dir.path.parents[1] == first else run_dir.location
+        is_first = OutputDir.containing(run_dir).path == self.outputs[0].path.resolve()
+        return name_of(run_dir) if is_first else run_dir.location
 
     def look_up(self, text: str) -> RunDir:
         """Return the run that a user names, with its present record.
@@ -79,10 +79,13 @@ class RunSearch:
             NoSuchRunError: there is no such run.
             StorageError: a store cannot be used.
         """
-        found = None if text == NEWEST else find_run(text)
-        if found is None and not is_url(text):
-            names = (run for run in self.runs() if text in (NEWEST, run.path.name, "/".join(run.path.parts[-2:])))
-            found = next(names, None)
+        if text == NEWEST:
+            found = next(self.runs(), None)
+        elif (found := find_run(text)) is None and not is_url(text):
+            names = [(name, output) for output in self.outputs for name in output.names()]
+            named = [(n, output) for n, output in names if text in (n, n.partition("/")[2])]
+            newest_first = sorted(named, key=lambda found: found[0], reverse=True)
+            found = next(filter(None, (output.find(name) for name, output in newest_first)), None)
         if found is None:
             raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them")
         return found

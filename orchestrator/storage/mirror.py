@@ -16,7 +16,8 @@ MAX_PAUSE_S = 30.0
 RETRY_AT_END_S = 1.0
 _IDLE_SHARE = 20.0
 """A file that changes all the time is copied for at most this part of the time."""
-_NOT_COPIED = ("checkpoints", "lease", "fence", "stop")
+NOT_COPIED = ("checkpoints", "lease", "fence", "stop")
+"""What others write to the store, in its own way."""
 
 Version = tuple[int, int]
 """Size and time of change of a file."""
@@ -33,7 +34,7 @@ class Mirror:
         every_s: seconds between two rounds.
         masked: copies a log with its secrets masked; the result says whether there was any.
         admitted: whether this process may write to ``remote``; after a False, nothing is copied any more.
-        place: where a file goes, by its name relative to ``source``.
+        place: where a file goes, by its name relative to ``source``; None for one that is not copied.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Mirror:
         every_s: float,
         masked: Callable[[Path, Path], bool],
         admitted: Callable[[], bool] = lambda: True,
-        place: Callable[[str], str] = lambda name: name,
+        place: Callable[[str], str | None] = lambda name: name,
     ):
         self._source = source
         self._remote = remote
@@ -108,6 +109,7 @@ class Mirror:
             StorageError: the store cannot be used.
         """
         source, target = self._source / name, self._place(name)
+        assert target is not None
         try:
             if not name.startswith(f"{LOGS}/"):
                 self._remote.put(source, target)
@@ -122,16 +124,17 @@ class Mirror:
         return None
 
     def _changed(self) -> dict[str, Version]:
-        return {name: version for name, version in _versions(self._source) if self._copied.get(name) != version}
+        found = _versions(self._source)
+        return {n: version for n, version in found if self._place(n) is not None and self._copied.get(n) != version}
 
 
 def _versions(root: Path) -> Iterator[tuple[str, Version]]:
     """Yield the name and version of each file to copy below ``root``."""
     for folder, folders, files in os.walk(root):
         here = Path(folder)
-        folders[:] = [f for f in sorted(folders) if not f.startswith(".") and not (here == root and f in _NOT_COPIED)]
+        folders[:] = [f for f in sorted(folders) if not f.startswith(".") and not (here == root and f in NOT_COPIED)]
         for name in sorted(files):
-            if name.startswith(".") or name.endswith(".lock") or (here == root and name in _NOT_COPIED):
+            if name.startswith(".") or name.endswith(".lock") or (here == root and name in NOT_COPIED):
                 continue
             try:
                 found = (here / name).stat()

@@ -1,7 +1,7 @@
 """A directory on an object store, given by its URL: ``s3://``, or ``file://`` for a file system that all nodes mount.
 
-Other schemes of pyarrow and fsspec are refused, because runs on them fail: ``gs://`` lists no directories, and
-``sftp://`` has one connection, on which one request at a time is possible.
+Other schemes of pyarrow and fsspec are refused. Through pyarrow, ``gs://`` lists no directories that only have files,
+and the ``sftp://`` of fsspec cannot rename a file; the others are untested.
 """
 
 from __future__ import annotations
@@ -158,18 +158,24 @@ class Remote:
         self.write(probe, b"probe")
         self.delete(probe)
 
-    def age_s(self, name: str) -> float:
-        """Return the seconds since the file ``name`` was changed, by the clock of the store.
+    def age_s(self, *names: str) -> float:
+        """Return the seconds since the last change of any of the files ``names``, by the clock of the store.
 
         The age is 0 if the store does not tell when its files change.
+
+        Raises:
+            FileNotFoundError: none of them exists.
         """
         probe = f".probe-{uuid.uuid4().hex}"
         self.write(probe, b"probe")
         try:
-            now, changed_at = (self._call("look up", n, _changed_at) for n in (probe, name))
+            found = {entry.name: entry.changed_at for entry in self.list()}
         finally:
             self.delete(probe)
-        return 0.0 if now is None or changed_at is None else now - changed_at
+        now, times = found.get(probe), [found[name] for name in names if name in found]
+        if not times:
+            raise FileNotFoundError(f"{self} has none of the files {', '.join(names)}")
+        return min(0.0 if now is None or changed_at is None else now - changed_at for changed_at in times)
 
     def delete(self, name: str) -> None:
         """Delete the file ``name``, which may not exist."""
@@ -285,8 +291,8 @@ def _open(url: str, timeout_s: float) -> tuple[Any, str]:
         files, path = FileSystem.from_uri(url)
         return files, path
     raise StorageError(
-        f"output_dir={url}: {parts.scheme}:// is not supported; use s3://, with endpoint_override for a store other than "
-        "AWS that has this protocol, or mount it on every node and give the path"
+        f"output_dir={url}: {parts.scheme}:// is not supported; use s3:// if the store has that protocol "
+        "(endpoint_override names another server than that of AWS), or mount it on every node and give the path"
     )
 
 
@@ -320,12 +326,3 @@ def _copy(source: IO[bytes] | Any, target: IO[bytes] | Any, progressed: Callable
 def _chunks(source: IO[bytes] | Any) -> Iterator[bytes]:
     while chunk := source.read(_CHUNK_BYTES):
         yield chunk
-
-
-def _changed_at(files: Any, path: str, _: Callable[[], None]) -> float | None:
-    from pyarrow.fs import FileType
-
-    info = files.get_file_info(path)
-    if info.type == FileType.NotFound:
-        raise FileNotFoundError(path)
-    return None if info.mtime is None else float(info.mtime.timestamp())

@@ -39,9 +39,9 @@ from orchestrator.protocol.messages import (
     WorkerEnvironment,
     WorkerInfo,
 )
+from orchestrator.records import staged
 from orchestrator.records.rank_log import log_header
 from orchestrator.records.run_dir import RunDir
-from orchestrator.storage.staging import make_private
 from orchestrator.strategies import registry
 from orchestrator.worker import failures
 from orchestrator.worker.control import rendezvous
@@ -217,8 +217,7 @@ class Worker:
                     run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
                 )
             else:
-                make_private(run_dir.path.parents[1])
-                run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
+                staged.enter(run_dir)
             if log != self.log:
                 _redirect_output(log, self.redactor)
                 self.log = log

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +30,11 @@ class S3Server:
 
     def __init__(self) -> None:
         self.port = free_port()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self.process = subprocess.Popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=self._log,
         )
 
     @property
@@ -46,6 +50,11 @@ class S3Server:
         """Refuse requests from now on that no user of the server has signed."""
         url = f"{self.environment['AWS_ENDPOINT_URL']}/moto-api/reset-auth"
         urlopen(Request(url, data=b"0", headers={"Content-Type": "text/plain"}), timeout=10).close()
+
+    def requests(self) -> list[str]:
+        """The requests so far, such as ``GET /training/runs/a HTTP/1.1``."""
+        text = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode()
+        return re.findall(r'"([A-Z]+ /[^"]*)"', text)
 
     def accepts(self) -> bool:
         try:

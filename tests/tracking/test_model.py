@@ -22,8 +22,9 @@ from jobs.digits import Digits
 from orchestrator import sync
 from orchestrator.export.program import NotExportedError, export_program, prediction_inputs
 from orchestrator.records.journal import Journal
-from orchestrator.records.output_dir import find_run, push_records, take_over
+from orchestrator.records.output_dir import find_run, push_records
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.staged import announce
 from orchestrator.state import checkpoint
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import TrainState
@@ -108,7 +109,7 @@ def moved_to_a_store(run_dir: RunDir, store: Path) -> str:
     (saved,) = checkpoint.list_checkpoints(stored.checkpoints)
     CheckpointStore(stored.checkpoints, stored.remote_checkpoints).upload(saved.name, fence=None)
     stored.update_record(location=stored.location)
-    take_over(stored)
+    announce(stored)
     push_records(stored)
     shutil.rmtree(stored.path)
     return stored.location

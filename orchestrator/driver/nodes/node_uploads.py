@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import socket
 import time
-import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
+from orchestrator.records import staged
+from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.mirror import LOGS, Mirror
-from orchestrator.storage.staging import make_private
 
 ANSWER_TIMEOUT_S = 5.0
 """The time in which a node answers, besides its uploads."""
+_OF_WORKERS = ("samples", "profile")
+"""The folders in which workers write, besides that of the logs."""
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
@@ -31,29 +32,16 @@ class NodeUpload:
 
     Args:
         run_dir: where they write on this node, and where that goes.
-        uid: the id of the run. If its record is here, the driver uploads from this directory.
+        driver: the process that drives the run. If it writes to this directory too, it uploads from there.
         config: the intervals and limits.
         secrets: texts to mask in logs.
     """
 
-    def __init__(self, run_dir: RunDir, uid: str, config: StorageConfig, secrets: Sequence[str]):
+    def __init__(self, run_dir: RunDir, driver: Mapping[str, Any], config: StorageConfig, secrets: Sequence[str]):
         self._run_dir = run_dir
-        self._mirror: Mirror | None = None
-        assert run_dir.remote is not None
-        with contextlib.suppress(ValueError):
-            if run_dir.read_record().get("uid") == uid:
-                return
-        make_private(run_dir.path.parents[1])
-        run_dir.path.mkdir(parents=True, exist_ok=True)
         redactor = Redactor.of_process()
         redactor.learn({"secrets": secrets})
-        self._mirror = Mirror(
-            run_dir.path,
-            run_dir.remote,
-            every_s=config.upload_every_s,
-            masked=redactor.copy_file,
-            place=functools.partial(place_of, folder=f"{socket.gethostname()}-{_staging_id(run_dir.path)}"),
-        )
+        self._mirror = mirror_of(run_dir, driver, every_s=config.upload_every_s, masked=redactor.copy_file)
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the contents of those of the files ``names`` of the run directory that are here."""
@@ -71,9 +59,9 @@ class NodeUpload:
 class NodeUploads:
     """The uploads of a run from other nodes than the driver's; does nothing if ``output_dir`` is a directory."""
 
-    def __init__(self, run_dir: RunDir, uid: str, config: StorageConfig, secrets: Sequence[str]):
+    def __init__(self, run_dir: RunDir, config: StorageConfig, secrets: Sequence[str]):
         self._run_dir = run_dir
-        self._uid = uid
+        self._driver = this_process()
         self._config = config
         self._secrets = tuple(secrets)
         self._actors: dict[str, Any] = {}  # by node id
@@ -85,7 +73,7 @@ class NodeUploads:
         for node_id in set(node_ids) - {ray.get_runtime_context().get_node_id()} - self._actors.keys():
             on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
             options = NodeUpload.options(scheduling_strategy=on_node)  # type: ignore[attr-defined]
-            self._actors[node_id] = options.remote(self._run_dir, self._uid, self._config, self._secrets)
+            self._actors[node_id] = options.remote(self._run_dir, self._driver, self._config, self._secrets)
 
     def bring(self, node_id: str, paths: Collection[Path]) -> None:
         """Copy files of the run directory from a node to the driver, if both have them in different directories."""
@@ -120,15 +108,24 @@ class NodeUploads:
         return f"not uploaded from other nodes: {'; '.join(left)} (in {self._run_dir.path} there)" if left else None
 
 
-def place_of(name: str, *, folder: str) -> str:
-    """Return where a file of another node than the driver's goes: each node has a folder of its own for logs."""
+def mirror_of(
+    run_dir: RunDir, driver: Mapping[str, Any], *, every_s: float, masked: Callable[[Path, Path], bool]
+) -> Mirror | None:
+    """Start to copy to the store what workers write to the directory here; None if ``driver`` does so itself."""
+    assert run_dir.remote is not None
+    if run_dir.is_original(driver):
+        return None
+    staged.enter(run_dir)
+    place = functools.partial(_place_of, folder=staged.folder_of_node(run_dir))
+    return Mirror(run_dir.path, run_dir.remote, every_s=every_s, masked=masked, place=place)
+
+
+def _place_of(name: str, *, folder: str) -> str | None:
+    """Return where a file of another node than the driver's goes: each node has a folder of its own for logs.
+
+    None for the records, which only the driver writes: the ones here are those of an earlier driver.
+    """
     head, _, rest = name.partition("/")
-    return f"{LOGS}/{folder}/{rest}" if head == LOGS else name
-
-
-def _staging_id(path: Path) -> str:
-    """Return an id of the directory ``path``: logs in a new one must not replace those that an earlier one has left."""
-    file = path / ".staging-id"
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:8])
-    return file.read_text()
+    if head == LOGS:
+        return f"{LOGS}/{folder}/{rest}"
+    return name if head in _OF_WORKERS else None

@@ -8,7 +8,7 @@ import platform
 import shlex
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import to_yaml
@@ -23,9 +23,10 @@ from orchestrator.driver.process.origin import HERE, Origin
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.records.machine import machine_facts
-from orchestrator.records.output_dir import OutputDir, take_over
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.staged import announce, take_over
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
 _RECORDED_TRACKING = ("uri", "experiment", "request_timeout_s", "flush_timeout_s", "log_model", "log_dataset")
@@ -37,6 +38,7 @@ def open_run(
     plan: Plan,
     resume: Resume | None,
     *,
+    seen: Collection[str] = (),
     command: str,
     sweep: Mapping[str, str] | None,
     redactor: Redactor,
@@ -50,6 +52,7 @@ def open_run(
         job: its fields are part of the recorded configuration.
         plan: how the run begins.
         resume: the run to continue; None for a new one.
+        seen: the directories of runs that the search for one to continue has found.
         command: the command line of the run.
         sweep: the id and name of the sweep that the run belongs to; None if it belongs to none.
         redactor: masks secrets in everything that is written.
@@ -82,14 +85,14 @@ def open_run(
     try:
         output.prepare()
         with output.locked():
-            refuse_if_taken(config, resume)
-            run_dir = resume.run_dir if resume else output.create(plan.run_name)
+            refuse_if_taken(config, resume, seen)
+            run_dir = take_over(resume.run_dir) if resume else output.create(plan.run_name)
             run_dir.reserve_space()
             run_dir.config_file.write_text(to_yaml(recorded))
             uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
             started = {"uid": uid, "started": time.time(), "location": run_dir.location}
             run_dir.update_record(**redactor.data({**record, **started}))
-            take_over(run_dir)
+            announce(run_dir)
     except OSError as e:
         raise ConfigError([unwritable(config, e)]) from e
     return run_dir, uid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.reports import left_run
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
-from orchestrator.records.output_dir import OutputDir, fetch, refresh, split_run
+from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import CheckpointError, read_manifest
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -48,7 +48,9 @@ class Resume:
     train: TrainConfig
 
 
-def find_resume(config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor) -> Resume | None:
+def find_resume(
+    config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor, seen: set[str] | None = None
+) -> Resume | None:
     """Find the run that ``resume`` asks for, or the one that the driver before this one has left.
 
     Args:
@@ -56,6 +58,7 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
         job: to compare its model with the checkpoint; None if it has errors itself.
         warnings: receives what the user should know, such as damaged checkpoints and changed settings.
         redactor: masks secrets in settings, as it did in the record of the run.
+        seen: receives the names of the directories of the runs that ``resume=auto`` has looked at.
 
     Returns:
         None to start a new run.
@@ -70,7 +73,7 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
         return None
     try:
         if config.resume == "auto":
-            run_dir = _unfinished_run(config, output_dir(config), warnings)
+            run_dir = _unfinished_run(config, warnings, set() if seen is None else seen)
             if run_dir is None:
                 return None
         else:
@@ -111,12 +114,12 @@ def find_resume(config: Config, job: Job | None, *, warnings: list[str], redacto
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver, train=train)
 
 
-def refuse_if_taken(config: Config, resume: Resume | None) -> None:
-    """Refuse the run if another process has taken it since :func:`find_resume`."""
+def refuse_if_taken(config: Config, resume: Resume | None, seen: Collection[str]) -> None:
+    """Refuse the run if another process has taken it since :func:`find_resume`, which has ``seen`` these runs."""
     if resume is not None:
-        refresh(resume.run_dir)
-        _refuse_if_running(config, resume.run_dir)
-        if resume.run_dir.read_record().get("driver", {}) != resume.driver:
+        present = refresh(resume.run_dir) or resume.run_dir
+        _refuse_if_running(config, present)
+        if present.read_record().get("driver", {}) != resume.driver:
             raise ConfigError(
                 [
                     f"resume={config.resume}: another process has continued {resume.run_dir.location}; start the "
@@ -124,7 +127,7 @@ def refuse_if_taken(config: Config, resume: Resume | None) -> None:
                 ]
             )
     elif config.resume == "auto":
-        for run_dir in _unfinished_runs(output_dir(config), config.run_name, warnings=[]):
+        for run_dir in _unfinished_runs(config, warnings=[], seen=set(seen)):
             _refuse_if_running(config, run_dir)
 
 
@@ -139,14 +142,14 @@ def _refuse_if_running(config: Config, run_dir: RunDir) -> None:
         )
 
 
-def _unfinished_run(config: Config, output: OutputDir, warnings: list[str]) -> RunDir | None:
+def _unfinished_run(config: Config, warnings: list[str], seen: set[str]) -> RunDir | None:
     """Return the newest unfinished run of this name that has a checkpoint, None to start a new run.
 
     Raises:
         ConfigError: that run, or a newer one, is still running.
     """
     without: list[str] = []
-    for run_dir in _unfinished_runs(output, config.run_name, warnings):
+    for run_dir in _unfinished_runs(config, warnings, seen):
         _refuse_if_running(config, run_dir)
         if CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
             warnings.extend(f"resume=auto: {path} has no checkpoint; an older run is continued" for path in without)
@@ -159,15 +162,17 @@ def _unfinished_run(config: Config, output: OutputDir, warnings: list[str]) -> R
     return None
 
 
-def _unfinished_runs(output: OutputDir, name: str, warnings: list[str]) -> Iterator[RunDir]:
-    """Yield the unfinished runs of this name, the newest first."""
-    for run_dir in output.runs():
+def _unfinished_runs(config: Config, warnings: list[str], seen: set[str]) -> Iterator[RunDir]:
+    """Yield the unfinished runs of this name that were not ``seen`` before, the newest first, and enter them there."""
+    output = output_dir(config)
+    for run_dir in output.runs([name for name in output.names(config.run_name) if name not in seen]):
+        seen.add(name_of(run_dir))
         try:
             record = run_dir.read_record()
         except ValueError as e:
             warnings.append(f"run skipped: {e}")
             continue
-        if record.get("name") == name and record.get("state") != "finished":
+        if record.get("name") == config.run_name and record.get("state") != "finished":
             yield run_dir
 
 
@@ -183,14 +188,14 @@ def _named_run(config: Config) -> RunDir:
     for path in places:
         if (path / "run.json").is_file():
             return RunDir(path.resolve())
-    names = {f"{r.path.parent.name}/{r.path.name}": r for r in output.runs()}
-    matches = [r for name, r in names.items() if text in (name, r.path.name)]
-    if len(matches) == 1:
-        return matches[0]
+    names = output.names()
+    matches = [name for name in names if text in (name, name.partition("/")[2])]
+    if len(matches) == 1 and (found := output.find(matches[0])) is not None:
+        return found
     looked = " or ".join(dict.fromkeys(str(path / "run.json") for path in places))
-    known = did_you_mean(text, list(names)[:8]) if names else f"there are no runs below {output} (output_dir)"
+    known = did_you_mean(text, names[:8]) if names else f"there are no runs below {output} (output_dir)"
     if len(matches) > 1:
-        known = f"several runs have this name: {', '.join(name for name, run in names.items() if run in matches)}"
+        known = f"several runs have this name: {', '.join(matches)}"
     raise ConfigError([f"resume={text}: no run directory there; {known} (looked for {looked})"])
 
 

@@ -109,7 +109,7 @@ class Run:
             spec.config, self._plan, self._aggregator, events, uploader, records, show_page=add_tracking_page
         )
         self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
-        self._node_uploads = NodeUploads(spec.run_dir, spec.run_uid, spec.config.storage, spec.secrets)
+        self._node_uploads = NodeUploads(spec.run_dir, spec.config.storage, spec.secrets)
         self._lease = lease
         self._queue = QueuePlace(
             spec.queue_entry,

@@ -72,3 +72,13 @@ def test_the_verb_says_if_the_ranks_have_written_nothing(run: RunDir, capsys: py
     assert logs.main([str(run.path)]) == 0
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", f"logs: the ranks of {run.path} have written nothing\n")
+
+
+def test_a_reader_goes_on_in_another_directory_of_the_run(run: RunDir, tmp_path: Path) -> None:
+    """As on the host of a driver that has died, when another host continues the run."""
+    reader = LogReader(run, [10])
+    reader.read()
+    copy = RunDir(tmp_path / "copy")
+    write(copy, 10, "a10\nb10\nc10\n")
+    reader.move_to(copy)
+    assert reader.read() == [LogLine(10, "c10")]

@@ -43,7 +43,7 @@ RULES = {
     "worker.data":    ("job planning protocol records compat state strategies worker.control", "torch"),
     "worker.reports": ("job config protocol records compat state strategies worker.control "
                        "worker.measure",                                                       "torch"),
-    "worker":         ("job storage config protocol records compat state strategies worker.process "
+    "worker":         ("job config protocol records compat state strategies worker.process "
                        "worker.control worker.measure worker.data worker.reports",             "torch ray"),
     "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("job config planning protocol compat display worker.process driver.process", "ray"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.object_store import OUTPUT, S3Server, s3  # noqa: F401 - s3 is a fixture
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
@@ -28,12 +29,14 @@ from orchestrator.protocol.events import Event, Warned
 from orchestrator.records import lease as leases
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.output_dir import fetch, find_run
+from orchestrator.records.output_dir import OutputDir, fetch, find_run
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import LEASE_S, RunDir
+from orchestrator.records.staged import enter, folder_of_node
 from orchestrator.state.checkpoint import save
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import capture
+from orchestrator.storage.remote import Remote
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 
@@ -70,11 +73,12 @@ def config_of(folder: Path, host: str, *words: str, url: str = "") -> Config:
 
 def start(config: Config, together: threading.Barrier | None = None) -> RunDir:
     """Start or continue a run as a launch does it; ``together`` with others that have found the same run."""
-    resume = find_resume(config, JOB, warnings=[], redactor=Redactor())
+    seen: set[str] = set()
+    resume = find_resume(config, JOB, warnings=[], redactor=Redactor(), seen=seen)
     if together is not None:
         together.wait(30)
     plan = make_plan(config, registry.load(config.strategy.name), NODES, oversubscribe_cpus=True)
-    run_dir, _ = open_run(config, JOB, plan, resume, command="", sweep=None, redactor=Redactor())
+    run_dir, _ = open_run(config, JOB, plan, resume, seen=seen, command="", sweep=None, redactor=Redactor())
     return run_dir
 
 
@@ -248,6 +252,101 @@ def test_commands_read_a_run_by_its_url(tmp_path: Path, monkeypatch: pytest.Monk
         fetch(found)
         assert found.metrics_file.read_text() == text
     assert find_run(f"file://{tmp_path}/store/2020-01-01/nothing") is None
+
+
+def write_as_worker(folder: Path, host: str, run_dir: RunDir) -> RunDir:
+    """Write what a worker on ``host`` does, if the driver of the run is elsewhere; returns the directory there."""
+    there = output_of(folder, host).staged("/".join(run_dir.path.parts[-2:]))
+    enter(there)
+    for file in ("logs/rank-1.log", ".spools/node-1", "samples/step-000001-text.txt"):
+        (there.path / file).parent.mkdir(exist_ok=True)
+        (there.path / file).write_text("of the worker")
+    folder_of_node(there)
+    (there.checkpoints / "step-00000001").mkdir()
+    (there.checkpoints / "step-00000001" / "model.safetensors").write_text("of the worker")
+    return there
+
+
+def output_of(folder: Path, host: str) -> OutputDir:
+    return OutputDir.of(f"file://{folder}/store", staging_dir=str(folder / host))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_reader_on_the_node_of_a_worker_changes_nothing_of_the_run(tmp_path: Path) -> None:
+    run_dir = start(config_of(tmp_path, "here"))
+    (stored(run_dir, tmp_path) / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n')
+    there = write_as_worker(tmp_path, "there", run_dir)
+    before = contents(there.path)
+    for _ in range(2):
+        (read,) = output_of(tmp_path, "there").runs()
+        fetch(read)
+        assert read.read_record()["state"] == "waiting"
+        assert read.metrics_file.exists()
+        assert contents(there.path) == before
+        set_driver(stored(run_dir, tmp_path), {**ELSEWHERE, "pid": 1})
+    with pytest.raises(ConfigError, match="still running"):
+        start(config_of(tmp_path, "there", "resume=auto"))
+    assert contents(there.path) == before
+
+
+def test_a_driver_on_the_node_of_a_worker_keeps_what_that_has_written(tmp_path: Path) -> None:
+    first = start(config_of(tmp_path, "here"))
+    add_checkpoint(first, 3)
+    run = stored(first, tmp_path)
+    there = write_as_worker(tmp_path, "there", first)
+    of_node = folder_of_node(there)
+    (run / "logs" / of_node).mkdir(parents=True)
+    (run / "logs" / of_node / "rank-1.log").write_text("of the")
+    (run / "logs" / "rank-0.log").write_text("of the first")
+    set_driver(run, ELSEWHERE, state="failed")
+    second = start(config_of(tmp_path, "there", "resume=auto"))
+    assert second.path == there.path
+    assert (second.path / ".spools" / "node-1").read_text() == "of the worker"
+    logs = {str(p.relative_to(second.logs)): p.read_text() for p in second.logs.rglob("*.log")}
+    assert logs == {"rank-0.log": "of the first", f"{of_node}/rank-1.log": "of the worker"}
+    assert (second.checkpoints / "step-00000003" / "manifest.json").is_file()
+
+
+def test_what_a_dead_driver_has_left_goes_before_others_write_there(tmp_path: Path) -> None:
+    first = start(config_of(tmp_path, "here"))
+    first.log_file(0).write_text("of the first")
+    enter(first)
+    assert first.log_file(0).exists(), "its driver lives"
+    first.update_record(driver={**this_process(), "boot_id": "of a host that is not visible from here"})
+    enter(first)
+    assert first.log_file(0).exists(), "its driver may live"
+    first.update_record(driver={**this_process(), "start_ticks": 0})
+    enter(first)
+    assert contents(first.path) == {}
+
+
+def test_a_search_for_a_run_to_continue_reads_the_records_of_this_name_once(
+    s3: S3Server,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    def add(name: str, numbers: range) -> None:
+        for number in numbers:
+            old = Remote(f"{OUTPUT}/2026-01-01/10-00-{number:02d}-{name}", timeout_s=5)
+            old.write("run.json", json.dumps({"name": name, "state": "finished", "driver": ELSEWHERE}).encode())
+
+    def requests_of_a_start() -> list[str]:
+        before = len(s3.requests())
+        run_dir = start(config_of(tmp_path, "here", "resume=auto", "name=wanted", url=OUTPUT))
+        requests = s3.requests()[before:]
+        Remote(OUTPUT, timeout_s=5).delete_directory(run_dir.path.parent.name)
+        return requests
+
+    add("wanted", range(2))
+    few = requests_of_a_start()
+    add("wanted", range(2, 20))
+    add("other", range(20, 30))
+    many = requests_of_a_start()
+    read = [request.split()[1] for request in many if request.startswith("GET") and "run.json" in request]
+    assert sorted(read) == [f"/training/runs/2026-01-01/10-00-{n:02d}-wanted/run.json" for n in range(20)]
+    assert len(many) - len(few) <= 2 * 18, "one HEAD and one GET for each"
 
 
 def test_a_url_with_a_query_can_be_typed(tmp_path: Path) -> None:
