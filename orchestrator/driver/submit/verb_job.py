@@ -15,7 +15,7 @@ from orchestrator.display.marked_output import MarkedLog
 from orchestrator.driver.process.origin import origin_of_submission
 from orchestrator.driver.submit.job_submission import JobServer, Submission
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def run_as_job(verb: str, words: Sequence[str], address: str) -> int:

@@ -16,7 +16,7 @@ from orchestrator.compat.torch import own_buffers, own_parameters, version_of
 
 Returned = TypeVar("Returned")
 
-_OWN_FILES = Path(__file__).resolve().parents[1]
+_OWN_FILES = Path(__file__).resolve().parents[2]
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib"))
 
 
