@@ -17,8 +17,9 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from helpers.disks import require_mounts
-from helpers.runs import events_below, last_step, wait_for
+from helpers.runs import events_below, last_step, wait_for, wait_for_step
 from helpers.unfit import other_torch
+from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
 WORDS = (
@@ -259,6 +260,33 @@ def test_with_a_spare_elsewhere_a_lost_node_costs_no_step(cluster: Cluster, star
     summary = run.finish()
     assert run.sizes() == [(2, 2, None)]
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
+
+
+@pytest.mark.campaign
+def test_the_verdict_comes_last_if_the_head_is_lost_for_good(
+    launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would end the driver, with a line of its own."""
+    patience = {RECONNECT_TIMEOUT: "25", "RAY_AUTH_MODE": "disabled"}
+    for name, value in patience.items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    address = cluster.address
+    try:
+        words = ("strategy.num_workers=2", "train.steps=100000", "checkpoint.every=10")
+        kept = [word for word in WORDS if not word.startswith("checkpoint.every")]
+        process = launch(*kept, *words, f"cluster.address={address}", **patience)
+        run_dir = wait_for_step(tmp_path, 30)
+        cluster.head_node.kill_gcs_server()
+        output, _ = process.communicate(timeout=100)
+    finally:
+        cluster.shutdown()
+    assert process.returncode == 1, output
+    assert f"failed: the head of the Ray cluster ({address}) has not answered for " in output
+    verdict = output[output.index(f"run directory: {run_dir}", output.index("failed: ")) :].splitlines()
+    assert [line.partition(":")[0] for line in verdict] == ["run directory", "next", "next"]
+    assert f" resume={run_dir}" in verdict[1]
+    assert json.loads((run_dir / "run.json").read_text())["state"] == "failed"
 
 
 @pytest.mark.campaign

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 
 import grpc
 
 from orchestrator.compat.ray.internals import Internal, find_internal, replaced
 from orchestrator.compat.ray.process import ray_logs_errors_only
+
+RECONNECT_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""The environment variable that says after how many seconds without the GCS server Ray ends a process."""
+_DEFAULT_RECONNECT_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 600
+"""The time that this process has in addition, to end by itself."""
 
 
 def own_ray_has_died() -> bool:
@@ -31,6 +39,34 @@ def address_of_ray_start() -> str | None:
     """Return ``host:port`` of the Ray that ``ray start`` left running on this machine; None if there is none."""
     address: str | None = find_internal(Internal.READ_ADDRESS)(None)
     return address
+
+
+def reconnect_timeout_s() -> float:
+    """Return after how many seconds without the GCS server a node of the cluster ends, as far as it is known here."""
+    try:
+        return float(os.environ[RECONNECT_TIMEOUT])
+    except (KeyError, ValueError):
+        return _DEFAULT_RECONNECT_TIMEOUT_S
+
+
+@contextlib.contextmanager
+def outliving_gcs() -> Iterator[None]:
+    """Join a cluster in this context to outlive its GCS server by minutes; Ray would end this process with its nodes.
+
+    Ray does so without an exception, from a thread in C++, and with a line of its own on stderr. Each of its clients
+    keeps the timeout that is set when it is made; all of them are made here.
+    """
+    before = os.environ.get(RECONNECT_TIMEOUT)
+    os.environ[RECONNECT_TIMEOUT] = str(int(reconnect_timeout_s()) + _END_TIMEOUT_S)
+    find_internal(Internal.CONFIG).initialize("")  # reads the environment
+    try:
+        yield
+        find_internal(Internal.GCS_ACCESSOR)()
+    finally:
+        if before is None:
+            del os.environ[RECONNECT_TIMEOUT]
+        else:
+            os.environ[RECONNECT_TIMEOUT] = before
 
 
 def loopback_accepted() -> contextlib.AbstractContextManager[None]:

@@ -23,6 +23,7 @@ class Internal(StrEnum):
     SET_SIGTERM_HANDLER = "ray._private.utils.set_sigterm_handler"
     POPEN = "ray._private.services.ConsolePopen"
     PRINT = "ray._private.worker.print_to_stdstream"
+    CONFIG = "ray._raylet.Config"
     NODE = "ray._private.worker._global_node"
     DEAD_PROCESSES = "ray._private.node.Node.dead_processes"
     DRAINING_NODES = "ray._private.state.state.get_draining_nodes"

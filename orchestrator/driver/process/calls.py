@@ -11,6 +11,7 @@ import ray.exceptions
 
 from orchestrator.compat.ray.cluster import died_with_node
 from orchestrator.compat.ray.connection import own_ray_has_died
+from orchestrator.driver.process.head_watch import why_head_lost
 from orchestrator.policy.failure import CauseOfDeath
 
 CHECK_EVERY_S = 0.5
@@ -36,13 +37,17 @@ class NoAnswerError(GangError):
 
 
 def check_ray() -> None:
-    """Check that the Ray that this process started lives; no call to a dead one would return.
+    """Check that the Ray that this process started, or the head of the one that it joined, lives.
+
+    No call to a dead one would return.
 
     Raises:
         GangError: it is dead.
     """
     if own_ray_has_died():
         raise GangError("Ray's processes on this machine were killed, or ran out of memory; start the run again")
+    if (why := why_head_lost()) is not None:
+        raise GangError(why)
 
 
 def cause_of_death(error: ray.exceptions.RayError) -> CauseOfDeath | None:

@@ -23,6 +23,7 @@ from orchestrator.compat.ray.connection import (
     is_node_of,
     is_ray_client,
     loopback_accepted,
+    outliving_gcs,
     probe_gcs,
     use_token_of_user,
 )
@@ -34,6 +35,7 @@ from orchestrator.compat.ray.process import (
 )
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
+from orchestrator.driver.process.head_watch import watched_head
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import without_excluded
 
@@ -155,14 +157,21 @@ def connected(address: str, *, metadata: dict[str, str] | None = None) -> Iterat
         ConfigError: Ray cannot join the cluster.
     """
     if ray.is_initialized():
-        yield
+        with _watched_head():
+            yield
         return
     with _shut_down_afterwards():
         try:
-            _init(address=gcs_address(address), job_config=JobConfig(metadata=metadata))
+            with outliving_gcs():
+                _init(address=gcs_address(address), job_config=JobConfig(metadata=metadata))
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
             raise ConfigError([f"{_to_cli(address)}: {version_error(str(e)) or _in_one_line(e)}"]) from e
-        yield
+        with _watched_head():
+            yield
+
+
+def _watched_head() -> contextlib.AbstractContextManager[None]:
+    return watched_head(ray.get_runtime_context().gcs_address)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from orchestrator.compat.ray_job import submission_id
@@ -86,6 +86,7 @@ def launch_with_restarts(words: Sequence[str], restarts: int, redactor: Redactor
             print(f"{how}; starting it again ({number} of {restarts})", file=sys.stderr, flush=True)
             time.sleep(RESTART_DELAY_S)
             if child.stop_signal is not None:
+                end = replace(end, code=128 + child.stop_signal)
                 break
     if left is None or end.is_reported:
         return end.exit_code
