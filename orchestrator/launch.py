@@ -93,16 +93,16 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
 
 def _sweep(overrides: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:
     from orchestrator.driver.candidates import check_all
-    from orchestrator.driver.session import run_sweep
     from orchestrator.driver.sweep.sweep import open_sweep
+    from orchestrator.driver.sweep_session import run_sweep
 
     sweep, remaining = open_sweep(overrides, runs, redactor)
     return run_sweep(check_all(remaining, redactor, sweep=sweep), sweep)
 
 
 def _search(overrides: Sequence[str], preset: Mapping[str, str], redactor: Redactor) -> int:
-    from orchestrator.driver.session import run_search
     from orchestrator.driver.sweep.search import open_search
+    from orchestrator.driver.sweep_session import run_search
 
     return run_search(open_search(overrides, preset, redactor))
 

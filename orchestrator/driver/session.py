@@ -22,10 +22,10 @@ from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.display.text import count
 from orchestrator.driver.auto.decision import NotMeasuredError
-from orchestrator.driver.candidates import Candidate, check_all, planned_on, this_machine, with_choice
+from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
 from orchestrator.driver.code.given_job import pickle_job
 from orchestrator.driver.code.worker_code import CodeCache
-from orchestrator.driver.ending import RunEnding, commands_for_page
+from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
@@ -46,7 +46,6 @@ from orchestrator.driver.reporting.prometheus import PrometheusSink
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.driver.run.left_reports import take_left_reports
 from orchestrator.driver.run.run import Run
-from orchestrator.driver.sweep.search import Search
 from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
@@ -58,9 +57,8 @@ from orchestrator.protocol.events import RunEnded, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import end_with_parent, process_started_at
-from orchestrator.records.run_dir import RunDir
 from orchestrator.records.sweep_dir import membership
-from orchestrator.tracking.uploader import Uploader, recover_orphans, report_sweep
+from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 if TYPE_CHECKING:
     from orchestrator.driver.auto.chooser import Chooser
@@ -92,10 +90,10 @@ def run_all(
     if (part_of := membership()) is not None:
         end_with_parent(signal.SIGTERM)
     with StopSignals(owns_process=owns_process) as stop:
-        return _run_all(candidates, stop, sweep=sweep, part_of=part_of, started_at=started_at)
+        return execute_all(candidates, stop, sweep=sweep, part_of=part_of, started_at=started_at)
 
 
-def _run_all(
+def execute_all(
     candidates: Sequence[Candidate],
     stop: StopSignals,
     *,
@@ -137,56 +135,6 @@ def _run_all(
             for number, (c, sizes) in enumerate(planned)
         ]
         return sweep.run_in_turn(runs, stop)
-
-
-def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
-    """Execute the runs of a sweep, compare them at the end, and upload the comparison. Raises like :func:`run_all`.
-
-    Returns:
-        The largest exit code of the runs.
-    """
-    results: list[RunResult] = []
-    try:
-        results = run_all(candidates, owns_process=True, sweep=sweep)
-    finally:
-        sweep.end()
-    if results:
-        _publish(sweep, candidates[0], results[-1])
-    return sweep.exit_code
-
-
-def run_search(search: Search) -> int:
-    """Execute the runs of a search, compare them at the end, and upload the comparison.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError, KeyboardInterrupt, SystemExit: see :meth:`Search.run` and :func:`run_all`.
-    """
-    ran: list[tuple[Candidate, RunResult]] = []
-
-    def execute(overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
-        started_at = time.time() if ran else process_started_at()
-        (candidate,) = check_all([overrides], search.sweep.redactor)
-        (result,) = _run_all([candidate], stop, part_of=sweep, started_at=started_at)
-        ran.append((candidate, result))
-        return result
-
-    with StopSignals(owns_process=True) as stop:
-        exit_code = search.run(execute, stop)
-    if ran:
-        _publish(search.sweep, *ran[-1])
-    return exit_code
-
-
-def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
-    """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
-    report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
-    for command in commands_for_page(candidate.config.tracking, this_origin()):
-        sweep.say(f"next: {command}")
-    if page := last.summary.get("mlflow_page"):
-        sweep.say(f"charts: {page}")
 
 
 def _print_plans(

@@ -1,0 +1,68 @@
+"""One launch of several runs: a sweep, or a search, with the comparison at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from orchestrator.driver.candidates import Candidate, check_all
+from orchestrator.driver.ending import commands_for_page
+from orchestrator.driver.process.origin import this_origin
+from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.session import execute_all, run_all
+from orchestrator.driver.sweep.search import Search
+from orchestrator.driver.sweep.sweep import Sweep
+from orchestrator.records.process import process_started_at
+from orchestrator.records.run_dir import RunDir
+from orchestrator.tracking.uploader import report_sweep
+
+
+def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
+    """Execute the runs of a sweep, compare them at the end, and upload the comparison. Raises like :func:`run_all`.
+
+    Returns:
+        The largest exit code of the runs.
+    """
+    results: list[RunResult] = []
+    try:
+        results = run_all(candidates, owns_process=True, sweep=sweep)
+    finally:
+        sweep.end()
+    if results:
+        _publish(sweep, candidates[0], results[-1])
+    return sweep.exit_code
+
+
+def run_search(search: Search) -> int:
+    """Execute the runs of a search, compare them at the end, and upload the comparison.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError, KeyboardInterrupt, SystemExit: see :meth:`Search.run` and :func:`run_all`.
+    """
+    ran: list[tuple[Candidate, RunResult]] = []
+
+    def execute(overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
+        started_at = time.time() if ran else process_started_at()
+        (candidate,) = check_all([overrides], search.sweep.redactor)
+        (result,) = execute_all([candidate], stop, part_of=sweep, started_at=started_at)
+        ran.append((candidate, result))
+        return result
+
+    with StopSignals(owns_process=True) as stop:
+        exit_code = search.run(execute, stop)
+    if ran:
+        _publish(search.sweep, *ran[-1])
+    return exit_code
+
+
+def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
+    """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
+    report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
+    for command in commands_for_page(candidate.config.tracking, this_origin()):
+        sweep.say(f"next: {command}")
+    if page := last.summary.get("mlflow_page"):
+        sweep.say(f"charts: {page}")
