@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -103,6 +104,18 @@ def test_a_run_that_has_finished_is_not_started_again(driver: Path, capfd: pytes
     assert launch_with_restarts(["killed", "done"], 1, Redactor()) == 0
     verdict = ["finished: afterwards the driver was killed by SIGKILL", f"run directory: {driver}"]
     assert capfd.readouterr().err.splitlines() == verdict
+
+
+def test_a_stop_before_the_driver_is_started_again_ends_the_launch(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    assert launch_with_restarts(["killed", "done"], 1, Redactor()) == 143
+    assert (driver / "starts").read_text().splitlines() == ["afresh"]
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        "died: the driver was killed by SIGKILL",
+        f"run directory: {driver}",
+    ]
 
 
 def test_nothing_follows_the_verdict_of_a_driver(driver: Path, capfd: pytest.CaptureFixture[str]) -> None:
