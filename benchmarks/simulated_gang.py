@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -287,7 +287,13 @@ class SimulatedSlots:
         self._num_reserved = 0
 
     def reserve_all(
-        self, count: int, *, one_node: bool, avoid: Collection[str], wait: ResourceWait, patience_s: float
+        self,
+        count: int,
+        *,
+        one_node: bool,
+        avoid: Collection[str],
+        wait: ResourceWait,
+        gives_up: Callable[[], bool],
     ) -> dict[int, str]:
         self._num_reserved = count
         return self.placed(range(count))
@@ -298,6 +304,12 @@ class SimulatedSlots:
     def reserve(self, *, avoid: Collection[str]) -> int:
         self._num_reserved += 1
         return self._num_reserved - 1
+
+    def num_by_node(self) -> Mapping[str, int]:
+        return {}
+
+    def is_alone(self, slot: int) -> bool:
+        return False
 
     def withdraw(self, slot: int) -> bool:
         self.kill(slot)

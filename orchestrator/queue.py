@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(queue: QueueControl) -> None:
-    from orchestrator.display.queue_table import queue_table
+    from orchestrator.display.queue_table import order_notes, queue_table
     from orchestrator.display.text import writable
 
     entries = queue.entries()
@@ -69,6 +69,8 @@ def _list(queue: QueueControl) -> None:
     first_in_line = [e for e in entries if e.state in ("waiting", "reserving")][:1]
     for entry in [*first_in_line, *(e for e in entries if e.state == "unfit")]:
         print(writable(f"{entry.name} ({entry.state}): {queue.why_waiting(entry)}", sys.stdout))
+    for line in order_notes(entries):
+        print(writable(line, sys.stdout))
 
 
 if __name__ == "__main__":

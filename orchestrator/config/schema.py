@@ -161,6 +161,12 @@ class ClusterConfig:
     priority: int = option(
         "place in the queue: a higher one goes first, and makes running runs of lower priority yield their resources"
     )
+    user_share: float | None = option(
+        "share of a cluster's CPUs or GPUs, from 0 to 1; further runs of a user whose runs have so much go behind "
+        "those of others in the queue; null: no limit",
+        above=0,
+        maximum=1,
+    )
     queue_timeout_s: float | None = option("maximum wait in the queue, in seconds; null: no limit", above=0)
     unfit_timeout_s: float | None = option(
         "maximum wait, in seconds, while the cluster is too small for the run and adds no nodes; null: no limit",

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
+from orchestrator.config.text import first_few
 from orchestrator.display.text import duration, takes_unicode
 from orchestrator.display.text_table import TableColumn, text_lines
 from orchestrator.protocol.queue import QueueEntry
@@ -31,6 +32,24 @@ def queue_table(entries: Sequence[QueueEntry], *, now: float) -> str:
         TableColumn(heading="since", cells=[duration(max(0.0, now - e.since), whole=True) for e in entries]),
     ]
     return "\n".join(text_lines(columns, unicode=takes_unicode(sys.stdout)))
+
+
+def order_notes(entries: Sequence[QueueEntry]) -> list[str]:
+    """Return one line for each run that is not in the order of priority and submission; the arguments as above."""
+    waiting = {e.uid: e.name for e in entries if e.state in ("waiting", "reserving")}
+    lines = []
+    for entry in entries:
+        if overtaken := [waiting[uid] for uid in entry.overtook if uid in waiting]:
+            lines.append(
+                f"{entry.name} ({entry.state}): it has overtaken {first_few(overtaken)}, and makes room as soon as "
+                "the first in the line could start with its resources"
+            )
+        if entry.over_share:
+            lines.append(
+                f"{entry.name} ({entry.state}): it goes behind the runs of others, because those of {entry.user} have "
+                f"their share already (cluster.user_share={entry.user_share:g})"
+            )
+    return lines
 
 
 def _needs(entry: QueueEntry) -> str:

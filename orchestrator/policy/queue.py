@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.planning.room import total_room
+from orchestrator.planning.room import UNITS, total_room
 from orchestrator.policy.shortage import ClusterState, Request, explain
 from orchestrator.protocol.queue import NodeResources, QueueEntry
 
@@ -26,7 +26,8 @@ def stale(heard_at: Mapping[str, float], now: float, *, timeout_s: float) -> lis
 def line(entries: Iterable[QueueEntry]) -> list[QueueEntry]:
     """Return the runs without workers, in the order in which they may acquire theirs."""
     return sorted(
-        (e for e in entries if e.state in ("waiting", "reserving")), key=lambda e: (-e.priority, e.submitted_at, e.uid)
+        (e for e in entries if e.state in ("waiting", "reserving")),
+        key=lambda e: (-e.priority, e.over_share, e.submitted_at, e.uid),
     )
 
 
@@ -37,6 +38,26 @@ def marked_unfit(entries: Iterable[QueueEntry], nodes: Mapping[str, NodeResource
     """
     whole = {node_id: Room(node.cpus, node.gpus) for node_id, node in nodes.items()}
     return [e if e.has_workers or e.autoscaling or _fits(e, whole) else replace(e, state="unfit") for e in entries]
+
+
+def marked_over_share(entries: Collection[QueueEntry], nodes: Mapping[str, NodeResources]) -> list[QueueEntry]:
+    """Return the entries; one that waits is ``over_share`` if the runs of its user have ``user_share`` of the nodes.
+
+    That is, of the CPUs, or of the GPUs if it needs any.
+    """
+    nothing = {node_id: Room(0.0, 0.0) for node_id in nodes}
+    cpus, gpus = sum(node.cpus for node in nodes.values()), sum(node.gpus for node in nodes.values())
+
+    def has_share(entry: QueueEntry, share: float) -> bool:
+        held = _add(nothing, (e for e in entries if e.user == entry.user and e.uid != entry.uid)).values()
+        of_cpus = sum(room.cpus for room in held) / cpus if cpus else 0.0
+        of_gpus = sum(room.gpus for room in held) / gpus if gpus and entry.gpus_per_worker else 0.0
+        return max(of_cpus, of_gpus) >= share - 1 / UNITS
+
+    return [
+        replace(e, over_share=e.state == "waiting" and e.user_share is not None and has_share(e, e.user_share))
+        for e in entries
+    ]
 
 
 def why_waiting(entry: QueueEntry, state: ClusterState, *, now: float) -> str:
@@ -66,15 +87,22 @@ def free_room(nodes: Mapping[str, NodeResources], entries: Iterable[QueueEntry])
 
 
 def may_reserve(entry: QueueEntry, entries: Collection[QueueEntry], room: Mapping[str, Room]) -> bool:
-    """Return whether a run may acquire its workers: the first in the line, as the only one, and if they fit.
+    """Return whether a run may acquire its workers: one run at a time, and if they fit.
 
-    It need not fit if no other run has workers, because then nothing in the queue would change that, and if the cluster
-    adds nodes. A run that reserves already keeps its turn until another one is before it.
+    It is the first in the line, or one that overtakes: the first one could not start even if all made room that have
+    to make room for it, and so will this run. The first one need not fit if no other run has workers, because then
+    nothing in the queue would change that, and if the cluster adds nodes. A run that reserves already keeps its turn
+    until one could start for which it makes room.
     """
     others = [e for e in entries if e.uid != entry.uid]
-    if line(entries)[0].uid != entry.uid or any(e.state == "reserving" for e in others):
+    if any(e.state == "reserving" for e in others):
         return False
-    if entry.state == "reserving" or _fits(entry, room):
+    first = line(entries)[0]
+    if entry.state == "reserving":
+        return first.uid == entry.uid or not (_makes_room(entry, first) and _is_due(first, entries, room))
+    if first.uid != entry.uid:
+        return _fits(entry, room) and not _is_due(first, entries, room)
+    if _fits(entry, room):
         return True
     if entry.autoscaling:
         return not victims(entries, room) and not any(e.state == "yielding" for e in others)
@@ -84,15 +112,16 @@ def may_reserve(entry: QueueEntry, entries: Collection[QueueEntry], room: Mappin
 def victims(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> list[QueueEntry]:
     """Return the runs that must make room for the first one in the line.
 
-    These are runs of lower priority, the lowest and then the youngest first, and no more of them than needed. None if
-    the runs that yield already suffice, or if all of them together would not.
+    These are runs that have overtaken it or have a lower priority, the lowest and then the youngest first, and no more
+    of them than needed. None if those that are leaving already suffice, or if all of them together would not.
     """
     waiting = line(entries)
     if not waiting or waiting[0].state == "reserving":
         return []
     first = waiting[0]
-    room = _add(room, (e for e in entries if e.state == "yielding"))
-    candidates = [e for e in entries if e.state == "running" and e.priority < first.priority]
+    leaving = [e for e in entries if e.state == "yielding" or (e.state == "reserving" and _makes_room(e, first))]
+    room = _add(room, leaving)
+    candidates = [e for e in entries if e.state == "running" and _makes_room(e, first)]
     candidates.sort(key=lambda e: (e.priority, -e.submitted_at, e.uid))
     if _fits(first, room) or not _fits(first, _add(room, candidates)):
         return []
@@ -133,7 +162,20 @@ def _add(room: Mapping[str, Room], entries: Iterable[QueueEntry]) -> dict[str, R
     return total
 
 
+def _makes_room(entry: QueueEntry, other: QueueEntry) -> bool:
+    """Return whether a run releases its workers as soon as the other one could start with their resources."""
+    return entry.priority < other.priority or other.uid in entry.overtook
+
+
+def _is_due(first: QueueEntry, entries: Iterable[QueueEntry], room: Mapping[str, Room]) -> bool:
+    """Return whether the first run in the line starts now, or as soon as others have made room for it."""
+    others = [e for e in entries if e.uid != first.uid]
+    if first.autoscaling or not any(e.has_workers or e.state == "reserving" for e in others):
+        return True
+    return _fits(first, _add(room, (e for e in others if e.state == "yielding" or _makes_room(e, first))))
+
+
 def _fits(entry: QueueEntry, room: Mapping[str, Room]) -> bool:
     each = {"CPU": entry.cpus_per_worker, "GPU": entry.gpus_per_worker}
-    nodes = [{"CPU": node.cpus, "GPU": node.gpus} for node in room.values()]
+    nodes = [{"CPU": node.cpus, "GPU": node.gpus} for node_id, node in room.items() if node_id not in entry.avoids]
     return total_room(each, nodes, one_node=entry.one_node) >= entry.workers

@@ -65,7 +65,7 @@ def room(request: Request, state: ClusterState) -> int:
 
 
 def can_ever_fit(request: Request, state: ClusterState) -> bool:
-    """Return whether the present nodes have room for the request while nothing else runs."""
+    """Return whether the nodes on which something can be placed have room for the request while nothing else runs."""
     return _capacity(request, state) >= request.count
 
 
@@ -108,7 +108,8 @@ def explain(
 
 
 def _capacity(request: Request, state: ClusterState) -> int:
-    return total_room(request.each, [node.total for node in state.nodes], one_node=request.one_node)
+    usable = [node.total for node in state.nodes if not node.trouble]
+    return total_room(request.each, usable, one_node=request.one_node)
 
 
 def _occupied(each: Resources, node: NodeState) -> int:

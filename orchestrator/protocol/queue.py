@@ -32,8 +32,13 @@ class QueueEntry:
         one_node: all workers must be on one node.
         autoscaling: its request may make the cluster add nodes.
         since: when it entered its state, in seconds since the epoch.
+        user_share: see ``cluster.user_share``; None for no limit.
         sweep: the id of its sweep, whose runs may share a name; None if it belongs to none.
-        workers_by_node: the workers that it has, by the id of their node.
+        workers_by_node: the workers for which it has reserved resources, by the id of their node.
+        avoids: why none of its workers may start on some nodes, by node id.
+        overtook: the uids of the runs before which it got its turn out of order. It makes room for each of them.
+        over_share: the runs of its user have their share of the cluster already. Only the queue says so, of a run
+            without workers.
     """
 
     uid: str
@@ -49,8 +54,12 @@ class QueueEntry:
     one_node: bool
     autoscaling: bool
     since: float
+    user_share: float | None = None
     state: QueueState = "waiting"
     workers_by_node: Mapping[str, int] = field(default_factory=dict)
+    avoids: Mapping[str, str] = field(default_factory=dict)
+    overtook: tuple[str, ...] = ()
+    over_share: bool = False
     sweep: str | None = None
 
     @property
@@ -76,6 +85,7 @@ class QueueAnswer:
     Args:
         may_reserve: the run may acquire its workers.
         ahead: the names of the runs that go before it, in order.
+        overtakes: the uids of these runs if it may acquire its workers all the same.
         running: the names of the runs that have workers.
         others_wait: whether other runs wait for resources.
         yield_to: the name of the run that needs the resources of this one; None to keep them.
@@ -93,6 +103,7 @@ class QueueAnswer:
     priority: int
     cancelled_by: str | None
     unfit: bool = False
+    overtakes: tuple[str, ...] = ()
     namesakes: tuple[str, ...] = ()
 
 

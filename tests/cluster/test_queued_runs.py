@@ -22,14 +22,16 @@ from ray.cluster_utils import Cluster
 from helpers.queue_entries import entry
 from helpers.recorder import Recorder
 from helpers.runs import events, last_step, losses, wait_for
+from helpers.unfit import other_torch
 from orchestrator import stop
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.calls import GangError
 from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.process.waiting import TurnLostError
 from orchestrator.driver.queue import queue_place
 from orchestrator.driver.queue.queue_control import QueueControl, QueueError
-from orchestrator.driver.queue.queue_place import QueuePlace, TurnLostError
+from orchestrator.driver.queue.queue_place import QueuePlace
 from orchestrator.driver.queue.run_queue import find_queue
 from orchestrator.protocol.events import WaitingInQueue, Warned
 from orchestrator.protocol.queue import QueueEntry
@@ -114,8 +116,10 @@ def start(cluster: Cluster, tmp_path: Path, launch: Callable[..., Any]) -> Calla
 
     def begin(name: str, *words: str) -> Command:
         folder = tmp_path / name
-        words = (*WORDS, f"cluster.address={cluster.address}", f"name={name}", f"output_dir={folder}/outputs", *words)
-        return Command(launch(*words, RAY_AUTH_MODE="disabled"), folder)
+        given = {word.partition("=")[0] for word in words}
+        common = (word for word in WORDS if word.partition("=")[0] not in given)
+        own = (f"cluster.address={cluster.address}", f"name={name}", f"output_dir={folder}/outputs")
+        return Command(launch(*common, *own, *words, RAY_AUTH_MODE="disabled"), folder)
 
     return begin
 
@@ -143,13 +147,29 @@ def kill_queue(cluster: Cluster) -> None:
 
 @pytest.fixture
 def place() -> Callable[..., QueuePlace]:
-    """``place(entry("run"), timeout_s=1)`` is the place of a run of this process."""
+    """``place(entry("run"), timeout_s=1)`` is the place of a run of this process, whose one worker is on this node."""
+    here = {ray.get_runtime_context().get_node_id(): 1}
 
     def make(run: QueueEntry, *, timeout_s: float | None = None, sink: Recorder | None = None) -> QueuePlace:
         events = EventStream([sink or Recorder()], Redactor())
-        return QueuePlace(run, events, StopSignals(), timeout_s=timeout_s, unfit_timeout_s=None)
+        made = QueuePlace(
+            run,
+            events,
+            StopSignals(),
+            timeout_s=timeout_s,
+            unfit_timeout_s=None,
+            reserved=lambda: here if made.state == "running" else {},
+        )
+        return made
 
     return make
+
+
+def occupied(num_cpus: float) -> Any:
+    """An actor that another user of the cluster has there. Its class is any that a worker of Ray can import."""
+    actor = ray.remote(num_cpus=num_cpus)(threading.Event).remote()
+    ray.get(actor.is_set.remote(), timeout=TIMEOUT_S)
+    return actor
 
 
 def test_a_run_that_reserves_gives_way_to_a_more_urgent_one(cluster: Cluster, place: Callable[..., QueuePlace]) -> None:
@@ -162,7 +182,7 @@ def test_a_run_that_reserves_gives_way_to_a_more_urgent_one(cluster: Cluster, pl
             again.start()
             urgent.wait_for_turn(lambda: None)
             urgent.check_turn()
-            urgent.has_workers({ray.get_runtime_context().get_node_id(): 1})
+            urgent.has_workers()
             wait_for(
                 lambda: any(isinstance(e, WaitingInQueue) and e.running == ("urgent",) for e in waits.seen), "the wait"
             )
@@ -235,8 +255,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     cluster: Cluster, queue: QueueControl, start: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The queue is killed, and so is a driver that waits, and the cluster shrinks, while all CPUs are taken."""
-    taken = ray.remote(num_cpus=2)(threading.Event).remote()  # any class that a worker of Ray can import
-    ray.get(taken.is_set.remote())
+    taken = occupied(num_cpus=2)
     node = cluster.add_node(num_cpus=2)
     large = start("large", "train.steps=120", "cluster.cpus_per_worker=2", "cluster.unfit_timeout_s=1")
     large.wait_for(lambda: states(queue) == {"large": "reserving"}, "the run that fits at first")
@@ -291,6 +310,69 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     assert (summary["restarts"], summary["yields"]) == (0, 1)
     assert summary["queue_s"] > 0
     wait_for(lambda: not entries(queue), "the end of all runs")
+
+
+def test_a_run_overtakes_one_that_must_wait_and_makes_room_when_that_one_could_start(
+    cluster: Cluster,
+    queue: QueueControl,
+    place: Callable[..., QueuePlace],
+    start: Callable[..., Command],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second node has room for both, but one refuses it when it joins, and the other one excludes it."""
+    taken, other = occupied(num_cpus=1), "127.0.0.2"
+    with place(entry("holder")) as holder, place(entry("last", priority=-1, workers=4)):
+        holder.wait_for_turn(lambda: None)
+        holder.has_workers()
+        large = start("large", "train.steps=20")
+        in_line = {"holder": "running", "large": "waiting", "last": "unfit"}
+        large.wait_for(lambda: states(queue) == in_line, "the run that must wait")
+        node = cluster.add_node(num_cpus=2, node_ip_address=other, env_vars=other_torch(tmp_path / "packages"))
+        large.wait_for(lambda: large.events("warned"), "the refusal of the node")
+        in_line["last"] = "waiting"
+        large.wait_for(lambda: states(queue) == in_line, "the return of the turn")
+        words = ("strategy.num_workers=1", "train.steps=100000", f"cluster.exclude_nodes=[{other}]")
+        small = start("small", *words)
+        small.wait_for_step(5)
+        assert states(queue) == {**in_line, "small": "running"}
+        capsys.readouterr()
+        assert main(["--address", cluster.address]) == 0
+        assert "small (running): it has overtaken large, and makes room as soon as " in capsys.readouterr().out
+        ray.kill(taken)
+    large.output(code=0)
+    small.wait_for(lambda: small.events("recovered"), "the return of the run that had overtaken")
+    (yielded,), (recovered,) = small.events("yielded"), small.events("recovered")
+    assert (yielded["to"], recovered["planned"], recovered["steps_lost"]) == ("large", "yielded", 0)
+    queue.cancel("small")
+    cluster.remove_node(node)
+    assert "the run overtakes large, for which there is no room yet" in small.output(code=143)
+
+
+def test_an_elastic_run_gives_back_what_it_does_not_use_if_another_run_waits(
+    cluster: Cluster, queue: QueueControl, place: Callable[..., QueuePlace], start: Callable[..., Command]
+) -> None:
+    """One more worker is ready, but a second pipeline needs two."""
+    taken = [occupied(num_cpus=0.5) for _ in range(2)]
+    words = ("strategy.num_workers=[2,4]", "cluster.cpus_per_worker=0.5", "train.steps=100000")
+    elastic = start("elastic", "strategy=ddp_pipeline", *words)
+    elastic.wait_for_step(1)
+    ray.kill(taken[0])
+    elastic.wait_for(lambda: reserved(queue) == {"elastic": 3}, "the worker that waits for another one")
+    with place(entry("other", cpus_per_worker=0.5), timeout_s=TIMEOUT_S) as other:
+        other.wait_for_turn(lambda: None)
+        worker = occupied(num_cpus=0.5)
+        other.has_workers()
+        elastic.wait_for(lambda: reserved(queue) == {"elastic": 2, "other": 1}, "the report of what each has")
+        ray.kill(worker)
+    ray.kill(taken[1])
+    elastic.wait_for(lambda: elastic.events("recovered"), "the growth")
+    queue.cancel("elastic")
+    elastic.output(code=143)
+
+
+def reserved(queue: QueueControl) -> dict[str, int]:
+    return {name: sum(e.workers_by_node.values()) for name, e in entries(queue).items()}
 
 
 @pytest.mark.campaign

@@ -52,6 +52,7 @@ CLUSTER = schema.ClusterConfig(
     env={},
     queue=True,
     priority=0,
+    user_share=None,
     queue_timeout_s=None,
     unfit_timeout_s=None,
     pip=(),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +107,9 @@ class Gang:
         self.release()
 
     @property
-    def workers_by_node(self) -> Mapping[str, int]:
-        """The number of ranks and spares on each node, by its id."""
-        return Counter(info.node_id for info in self.workers)
+    def reserved_by_node(self) -> Mapping[str, int]:
+        """For how many workers resources are reserved on each node, by its id. Another thread may read this."""
+        return self._slots.num_by_node()
 
     def release(self) -> None:
         """Kill all workers and give back their resources. The gang may be acquired again."""
@@ -128,6 +128,7 @@ class Gang:
         Raises:
             GangError: not in time, a GPU cannot be used, or two workers landed on one GPU.
             Interrupted: a stop was requested.
+            TurnLostError: another run goes first.
         """
         placed = self._reserve(sizes)
         slots, plan = list(placed), self._plan
@@ -149,7 +150,7 @@ class Gang:
     def _reserve(self, sizes: Sizes) -> dict[int, str]:
         """Reserve the slots of the largest size with room, or of the smallest one as soon as there is room for it.
 
-        Slots on a node that is not admitted are given back, and sought elsewhere.
+        Slots on a node that is not admitted are given back, and sought elsewhere, unless another run waits.
 
         Returns:
             The id of the node of each slot, node by node.
@@ -159,13 +160,14 @@ class Gang:
         wait = self._wait_for(wanted, least + self._plan.spares, unfit_timeout_s=self._config.unfit_timeout_s)
         waited_before_s = self.waited_s
         while True:
-            plan = self._plan
+            plan, avoid = self._plan, frozenset(self._admission.trouble())
+            patience_s = math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S
             placed = self._slots.reserve_all(
                 plan.world_size + plan.spares,
                 one_node=plan.one_node,
-                avoid=self._admission.trouble().keys(),
+                avoid=avoid,
                 wait=wait,
-                patience_s=math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S,
+                gives_up=self._patience(patience_s, avoid),
             )
             self.waited_s = waited_before_s + wait.waited_s
             if placed is None:
@@ -174,6 +176,13 @@ class Gang:
                 return placed
             else:
                 self._slots.release()
+            if self._admission.trouble().keys() - avoid:
+                self._monitor.offer_turn()
+
+    def _patience(self, patience_s: float, avoided: Set[str]) -> Callable[[], bool]:
+        """Return whether to give up a reservation: after a time, or if the nodes to avoid are others by now."""
+        deadline = time.monotonic() + patience_s
+        return lambda: time.monotonic() > deadline or self._admission.trouble().keys() != avoided
 
     def lose(self, ranks: Collection[int]) -> None:
         """Take back the slots of workers that are lost or must leave, and kill what is left of them."""
@@ -252,14 +261,14 @@ class Gang:
         return True
 
     def refill(self, workers: int) -> None:
-        """Start workers in the background until there are ``workers``, members included.
+        """Start workers in the background until there are ``workers``, members included, and give back what is beyond.
 
         New workers, and spares that have not done so, load what every rank needs. Do not call this while a generation
         starts: loading takes CPU time from it. A slot in which :data:`START_ATTEMPTS` workers in a row died counts as
         one of them.
         """
         self._spares.prepare()
-        self._spares.seek(workers - len(self.members) - len(self._spares.infos) - self._spares.num_given_up)
+        self._spares.refill(workers - len(self.members))
 
     def ready(self) -> int:
         """Return how many spares could take a rank at once."""

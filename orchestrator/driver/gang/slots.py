@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import threading
-import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -53,28 +52,34 @@ class Slots:
         self._variables = variables
         self._label = label
         self._bundles: dict[int, tuple[PlacementGroup, int]] = {}
+        self._node_ids: dict[int, str] = {}  # by slot: where Ray had placed it at the last look
         self._reserved = 0
         self._actors: dict[int, Any] = {}
         self._started = 0
 
     def reserve_all(
-        self, count: int, *, one_node: bool, avoid: Collection[str], wait: ResourceWait, patience_s: float = math.inf
+        self,
+        count: int,
+        *,
+        one_node: bool,
+        avoid: Collection[str],
+        wait: ResourceWait,
+        gives_up: Callable[[], bool],
     ) -> dict[int, str] | None:
         """Reserve ``count`` slots, none of them on a node whose id is in ``avoid``, and wait until they are available.
 
         Returns:
-            The id of the node of each slot, node by node. None if the slots are not available after ``patience_s``;
-            nothing is reserved then.
+            The id of the node of each slot, node by node. None if ``gives_up()`` becomes true before they are
+            available; nothing is reserved then.
 
         Raises:
             GangError, Interrupted: see :meth:`ResourceWait.check`.
         """
         slots = self._reserve(count, "STRICT_PACK" if one_node else "PACK", avoid=avoid)
         group, _ = self._bundles[slots[0]]
-        deadline = time.monotonic() + patience_s
         while not group.wait(timeout_seconds=0.5):
             wait.check()
-            if time.monotonic() > deadline:
+            if gives_up():
                 self._give_back(slots)
                 return None
         # Ray may place the bundles of a group in any order.
@@ -86,7 +91,12 @@ class Slots:
         groups = {group.id: group for group, _ in bundles.values()}
         nodes = {id_: placement_group_table(group)["bundles_to_node_id"] for id_, group in groups.items()}
         node_ids = {slot: nodes[group.id][index] for slot, (group, index) in bundles.items()}
+        self._node_ids |= node_ids
         return {slot: node_id for slot, node_id in node_ids.items() if node_id}
+
+    def num_by_node(self) -> Mapping[str, int]:
+        """Return the number of slots on each node, by its id, with or without actors. Another thread may call this."""
+        return Counter(filter(None, list(self._node_ids.values())))
 
     def reserve(self, *, avoid: Collection[str]) -> int:
         """Reserve one more slot and return it at once; it is available when the cluster has room.
@@ -95,11 +105,15 @@ class Slots:
         """
         return self._reserve(1, "PACK", avoid=avoid)[0]
 
+    def is_alone(self, slot: int) -> bool:
+        """Return whether ``slot`` was reserved alone; otherwise it cannot be given back alone."""
+        group, _ = self._bundles[slot]
+        return sum(other is group for other, _ in self._bundles.values()) == 1
+
     def withdraw(self, slot: int) -> bool:
         """Kill the actor in ``slot``, and give the slot back if it was reserved alone; returns whether it was."""
         self.kill(slot)
-        group, _ = self._bundles[slot]
-        alone = sum(other is group for other, _ in self._bundles.values()) == 1
+        alone = self.is_alone(slot)
         if alone:
             self._give_back([slot])
         return alone
@@ -163,9 +177,11 @@ class Slots:
         self._reserved += count
         return slots
 
-    def _give_back(self, slots: Iterable[int]) -> None:
+    def _give_back(self, slots: Collection[int]) -> None:
         """Remove the placement groups of ``slots``, which are all of theirs. Never raises."""
         groups = {group.id: group for group, _ in map(self._bundles.pop, slots)}
+        for slot in slots:
+            self._node_ids.pop(slot, None)
         # In a thread of its own, because the call takes a minute if Ray is dead.
         thread = threading.Thread(target=_remove, args=(list(groups.values()),), daemon=True)
         thread.start()

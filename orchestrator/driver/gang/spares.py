@@ -72,11 +72,13 @@ class Spares:
 
     def vacate(self, slot: int, node_id: str) -> None:
         """Kill what is left in ``slot``, and leave it to another worker, unless its node is draining."""
-        self._slots.kill(slot)
         self.infos.pop(slot, None)
         if self._one_node or node_id not in self._nodes.draining:
+            self._slots.kill(slot)
             self._vacant.append(slot)
             self._node_before[slot] = node_id
+        else:
+            self._slots.withdraw(slot)
 
     def vacate_lost_nodes(self) -> None:
         """Give up the spares on lost nodes."""
@@ -90,14 +92,30 @@ class Spares:
             self._slots.actor(slot).prepare.remote(self._environment)
         self._unprepared = set()
 
+    def refill(self, count: int) -> None:
+        """Have ``count`` spares, ready or starting. Slots beyond that are given back if they were reserved alone.
+
+        A slot that was given up counts as one of them.
+        """
+        missing = count - len(self.infos) - self.num_given_up
+        self._end_starts(missing)
+        if missing > 0:
+            self.seek(missing)
+            return
+        for slot in filter(self._slots.is_alone, list(self._vacant)):
+            self._withdraw(slot)
+            self._vacant.remove(slot)
+        beyond = max(0, len(self.infos) - count)
+        for slot in list(filter(self._slots.is_alone, self.infos))[:beyond]:
+            self._withdraw(slot)
+            del self.infos[slot]
+            self._unprepared.discard(slot)
+
     def seek(self, missing: int) -> None:
-        """Have ``missing`` workers starting, besides those in stranded slots; none at all if none is missing.
+        """Have at least ``missing`` workers starting, besides those in stranded slots.
 
         Vacant slots come first, then new ones wherever the cluster has room or will have it.
         """
-        if missing <= 0:
-            self._end_starts()
-            return
         for slot in filter(self._is_stranded, list(self._vacant)):
             self._vacant.remove(slot)
             self._waiting.append(slot)
@@ -163,14 +181,20 @@ class Spares:
                 self._slots.withdraw(slot)
                 self._node_before.pop(slot, None)
 
-    def _end_starts(self) -> None:
-        for slot in self._unready():
-            if self._slots.withdraw(slot):
-                self._node_before.pop(slot, None)
-            else:
-                self._vacant.append(slot)
-        self._waiting.clear()
-        self._starting.clear()
+    def _end_starts(self, missing: int) -> None:
+        """Have at most ``missing`` workers starting, besides those in stranded slots, or none if none is missing."""
+        unready = [*self._starting.values(), *self._waiting]
+        surplus = [slot for slot in unready if not self._is_stranded(slot)][missing:] if missing > 0 else unready
+        self._waiting = [slot for slot in self._waiting if slot not in surplus]
+        self._starting = {reference: slot for reference, slot in self._starting.items() if slot not in surplus}
+        self._vacant += [slot for slot in surplus if not self._withdraw(slot)]
+
+    def _withdraw(self, slot: int) -> bool:
+        """Kill the worker in ``slot``, and give the slot back if it was reserved alone; returns whether it was."""
+        if not self._slots.withdraw(slot):
+            return False
+        self._node_before.pop(slot, None)
+        return True
 
     def _record_start(self, slot: int, info: WorkerInfo, members: Sequence[WorkerInfo]) -> None:
         if not self._admission.admits(info.node_id):
@@ -198,4 +222,5 @@ class Spares:
                 f"{START_ATTEMPTS} additional workers in a row died while they started ({describe_error(error)}); the "
                 "run continues with fewer; see Ray's logs"
             )
+        self._withdraw(slot)
         self.num_given_up += 1

@@ -176,9 +176,11 @@ class NodeWatch:
             probe.heard_at = now
 
     def _watch_draining(self) -> None:
-        while not self._closed.wait(DRAINING_CHECK_EVERY_S):
+        while True:
             with contextlib.suppress(Exception):  # a dead Ray is noticed elsewhere
                 self.draining = draining_nodes()
+            if self._closed.wait(DRAINING_CHECK_EVERY_S):
+                return
 
     def _forget(self, node_id: str) -> None:
         probe = self._probes.pop(node_id)

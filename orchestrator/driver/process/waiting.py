@@ -21,20 +21,31 @@ class Interrupted(Exception):
     """SIGINT or SIGTERM came while no step was running."""
 
 
+class TurnLostError(Exception):
+    """Another run goes first; this one must release what it has reserved, and wait again."""
+
+
 class WaitMonitor:
     """The driver's duties while it waits for workers that do not train yet.
 
-    ``grace_s``: the seconds that a wait continues after a stop request. ``check_turn``: see
-    :meth:`~orchestrator.driver.queue.queue_place.QueuePlace.check_turn`.
+    ``grace_s``: the seconds that a wait continues after a stop request. ``check_turn``, ``offer_turn``: see
+    :class:`~orchestrator.driver.queue.queue_place.QueuePlace`.
     """
 
     def __init__(
-        self, events: EventStream, lease: Lease, stop: StopSignals, check_turn: Callable[[], None] = lambda: None
+        self,
+        events: EventStream,
+        lease: Lease,
+        stop: StopSignals,
+        *,
+        check_turn: Callable[[], None] = lambda: None,
+        offer_turn: Callable[[], None] = lambda: None,
     ):
         self._events = events
         self._lease = lease
         self._stop = stop
         self._check_turn = check_turn
+        self.offer_turn = offer_turn
         self.grace_s = 0.0
 
     def check(self) -> None:

@@ -52,7 +52,7 @@ class QueueControl:
 
     def why_waiting(self, entry: QueueEntry) -> str:
         """Return why a run without workers has none, as one sentence."""
-        return why_waiting(entry, cluster_state(own_label=entry.label), now=time.time())
+        return why_waiting(entry, cluster_state(own_label=entry.label, trouble=entry.avoids), now=time.time())
 
     def has(self, run: str) -> bool:
         """Return whether a run in the queue is named so."""

@@ -21,7 +21,7 @@ from orchestrator.driver.process.calls import GangError
 from orchestrator.driver.process.cluster_state import cluster_state
 from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.process.waiting import UnfitLimit
+from orchestrator.driver.process.waiting import TurnLostError, UnfitLimit
 from orchestrator.driver.queue.run_queue import POLL_EVERY_S, open_queue
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.queue import why_waiting
@@ -37,10 +37,6 @@ REPORT_EVERY_S = 60.0
 """A wait is reported when the line changes, and at this interval."""
 _CHECK_EVERY_S = 0.2
 _END_TIMEOUT_S = 2.0
-
-
-class TurnLostError(Exception):
-    """Another run goes first; this one must release what it has reserved, and wait again."""
 
 
 def queue_entry(
@@ -64,6 +60,7 @@ def queue_entry(
         one_node=plan.one_node,
         autoscaling=config.cluster.autoscaling,
         since=time.time(),
+        user_share=config.cluster.user_share,
         sweep=sweep,
     )
 
@@ -76,6 +73,9 @@ class QueuePlace:
         timeout_s: the longest wait for a turn; None for no limit.
         unfit_timeout_s: the longest wait while the cluster is too small for the run; None for no limit.
         known_namesakes: the uids of other runs of this name that the user has been warned of.
+        reserved: returns how many workers the run has reserved resources for, by the id of their node. Called by
+            another thread, as ``avoids``.
+        avoids: returns why no worker of the run may start on some nodes, by node id.
 
     Attributes:
         waited_s: how long the run has waited for its turns, in seconds.
@@ -90,6 +90,8 @@ class QueuePlace:
         timeout_s: float | None,
         unfit_timeout_s: float | None,
         known_namesakes: Collection[str] = (),
+        reserved: Callable[[], Mapping[str, int]] = dict,
+        avoids: Callable[[], Mapping[str, str]] = dict,
     ):
         self.waited_s = 0.0
         self._entry = entry
@@ -98,6 +100,8 @@ class QueuePlace:
         self._timeout_s = timeout_s
         self._unfit_timeout_s = unfit_timeout_s
         self._known_namesakes: Collection[str] | None = known_namesakes  # None after the warning
+        self._reserved = reserved
+        self._avoids = avoids
         self._queue: Any = None
         self._answered: tuple[QueueEntry, QueueAnswer] | None = None  # the last poll, as it was sent
         self._heard_at = 0.0
@@ -136,7 +140,7 @@ class QueuePlace:
         """
         if self._entry is None:
             return
-        self._enter("waiting")
+        self._enter("waiting", overtook=())
         began, unfit = time.monotonic(), UnfitLimit(self._unfit_timeout_s)
         reported: WaitingInQueue | None = None
         try:
@@ -157,8 +161,14 @@ class QueuePlace:
                 self._news.clear()
         finally:
             self.waited_s += time.monotonic() - began
-        self._warn_of_namesakes(self._answer("waiting"))
-        self._enter("reserving")
+        answer = self._answer("waiting")
+        self._warn_of_namesakes(answer)
+        self._enter("reserving", overtook=() if answer is None else answer.overtakes)
+        if answer is not None and answer.overtakes:
+            self._events.note(
+                f"the run overtakes {first_few(answer.ahead)}, for which there is no room yet; it makes room as soon "
+                "as the first in the line could start with its resources"
+            )
 
     def check_turn(self) -> None:
         """Check that no other run has come before this one, which acquires its workers.
@@ -170,14 +180,27 @@ class QueuePlace:
         if answer is not None and not answer.may_reserve:
             raise TurnLostError
 
-    def has_workers(self, workers_by_node: Mapping[str, int]) -> None:
-        """Report the workers of the run, by the id of their node."""
-        self._enter("running", workers_by_node)
+    def offer_turn(self) -> None:
+        """Give the turn back if other runs wait: the queue does not know yet why this one finds no room.
+
+        Raises:
+            TurnLostError: others wait.
+        """
+        if self.others_wait:
+            raise TurnLostError
+
+    def has_workers(self) -> None:
+        """Report that the run has its workers."""
+        self._enter("running")
 
     def begin_yielding(self) -> None:
         """Report that the run is about to release its workers."""
-        if self._entry is not None:
-            self._enter("yielding", self._entry.workers_by_node)
+        self._enter("yielding")
+
+    @property
+    def state(self) -> QueueState | None:
+        """The state of the run, as it is reported; None if it is not queued."""
+        return None if self._entry is None else self._entry.state
 
     @property
     def yield_to(self) -> str | None:
@@ -190,14 +213,13 @@ class QueuePlace:
         """Whether other runs wait for resources."""
         return self._answered is not None and self._answered[1].others_wait
 
-    def _enter(self, state: QueueState, workers_by_node: Mapping[str, int] | None = None) -> None:
-        """Report a new state at once, or another number of workers."""
-        held = {} if workers_by_node is None else dict(workers_by_node)
+    def _enter(self, state: QueueState, *, overtook: tuple[str, ...] | None = None) -> None:
+        """Report a new state at once; ``overtook``: see :class:`QueueEntry`, None to keep it."""
         with self._lock:
-            if self._entry is None or (self._entry.state, self._entry.workers_by_node) == (state, held):
+            if self._entry is None or self._entry.state == state:
                 return
-            since = self._entry.since if self._entry.state == state else time.time()
-            self._entry = replace(self._entry, state=state, workers_by_node=held, since=since)
+            overtook = self._entry.overtook if overtook is None else overtook
+            self._entry = replace(self._entry, state=state, overtook=overtook, since=time.time())
         self._poll_now.set()
 
     def _is_admitted(self) -> bool:
@@ -243,7 +265,7 @@ class QueuePlace:
 
     def _why(self) -> str:
         assert self._entry is not None
-        return why_waiting(self._entry, cluster_state(), now=time.time())
+        return why_waiting(self._entry, cluster_state(trouble=self._avoids()), now=time.time())
 
     def _answer(self, state: QueueState) -> QueueAnswer | None:
         """Return the answer to a poll in the present state, which is ``state``; None if there is none yet."""
@@ -264,6 +286,7 @@ class QueuePlace:
         try:
             if self._queue is None:
                 self._queue = open_queue(again=self._answered is not None)
+            entry = replace(entry, workers_by_node=dict(self._reserved()), avoids=dict(self._avoids()))
             answer: QueueAnswer = ray.get(self._queue.poll.remote(entry), timeout=ANSWER_TIMEOUT_S)
         except Exception as e:  # of any type, also from the start of the queue
             self._problem = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"

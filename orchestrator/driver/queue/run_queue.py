@@ -15,7 +15,16 @@ import ray
 
 from orchestrator.compat.ray.cluster import free_resources, on_head
 from orchestrator.driver.process import cluster
-from orchestrator.policy.queue import free_room, line, marked_unfit, may_reserve, namesakes, stale, victims
+from orchestrator.policy.queue import (
+    free_room,
+    line,
+    marked_over_share,
+    marked_unfit,
+    may_reserve,
+    namesakes,
+    stale,
+    victims,
+)
 from orchestrator.protocol.queue import NodeResources, QueueAnswer, QueueEntry
 
 NAME, NAMESPACE = "queue", "orchestrator"
@@ -91,11 +100,14 @@ class RunQueue:
             room = free_room(nodes, entries)
             admitted = entry in waiting and may_reserve(entry, entries, room)
             leaving = victims(entries, room)
+        ahead = waiting[: waiting.index(entry)] if entry in waiting else []
+        overtakes = tuple(e.uid for e in ahead) if admitted and entry.state == "waiting" else entry.overtook
         if admitted:
-            run.entry = replace(entry, state="reserving")
+            run.entry = replace(entry, state="reserving", overtook=overtakes)
         return QueueAnswer(
             may_reserve=admitted,
-            ahead=tuple(e.name for e in waiting[: waiting.index(entry)]) if entry in waiting else (),
+            ahead=tuple(e.name for e in ahead),
+            overtakes=overtakes,
             running=tuple(e.name for e in entries if e.has_workers and e.uid != entry.uid),
             others_wait=any(e.uid != entry.uid for e in waiting),
             yield_to=waiting[0].name if entry in leaving else None,
@@ -127,10 +139,13 @@ class RunQueue:
             run.priority, run.entry = priority, replace(run.entry, priority=priority)
 
     def _look(self) -> tuple[list[QueueEntry], Mapping[str, NodeResources]]:
-        """Return the entries, the unfit ones marked, and the nodes, which are only looked up if a run waits."""
+        """Return the entries, those that have no or a later place marked, and the nodes.
+
+        The nodes are only looked up if a run waits.
+        """
         entries = [run.entry for run in self._runs.values()]
         nodes = {} if all(e.has_workers for e in entries) else self._nodes()
-        return marked_unfit(entries, nodes), nodes
+        return marked_over_share(marked_unfit(entries, nodes), nodes), nodes
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)

@@ -79,8 +79,11 @@ class Pause:
             self._begin("preempted", save=True)
         elif self._queue.yield_to is not None:
             self._begin("yielded", save=True)
-        elif not self._queue.others_wait and (larger := self._resizing.start_and_find_larger(self._plan)) is not None:
-            self._begin("growing", save=larger.state_sources is None)
+        else:
+            others_wait = self._queue.others_wait
+            larger = self._resizing.refill_and_find_larger(self._plan, others_wait=others_wait)
+            if larger is not None:
+                self._begin("growing", save=larger.state_sources is None)
 
     def finish_step(self, *, save: bool) -> bool:
         """Let all ranks stop after the most advanced step that any of them has begun.

@@ -17,15 +17,22 @@ class Resizing:
         self._gang = gang
         self._sizes = sizes
 
-    def start_and_find_larger(self, plan: Plan) -> RankAssignment | None:
+    def refill(self, plan: Plan, *, others_wait: bool) -> None:
+        """Start workers in the background for sizes that the cluster has no room for yet.
+
+        If other runs wait, only those of ``plan`` are started, and what is beyond it is given back.
+        """
+        self._gang.refill(plan.world_size + plan.spares if others_wait else self._sizes.max_processes)
+
+    def refill_and_find_larger(self, plan: Plan, *, others_wait: bool) -> RankAssignment | None:
         """Return an assignment larger than ``plan`` for which all workers are ready; None if there is none.
 
-        Starts workers in the background for sizes that the cluster has no room for yet.
+        None if other runs wait. See :meth:`refill`.
         """
         if plan is self._sizes.largest:
             return None
-        self._gang.refill(self._sizes.max_processes)
-        if not (ready := self._gang.ready()):
+        self.refill(plan, others_wait=others_wait)
+        if others_wait or not (ready := self._gang.ready()):
             return None
         assignment = find_rank_assignment(plan, self._sizes, range(plan.world_size), ready=ready, saved=True)
         is_larger = assignment is not None and assignment.plan.world_size > plan.world_size

@@ -27,8 +27,8 @@ from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_spec import RunSpec
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.process.waiting import Interrupted, WaitMonitor
-from orchestrator.driver.queue.queue_place import QueuePlace, TurnLostError
+from orchestrator.driver.process.waiting import Interrupted, TurnLostError, WaitMonitor
+from orchestrator.driver.queue.queue_place import QueuePlace
 from orchestrator.driver.reporting.job_metadata import add_tracking_page
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.driver.run.generation import Generation
@@ -118,14 +118,18 @@ class Run:
             timeout_s=spec.config.cluster.queue_timeout_s,
             unfit_timeout_s=spec.config.cluster.unfit_timeout_s,
             known_namesakes=spec.known_namesakes,
+            reserved=lambda: self._gang.reserved_by_node,
+            avoids=lambda: self._admission.trouble(),
         )
-        self._monitor = WaitMonitor(events, self._lease, stop, self._queue.check_turn)
+        queue = self._queue
+        self._monitor = WaitMonitor(events, self._lease, stop, check_turn=queue.check_turn, offer_turn=queue.offer_turn)
+        self._admission = Admission(spec, code, self._nodes, self._monitor)
         self._gang = Gang(
             self._plan,
             self._environment,
             code,
             self._nodes,
-            Admission(spec, code, self._nodes, self._monitor),
+            self._admission,
             self._monitor,
             variables=worker_variables(self.config.cluster.env, os.environ),
             label=run_label(self._plan.run_name, spec.run_uid),
@@ -270,7 +274,7 @@ class Run:
         """Let the workers train until all have ended, one has failed, or all pause."""
         self._note_placement()
         generation = self._make_generation(number)
-        self._queue.has_workers(self._gang.workers_by_node)
+        self._queue.has_workers()
         self._node_uploads.cover(member.info.node_id for member in self._gang.members)
         record_ranks(self.spec.run_dir, self._plan, self._gang.members, tokens_per_sample=self.spec.tokens_per_sample)
         generation.begin(
@@ -351,8 +355,7 @@ class Run:
     def _begin_steady_training(self, event: FirstStepDone) -> None:
         """Act on the first step of a generation, which ends the start of the run or a transition."""
         self._times.begin_training(event)
-        present = self._plan.world_size + self._plan.spares
-        self._gang.refill(present if self._queue.others_wait else self.spec.sizes.max_processes)
+        self._resizing.refill(self._plan, others_wait=self._queue.others_wait)
         if (recovered := self._transitions.end(event.generation, event.time)) is not None:
             self._events.emit(recovered)
             metrics = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}

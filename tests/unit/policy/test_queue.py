@@ -8,9 +8,18 @@ from dataclasses import replace
 import pytest
 
 from helpers.queue_entries import entry
-from orchestrator.display.queue_table import queue_table
+from orchestrator.display.queue_table import order_notes, queue_table
 from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
-from orchestrator.policy.queue import find_entries, free_room, line, marked_unfit, may_reserve, victims, why_waiting
+from orchestrator.policy.queue import (
+    find_entries,
+    free_room,
+    line,
+    marked_over_share,
+    marked_unfit,
+    may_reserve,
+    victims,
+    why_waiting,
+)
 from orchestrator.policy.shortage import ClusterState, NodeState
 from orchestrator.protocol.queue import NodeResources, QueueEntry
 from orchestrator.queue import main
@@ -59,7 +68,83 @@ def test_a_run_waits_until_its_workers_fit() -> None:
     running, waiting = entry("running", workers=3, state="running"), entry("waiting", at=1, workers=2)
     assert admitted([running, waiting]) == []
     assert admitted([running, replace(waiting, workers=1)]) == ["waiting"]
-    assert admitted([running, entry("small", at=2), waiting]) == [], "no other run overtakes it"
+
+
+def test_a_run_overtakes_one_that_must_wait_in_any_case() -> None:
+    running, first = entry("running", workers=3, state="running"), entry("first", at=1, workers=4)
+    small, smaller = entry("small", at=2), entry("smaller", at=3, cpus_per_worker=0.5)
+    assert admitted([running, first, small, smaller]) == ["small", "smaller"]
+    reserving = replace(small, state="reserving", overtook=("first",))
+    assert admitted([running, first, reserving, smaller]) == ["small"], "one at a time"
+    assert admitted([running, first, replace(small, workers=2)]) == [], "it does not fit"
+    assert admitted([first, small]) == ["first"]
+    assert admitted([running, replace(first, workers=1), small]) == ["first"]
+    assert admitted([running, replace(first, autoscaling=True), small]) == ["first"]
+    assert admitted([running, replace(first, state="reserving"), small]) == ["first"]
+    assert admitted([replace(running, state="yielding"), first, small]) == [], "the first one starts soon"
+    assert admitted([replace(running, priority=-1), first, small]) == []
+
+
+def test_a_run_that_has_overtaken_makes_room_as_soon_as_that_is_enough() -> None:
+    running, first = entry("running", workers=2, state="running"), entry("first", at=1, workers=3)
+    small = entry("small", at=2, state="running", overtook=("first",))
+    assert leaving([running, first, small]) == [], "two workers are not enough"
+    assert admitted([running, first, small, entry("other", at=3)]) == ["other"]
+    assert leaving([running, replace(first, workers=1), small]) == [], "there is room"
+    full = {"a": NodeResources(cpus=4, gpus=0, free_cpus=2, free_gpus=0)}
+    assert leaving([first, small], full) == ["small"]
+    assert leaving([first, replace(small, overtook=())], full) == []
+    assert leaving([first, replace(small, overtook=("another",))], full) == []
+    assert admitted([first, small, entry("other", at=3)], full) == [], "the first one starts soon"
+    assert leaving([first, replace(small, state="yielding")], full) == []
+
+
+def test_a_run_that_overtakes_loses_its_turn_when_the_first_one_could_start() -> None:
+    running, first = entry("running", workers=2, state="running"), entry("first", at=1, workers=4)
+    small = entry("small", at=2, state="reserving", overtook=("first",), workers_by_node={"a": 1})
+    assert admitted([running, first, small]) == ["small"]
+    assert admitted([replace(running, workers_by_node={"gone": 1}), first, small]) == []
+    one = entry("one", at=3, priority=-1, state="running")
+    assert admitted([one, first, small]) == [], "the run of lower priority makes room as well"
+    assert leaving([one, first, small]) == ["one"]
+    assert leaving([one, replace(first, workers=3), small]) == [], "the end of the other turn is enough"
+    assert admitted([one, first, replace(small, overtook=())]) == ["small"], "the first one has come back to the line"
+
+
+def test_a_node_on_which_a_run_may_not_start_is_none_for_it() -> None:
+    nodes = {n: NodeResources(cpus=2, gpus=0, free_cpus=2, free_gpus=0) for n in "ab"}
+    avoids = {"b": "is left out by cluster.exclude_nodes"}
+    wide, other = entry("wide", workers=4), entry("other", at=1, workers=2)
+    assert states_of(wide, nodes=nodes) == ["waiting"]
+    assert states_of(replace(wide, avoids=avoids), nodes=nodes) == ["unfit"]
+    holder = entry("holder", workers=2, state="running")
+    first = replace(wide, workers=2, avoids=avoids)
+    assert admitted([holder, first, other], nodes) == ["other"], "it takes what the first one cannot use"
+    assert leaving([holder, replace(other, state="running", workers_by_node={"b": 2}), first], nodes) == []
+    urgent = replace(first, priority=1)
+    low = replace(other, state="running", workers_by_node={"b": 2})
+    assert leaving([holder, low, urgent], nodes) == ["holder"], "the younger one has nothing for it"
+
+
+def test_further_runs_of_a_user_with_a_share_go_behind_those_of_others() -> None:
+    mine = [entry("mine", workers=2, state="running"), entry("next", at=1, user_share=0.5)]
+    other = entry("other", at=2, user="bob", user_share=0.5)
+    assert line_of(*mine, other) == ["other", "next"]
+    assert line_of(*mine, replace(other, priority=-1)) == ["next", "other"], "priority comes first"
+    assert line_of(*mine, replace(other, user="ada")) == ["next", "other"]
+    assert line_of(mine[0], replace(mine[1], user_share=0.6), other) == ["next", "other"]
+    assert line_of(mine[0], replace(mine[1], user_share=None), other) == ["next", "other"]
+    assert line_of(replace(mine[0], workers_by_node={"gone": 2}), mine[1], other) == ["next", "other"]
+    assert admitted(marked_over_share([*mine, replace(other, workers=3)], FOUR_CPUS)) == ["next"], "nothing stays idle"
+    gpus = {"a": NodeResources(cpus=8, gpus=2, free_cpus=8, free_gpus=2)}
+    training = replace(mine[0], workers=1, gpus_per_worker=1.0)
+    on_gpus = replace(mine[1], gpus_per_worker=1.0)
+    assert line_of(training, mine[1], other, nodes=gpus) == ["next", "other"], "it takes none of the GPUs"
+    assert line_of(training, on_gpus, other, nodes=gpus) == ["other", "next"]
+
+
+def line_of(*entries: QueueEntry, nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
+    return names(line(marked_over_share(entries, nodes)))
 
 
 def test_what_ray_reports_late_is_not_given_twice() -> None:
@@ -199,7 +284,39 @@ def test_a_cluster_that_shrinks_leaves_the_turn_to_a_run_that_still_fits(parts: 
     assert [(e.name, e.state) for e in parts.queue.entries()] == [("small", "reserving"), ("large", "unfit")]
     parts.nodes = FOUR_CPUS
     assert not parts.queue.poll(large).unfit
-    assert not parts.queue.poll(small).may_reserve, "the other one was submitted earlier"
+    assert not parts.queue.poll(large).may_reserve, "the other one may be reserving already"
+    assert parts.queue.poll(replace(small, state="reserving")).may_reserve
+
+
+def test_a_run_learns_which_ones_it_overtakes_and_the_queue_learns_it_from_its_driver(parts: Parts) -> None:
+    running = entry("running", workers=3, state="running")
+    first, small = entry("first", at=1, workers=4), entry("small", at=2)
+    for run in (running, first):
+        parts.queue.poll(run)
+    answer = parts.queue.poll(small)
+    assert (answer.may_reserve, answer.ahead, answer.overtakes) == (True, ("first",), ("first",))
+    assert parts.queue.entries()[-1].overtook == ("first",)
+    small = replace(small, state="reserving", overtook=answer.overtakes)
+    assert parts.queue.poll(small).may_reserve
+    small = replace(small, state="running", workers_by_node={"a": 1})
+    queue = parts.new()
+    assert queue.poll(small).yield_to is None
+    assert not queue.poll(first).may_reserve
+    assert queue.poll(small).yield_to == "first", "the other run has ended"
+    assert queue.poll(replace(small, state="yielding")).yield_to is None
+    assert not queue.poll(first).may_reserve
+    assert not queue.poll(replace(small, state="waiting", workers_by_node={}, overtook=())).may_reserve
+    answer = queue.poll(first)
+    assert (answer.may_reserve, answer.overtakes) == (True, ())
+
+
+def test_a_run_of_another_user_goes_before_further_ones_of_a_user_with_a_share(parts: Parts) -> None:
+    parts.queue.poll(entry("mine", workers=4, state="running"))
+    parts.queue.poll(entry("next", at=1, user_share=0.5))
+    assert parts.queue.poll(entry("other", at=2, user="bob")).ahead == ()
+    assert [(e.name, e.over_share) for e in parts.queue.entries()[1:]] == [("other", False), ("next", True)]
+    parts.queue.leave("mine")
+    assert parts.queue.poll(entry("next", at=1, user_share=0.5)).may_reserve
 
 
 def test_a_run_whose_driver_is_silent_blocks_nobody(parts: Parts) -> None:
@@ -274,6 +391,24 @@ def test_a_run_learns_of_others_of_its_name_but_not_of_those_of_its_sweep(parts:
 def test_an_address_without_ray_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--address", "nonsense", "cancel", "run"]) == 2
     assert capsys.readouterr().err == "queue: --address=nonsense: expected auto, local or host:port\n"
+
+
+def test_the_list_says_which_runs_are_not_in_the_order_of_submission() -> None:
+    runs = [
+        entry("small", state="running", overtook=("first", "gone", "second")),
+        entry("done", state="running", overtook=("gone",)),
+        entry("second", workers=4),
+        entry("first", user_share=0.25, over_share=True),
+    ]
+    overtaken, behind = order_notes(runs)
+    assert overtaken == (
+        "small (running): it has overtaken first, second, and makes room as soon as the first in the line could "
+        "start with its resources"
+    )
+    assert behind == (
+        "first (waiting): it goes behind the runs of others, because those of ada have their share already "
+        "(cluster.user_share=0.25)"
+    )
 
 
 def test_the_table_has_places_and_needs() -> None:

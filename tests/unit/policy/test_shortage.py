@@ -59,7 +59,16 @@ def test_a_run_with_several_bundles_on_a_node_is_named_once() -> None:
 def test_nothing_is_free_on_a_node_in_trouble() -> None:
     silent = node(2, trouble="does not answer")
     assert room(FOUR, ClusterState(nodes=[node(1), silent])) == 2
-    assert sentence(FOUR, node(1), silent).endswith("free 2; node gpu-2 (10.0.0.2) does not answer")
+    two = Request(count=2, each=FOUR.each)
+    assert "free 1; node gpu-2 (10.0.0.2) does not answer; node gpu-1" in sentence(two, node(1, free_gpus=1), silent)
+
+
+def test_a_request_that_fits_only_with_a_node_in_trouble_can_never_fit() -> None:
+    left_out = node(2, trouble="is left out by cluster.exclude_nodes")
+    assert not can_ever_fit(FOUR, ClusterState(nodes=[node(1), left_out]))
+    text = sentence(FOUR, node(1), left_out)
+    assert "free 2; the cluster has room for 2 in all: add nodes, or lower strategy.num_workers" in text
+    assert text.endswith("; node gpu-2 (10.0.0.2) is left out by cluster.exclude_nodes")
 
 
 @pytest.mark.parametrize(

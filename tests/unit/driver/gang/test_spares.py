@@ -53,9 +53,13 @@ class FakeSlots:
     def kill(self, slot: int) -> None:
         self.killed.append(slot)
 
-    def withdraw(self, slot: int) -> bool:
-        self.withdrawn.append(slot)
+    def is_alone(self, slot: int) -> bool:
         return slot > 2
+
+    def withdraw(self, slot: int) -> bool:
+        self.killed.append(slot)
+        self.withdrawn.append(slot)
+        return self.is_alone(slot)
 
 
 class FakeAdmission:
@@ -121,7 +125,7 @@ def test_a_worker_on_a_lost_node_is_sought_in_its_slot_and_elsewhere(parts: Part
     assert set(parts.slots.started) == {1, 3}
     assert parts.slots.avoided == [{"b"}]
     assert parts.comes_up(3, "a") == [3]
-    parts.spares.seek(0)
+    parts.spares.refill(1)
     assert parts.slots.withdrawn == [1], "Ray keeps the slot, which was reserved with others"
     parts.spares.seek(1)
     assert set(parts.slots.started) == {1, 3, 4}
@@ -141,7 +145,7 @@ def test_a_stranded_slot_that_ray_has_moved_serves_as_well(parts: Parts) -> None
     parts.spares.vacate(1, "b")
     parts.spares.seek(1)
     assert parts.comes_up(1, "c") == [1]
-    parts.spares.seek(0)
+    parts.spares.refill(1)
     assert parts.slots.withdrawn == [3]
     parts.spares.seek(1)
     assert max(parts.slots.started) == 4, "what was withdrawn is gone"
@@ -197,12 +201,34 @@ def test_spares_on_lost_and_draining_nodes_take_no_rank(parts: Parts) -> None:
     assert parts.slots.killed == [1]
 
 
+def test_what_is_no_longer_wanted_is_given_back(parts: Parts) -> None:
+    """First what is not placed, then workers that start, then those that are ready, then what stays vacant."""
+    parts.slots.nodes = {5: None, 6: None}
+    parts.spares.begin({2: info(2)})
+    parts.spares.refill(5)
+    assert (list(parts.slots.started), parts.comes_up(3, "a")) == ([3, 4], [2, 3])
+    parts.spares.refill(4)
+    assert parts.slots.withdrawn == [6]
+    parts.spares.refill(2)
+    assert sorted(parts.slots.withdrawn) == [4, 5, 6]
+    parts.spares.refill(0)
+    assert parts.slots.withdrawn[3:] == [3]
+    assert parts.spares.fit([]) == [2], "reserved with the ranks, so that it could not be given back"
+    parts.spares.vacate(3, "a")
+    parts.spares.refill(0)
+    assert parts.slots.withdrawn[4:] == [3]
+
+
 def test_the_slot_on_a_draining_node_is_left(parts: Parts) -> None:
     parts.nodes.draining = ["c"]
     parts.spares.vacate(1, "c")
     parts.spares.seek(1)
     assert list(parts.slots.started) == [3]
     assert parts.slots.avoided == [{"c"}]
+    parts.spares.refill(0)
+    assert 3 in parts.slots.withdrawn
+    parts.spares.vacate(4, "c")
+    assert parts.slots.withdrawn[-1] == 4, "Ray would move the slot to another node, where nobody uses it"
 
 
 def test_workers_that_must_share_a_node_are_not_sought_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +247,7 @@ def test_a_slot_is_given_up_after_some_workers_have_died_there(parts: Parts) -> 
         parts.slots.started[1].result = ray.exceptions.WorkerCrashedError()
         assert parts.spares.fit([]) == []
     assert parts.spares.num_given_up == 1
+    assert parts.slots.withdrawn == [1]
     assert "died while they started" in parts.warnings[0]
 
 
