@@ -2,8 +2,8 @@
 
 They are checked with torch 2.11, 2.13 and 2.15. A difference between the supported versions belongs in here, in the
 function that it concerns; ``tests/unit/compat/test_compat_torch.py`` names whatever a version has removed.
-Two parts have modules of their own: ``compat/pipelining.py``, and ``compat/deferred_dynamo.py``, the stand-in for
-``torch._dynamo``.
+Three parts have modules of their own: ``compat/process_groups.py``, ``compat/pipelining.py``, and
+``compat/deferred_dynamo.py``, the stand-in for ``torch._dynamo``.
 
 ``pytree`` handles nested tuples, lists and dicts; it has no public counterpart that torch's own internals share.
 """
@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _distributed_c10d as c10d_bindings
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,7 +29,6 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.autograd.graph import Node
-from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
@@ -45,7 +42,6 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
-    "abort_process_groups",
     "adopt_user_state",
     "broadcast_ddp_buffers",
     "calls_through",
@@ -54,7 +50,6 @@ __all__ = [
     "data_parallel_replica",
     "ddp_comm_ms",
     "end_loader_processes",
-    "flight_record",
     "flop_formula",
     "has_run_compiled_code",
     "is_view",
@@ -70,7 +65,6 @@ __all__ = [
     "parameter_of",
     "pytree",
     "release_ddp",
-    "restart_group_numbers",
     "running_node_number",
     "set_ddp_timing",
     "setting_fake_data",
@@ -300,38 +294,6 @@ def loads_through(load: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         torch.load = original
-
-
-# Process groups
-
-
-def abort_process_groups() -> Sequence[dist.ProcessGroup]:
-    """Abort all process groups of this process, which waits for no other rank.
-
-    NCCL communicators have to be aborted together: a device may be busy with a collective operation of any of them.
-
-    Returns:
-        The groups. Keep them until nothing else refers to them: the last owner's destructor waits for gloo's threads.
-    """
-    groups = list(distributed_c10d._world.pg_names)
-    distributed_c10d._abort_process_group()
-    return groups
-
-
-def restart_group_numbers() -> None:
-    """Number process groups from the beginning, as torch does after it has destroyed all of them.
-
-    A group that could not be formed has taken a number. The ranks that have tried would look for the others under
-    another name than new ones do.
-    """
-    distributed_c10d._world.group_count = 0
-
-
-def flight_record(backend: Literal["gloo", "nccl"]) -> str:
-    """Return what the flight recorder of this process has recorded of a backend, as JSON, with all operations."""
-    name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
-    dump: Callable[[], bytes] = getattr(c10d_bindings, name)
-    return dump().decode(errors="replace")
 
 
 # DistributedDataParallel

@@ -11,6 +11,9 @@ from typing import Any
 
 _POINT_TO_POINT = re.compile(r"\w+:(?:send (\d+)->(\d+)|recv (\d+)<-(\d+))")
 
+_DEFAULT_GROUP = "default_pg"
+"""How torch describes the default process group."""
+
 Message = tuple[str, int, int]
 """The name of a process group, and in it the ranks of the sender and the receiver."""
 
@@ -34,13 +37,14 @@ class Enqueued:
     receives: Mapping[Message, int] = field(default_factory=dict)
 
 
-def enqueued_in(dump: str, *, since_ns: int) -> Enqueued:
+def enqueued_in(dump: str, *, since_ns: int, world_size: int) -> Enqueued:
     """Return what a rank has enqueued, from the dump of its flight recorder.
 
     Args:
         dump: JSON, as ``torch._C._distributed_c10d._dump_fr_trace_json`` returns it.
         since_ns: when the process groups were formed, in nanoseconds since the epoch. Groups of earlier generations
             have the same names.
+        world_size: the number of ranks of the default group, which torch records only in the first generation.
     """
     content = json.loads(dump)
     entries = [entry for entry in content.get("entries", ()) if entry["time_created_ns"] >= since_ns]
@@ -52,6 +56,8 @@ def enqueued_in(dump: str, *, since_ns: int) -> Enqueued:
             last[group], operation[group] = number, entry["profiling_name"]
     sends, receives = _pending(entries)
     members = {name: tuple(json.loads(group["ranks"])) for name, group in content.get("pg_config", {}).items()}
+    groups = (entry["process_group"] for entry in entries)
+    members |= {name: tuple(range(world_size)) for name, description in groups if description == _DEFAULT_GROUP}
     return Enqueued(
         last=last,
         operation=operation,

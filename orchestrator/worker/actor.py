@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.compat import deferred_dynamo
+from orchestrator.compat.process_groups import flight_record
 from orchestrator.compat.ray.process import keep_process_title
-from orchestrator.compat.torch import flight_record
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
@@ -72,7 +72,8 @@ class Worker:
 
     Args:
         label: how Ray names the actor.
-        heartbeat_timeout_s: how long a step waits for a decision of the driver that holds it.
+        heartbeat_timeout_s: how long a step waits for a decision of the driver that holds it, and with NCCL a rank that
+            has failed for the driver's word.
         variables: the environment variables to set, before CUDA, NCCL and the job read them.
         requirements: what pip installs first, unless this node has it.
         install_timeout_s: how long that may take.
@@ -99,7 +100,7 @@ class Worker:
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
         self.outbox = Outbox(self.redactor)
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
-        self.teardown = Teardown()
+        self.teardown = Teardown(word_timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
         self.cpu = CpuMeter()
         self.gpus = GpuMeter()
@@ -108,7 +109,7 @@ class Worker:
         self.loop: Loop | None = None
         self.log: Path | None = None
         self.training_thread: int | None = None
-        self.joined_ns: int | None = None  # when the NCCL groups of this generation were formed
+        self.joined: tuple[int, int] | None = None  # when the NCCL groups of this generation were formed, of how many
 
     def __repr__(self) -> str:
         return self.label
@@ -292,7 +293,7 @@ class Worker:
         store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
         self.store = store
         self.outbox.enter(step, "connect")
-        self.joined_ns = time.time_ns() if assignment.backend == "nccl" else None
+        self.joined = (time.time_ns(), assignment.plan.world_size) if assignment.backend == "nccl" else None
         rendezvous.connect(assignment, store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         self.gate.check(assignment.generation)  # an abort before this has found no groups
         startup["rendezvous_s"] = time.perf_counter() - began
@@ -300,12 +301,14 @@ class Worker:
 
     def _flight_record(self) -> FlightRecord | None:
         """Return what this rank has enqueued with NCCL; None with gloo, or if torch's record cannot be read."""
-        if self.joined_ns is None:
+        if self.joined is None:
             return None
+        since_ns, world_size = self.joined
         try:
             dump = flight_record("nccl")
             return FlightRecord(
-                enqueued=enqueued_in(dump, since_ns=self.joined_ns), dump=zlib.compress(dump.encode(), level=1)
+                enqueued=enqueued_in(dump, since_ns=since_ns, world_size=world_size),
+                dump=zlib.compress(dump.encode(), level=1),
             )
         except Exception:  # its format may change with torch
             traceback.print_exc()

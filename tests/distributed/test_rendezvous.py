@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.cases import assignment
 from helpers.gang import HOST, SOON_S
 from helpers.training import CPU
-from orchestrator.compat.torch import flight_record
+from orchestrator.compat.process_groups import flight_record
 from orchestrator.policy.flight import awaited
 from orchestrator.protocol.flight import Enqueued, enqueued_in
 from orchestrator.protocol.messages import Assignment
@@ -151,7 +151,7 @@ def test_survivors_of_a_broken_group_form_the_next(gang, store):
 
 def after_an_abort(rank: int, port: int) -> float:
     """No group is left when another thread has aborted them. A late abort does not concern the next generation."""
-    teardown = Teardown()
+    teardown = Teardown(word_timeout_s=SOON_S)
     teardown.begin(1, backend="nccl")
     kept = join(rank, 3, 1, port)
     side = dist.new_group([0, 1, 2])
@@ -188,7 +188,7 @@ def recorded(rank: int, port: int) -> Enqueued:
     if rank > 0:
         dist.all_reduce(torch.ones(1), group=side)
     pending = [] if rank == 1 else [dist.all_reduce(torch.ones(1), async_op=True)]
-    found = enqueued_in(flight_record("gloo"), since_ns=since_ns)
+    found = enqueued_in(flight_record("gloo"), since_ns=since_ns, world_size=3)
     kept.add("recorded", 1)
     while kept.add("recorded", 0) < 3:
         time.sleep(0.01)

@@ -60,7 +60,8 @@ def ask_nodes(
         nodes: the nodes to ask.
         job_modules: the modules of the jobs, to import them beside that of the workers.
         code: the code and the packages that travel to the workers.
-        output_dir, nonce, with_gpus: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
+        output_dir, nonce: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
+        with_gpus: whether to compute on the GPUs that Ray manages there.
     """
     facts_wanted = {
         "working_dir": str(Path.cwd()) if code.working_dir is None else None,
@@ -68,9 +69,10 @@ def ask_nodes(
         "modules": [WORKER, *([] if code.pip else job_modules)],
         "output_dir": output_dir,
         "nonce": nonce,
-        "with_gpus": with_gpus,
     }
-    arguments = {node: {"address": node.address, **facts_wanted} for node in nodes}
+    arguments = {
+        node: {"address": node.address, "num_gpus": node.gpus if with_gpus else None, **facts_wanted} for node in nodes
+    }
     return on_nodes(node_facts.node_facts, arguments, code.runtime_env())
 
 

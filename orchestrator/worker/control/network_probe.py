@@ -43,7 +43,7 @@ class NetworkProbe:
         Raises:
             RuntimeError: the group was not formed, or an all-reduce failed.
         """
-        interfaces.choose(address)
+        interfaces.choose(address, nccl=address)
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)

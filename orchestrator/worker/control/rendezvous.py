@@ -11,17 +11,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from orchestrator.compat.process_groups import abort_process_groups, restart_group_numbers
 from orchestrator.compat.resolver import without_name_servers
-from orchestrator.compat.torch import abort_process_groups, restart_group_numbers
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control.control import PeersMissingError, StepGate
 from orchestrator.worker.process import interfaces
+from orchestrator.worker.process.nccl_variables import nccl_variables
 
 LOOPBACK = "127.0.0.1"
 """The address of a store whose ranks are all on one node."""
 _JOINED, _BUILT = "joined", "built"
-FLIGHT_RECORDS = 1000
-"""The number of operations that torch's flight recorder keeps on a rank: those of several steps."""
 POLL_S = 0.5
 """The interval at which a waiting rank checks whether to give up."""
 
@@ -103,11 +102,8 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
     ``node_ip``: the address by which Ray knows this node.
     """
     if assignment.backend == "nccl":
-        # By default, torch ends the process of a rank that waits for a lost one. Here the driver watches.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDS))
-    interfaces.choose(LOOPBACK if assignment.store_host == LOOPBACK else node_ip)
+        os.environ |= nccl_variables(os.environ, recovers=assignment.config.recovery.max_failures > 0)
+    choose_interfaces(assignment, node_ip=node_ip)
     try:
         with without_name_servers():
             dist.init_process_group(
@@ -123,15 +119,24 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
         raise
 
 
+def choose_interfaces(assignment: Assignment, *, node_ip: str) -> None:
+    """Let gloo stay on the loopback interface if all workers are on one node, but not NCCL, which keeps its choice.
+
+    ``node_ip``: the address by which Ray knows this node.
+    """
+    gloo = LOOPBACK if assignment.store_host == LOOPBACK else node_ip
+    interfaces.choose(gloo, nccl=node_ip if assignment.backend == "nccl" else None)
+
+
 def leave() -> None:
     """Destroy the process groups if there are any. Under NCCL this waits for the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def abort() -> Sequence[dist.ProcessGroup]:
+def abort() -> list[dist.ProcessGroup]:
     """Abort the process groups, as :func:`abort_process_groups` does; there may be none, and they may be broken."""
-    return abort_process_groups() if dist.is_initialized() else ()
+    return abort_process_groups() if dist.is_initialized() else []
 
 
 def _store_of_generation(store: dist.TCPStore, assignment: Assignment) -> dist.PrefixStore:

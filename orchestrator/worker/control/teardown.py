@@ -9,22 +9,26 @@ With NCCL, it always aborts them, because a rank that has ended in order cannot 
 the driver comes before any abort. What an aborted rank sends and computes is garbage, so all ranks have to know first
 that the generation has ended (see ``driver/run/abandonment.py``). The control thread then aborts the groups at once,
 because nothing else frees a rank that waits for a lost one. The beginning of another generation is the word too: the
-driver begins it when every rank has ended or is lost.
+driver begins it when every rank has ended or is lost. Without a word, a rank that has failed ends its process, which
+posts no garbage.
+
+The destructor of a group joins threads of torch, which may be waiting for a device that has failed. So the groups of
+NCCL are dropped on a thread that nothing waits for.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from orchestrator.worker.control import rendezvous
 
 RELEASE_TIMEOUT_S = 30.0
-WORD_TIMEOUT_S = 10.0
-"""How long a rank that has failed waits for the driver before it aborts its groups."""
 
 
 class ReleaseError(RuntimeError):
@@ -34,16 +38,19 @@ class ReleaseError(RuntimeError):
 class Teardown:
     """Releases the process groups of one generation after another.
 
-    ``timeout_s``: how long a generation waits for the release of the one before.
+    Args:
+        word_timeout_s: how long a rank that has failed waits for the word of the driver, before it ends its process.
+        timeout_s: how long a generation waits for the release of the one before.
     """
 
-    def __init__(self, *, timeout_s: float = RELEASE_TIMEOUT_S):
+    def __init__(self, *, word_timeout_s: float, timeout_s: float = RELEASE_TIMEOUT_S):
+        self._word_timeout_s = word_timeout_s
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._generation = 0
         self._frees_waits = False
         self._word = threading.Event()
-        self._aborted: Sequence[dist.ProcessGroup] | None = None
+        self._aborted: list[dist.ProcessGroup] | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -78,7 +85,7 @@ class Teardown:
         """
         with self._lock:
             if self._frees_waits and self._generation <= generation and self._aborted is None:
-                self._aborted = ()
+                self._aborted = []
                 try:
                     self._aborted = rendezvous.abort()
                 except Exception:
@@ -98,12 +105,21 @@ class Teardown:
     def _release(self, close: Callable[[], None], clean: bool) -> None:
         # First, because the groups must not be destroyed by what refers to them: see `abort_process_groups`.
         _attempt(close)
-        if self._frees_waits:
-            self._word.wait(None if clean else WORD_TIMEOUT_S)
+        if not self._frees_waits:
+            _attempt(rendezvous.leave if clean else rendezvous.abort)
+            return
+        if not self._word.wait(None if clean else self._word_timeout_s):
+            print(
+                f"generation {self._generation} has failed here, and the driver has said nothing for "
+                f"{self._word_timeout_s:g} s (cluster.heartbeat_timeout_s), so this process ends",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+        self.abort(self._generation)
         with self._lock:
-            _attempt(rendezvous.leave if clean and not self._frees_waits else rendezvous.abort)
-            if self._aborted is not None:
-                self._aborted = ()
+            groups, self._aborted = self._aborted or [], []
+        threading.Thread(target=groups.clear, name="groups", daemon=True).start()
 
 
 def _attempt(release: Callable[[], object]) -> None:

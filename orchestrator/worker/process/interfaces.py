@@ -12,21 +12,23 @@ _chosen: dict[str, str] = {}
 """What :func:`choose` has set in this process. Another value is the user's."""
 
 
-def choose(ip: str) -> None:
-    """Let gloo and NCCL use the interface that has the address ``ip``, unless the user has chosen one.
+def choose(gloo: str, *, nccl: str | None) -> None:
+    """Let gloo and NCCL use the interfaces that have these addresses, unless the user has chosen others.
 
-    gloo connects side groups with NCCL, too.
+    NCCL reads its variable once in the life of a process, gloo whenever it forms a group. A process that may later
+    communicate with another node therefore gives NCCL an address that is reachable from there, from the beginning.
+
+    Args:
+        gloo: the address for gloo, which also connects side groups of runs with NCCL.
+        nccl: the address for NCCL; None if the process does not use it.
 
     Raises:
         LookupError: no interface has the address.
     """
-    free = [name for name in (GLOO, NCCL) if os.environ.get(name) == _chosen.get(name)]
-    if not free:
-        return
-    interface = interface_of(ip)
-    values = {GLOO: interface, NCCL: f"={interface}"}  # without the sign, NCCL takes it for the beginning of a name
-    for name in free:
-        os.environ[name] = _chosen[name] = values[name]
+    # Without the sign, NCCL takes the name for the beginning of a name.
+    for name, address, sign in ((GLOO, gloo, ""), (NCCL, nccl, "=")):
+        if address is not None and os.environ.get(name) == _chosen.get(name):
+            os.environ[name] = _chosen[name] = f"{sign}{interface_of(address)}"
 
 
 def interface_of(ip: str) -> str:

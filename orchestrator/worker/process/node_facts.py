@@ -20,18 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 GPU_TIMEOUT_S = 60.0
-# In a process of its own, because a CUDA context stays as long as its process, and because Ray hides the GPUs from a
-# task that has reserved none.
+# In a process of its own, because a CUDA context stays as long as its process.
 _PROBE_GPUS = """
-import json, torch
+import json, sys, torch
 from orchestrator.worker.process.gpu import gpu_error
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-print(json.dumps([names, gpu_error([str(i) for i in range(len(names))])]))
+print(json.dumps([names, gpu_error(sys.argv[1:][:len(names)])]))
 """
 
 
@@ -43,7 +42,7 @@ def node_facts(
     modules: Sequence[str] = (),
     output_dir: str | None = None,
     nonce: str | None = None,
-    with_gpus: bool = False,
+    num_gpus: int | None = None,
 ) -> dict[str, Any]:
     """Return the facts of this machine and process, as the fields of a ``NodeReport``.
 
@@ -54,12 +53,12 @@ def node_facts(
         modules: the modules that a worker needs, to try to import them.
         output_dir: the directory with the runs; None if they are on a store.
         nonce: the name of a file that the driver has written into ``output_dir``; None to look for none.
-        with_gpus: whether to compute on every GPU, which takes seconds.
+        num_gpus: how many GPUs Ray manages here, to compute on each of them, which takes seconds; None to leave them.
     """
     if working_dir is not None and Path(working_dir).is_dir():
         os.chdir(working_dir)
     sys.path.extend(path for path in import_paths if path not in sys.path)
-    gpus, gpu_error = _gpus() if with_gpus else (None, None)
+    gpus, gpu_error = (None, None) if num_gpus is None else _gpus(ray_gpus(num_gpus, os.environ))
     max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return {
         "name": socket.gethostname(),
@@ -145,11 +144,19 @@ def _write_error(directory: Path) -> str | None:
     return None
 
 
-def _gpus() -> tuple[list[str] | None, str | None]:
-    """The names of the GPUs that torch sees, and why it cannot compute on one of them; None if it cannot be asked."""
-    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-c", _PROBE_GPUS]
+def ray_gpus(count: int, environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that Ray manages, as it numbers them: the first ones of those that the user has not hidden."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return ([str(i) for i in range(count)] if visible is None else visible.split(","))[:count]
+
+
+def _gpus(ids: Sequence[str]) -> tuple[list[str] | None, str | None]:
+    """The names of the GPUs that torch sees, and why it cannot compute on one of ``ids``; None if it cannot be asked.
+
+    Ray leaves CUDA_VISIBLE_DEVICES to a task without GPUs as it was where Ray was started.
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", _PROBE_GPUS, *ids]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True)
         names, error = json.loads(done.stdout)

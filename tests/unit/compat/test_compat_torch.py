@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from orchestrator.compat import process_groups
 from orchestrator.compat import torch as compat
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -128,16 +130,33 @@ def process_group() -> Any:
 @pytest.mark.usefixtures("process_group")
 def test_all_groups_are_aborted_together() -> None:
     side = dist.new_group([0])
-    groups = compat.abort_process_groups()
+    groups = process_groups.abort_process_groups()
     assert len(groups) == 2
     assert side in groups
     assert not dist.is_initialized()
 
 
+class Communicator:
+    """One whose kernel ends only when another is aborted too, as on a device that both use."""
+
+    def __init__(self, all_flagged: threading.Barrier):
+        self._all_flagged = all_flagged
+
+    def abort(self) -> None:
+        self._all_flagged.wait(5)
+
+
+def test_no_abort_waits_for_another() -> None:
+    all_flagged = threading.Barrier(3)
+    process_groups.abort_together([Communicator(all_flagged) for _ in range(3)])
+    assert not all_flagged.broken
+    process_groups.abort_together([])
+
+
 def test_group_numbers_begin_again() -> None:
     world = dist.distributed_c10d._world
     world.group_count = 3
-    compat.restart_group_numbers()
+    process_groups.restart_group_numbers()
     assert world.group_count == 0
 
 
@@ -146,7 +165,9 @@ def test_the_flight_record_has_what_was_enqueued() -> None:
     before_ns = time.time_ns()
     for _ in range(2):
         dist.all_reduce(torch.ones(1))
-    entries = [e for e in json.loads(compat.flight_record("gloo"))["entries"] if e["time_created_ns"] >= before_ns]
+    entries = [
+        e for e in json.loads(process_groups.flight_record("gloo"))["entries"] if e["time_created_ns"] >= before_ns
+    ]
     assert [e["profiling_name"] for e in entries] == ["gloo:all_reduce"] * 2
     expected = {"process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "retired", "state"}
     assert all(expected <= entry.keys() for entry in entries)
@@ -154,7 +175,7 @@ def test_the_flight_record_has_what_was_enqueued() -> None:
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
 def test_nccl_has_a_flight_record_of_its_own() -> None:
-    assert {"pg_config", "version"} <= json.loads(compat.flight_record("nccl")).keys()
+    assert {"pg_config", "version"} <= json.loads(process_groups.flight_record("nccl")).keys()
 
 
 @pytest.mark.usefixtures("process_group")
@@ -242,9 +263,8 @@ def test_a_stage_of_a_pipeline() -> None:
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
-    known = {
-        n.attr for n in ast.walk(parsed(Path(compat.__file__))) if isinstance(n, ast.Attribute) and is_private(n.attr)
-    }
+    ours = [parsed(Path(str(module.__file__))) for module in (compat, process_groups)]
+    known = {n.attr for tree in ours for n in ast.walk(tree) if isinstance(n, ast.Attribute) and is_private(n.attr)}
     broken = []
     for path in sorted([*ROOT.glob("orchestrator/**/*.py"), *ROOT.glob("jobs/**/*.py")]):
         if "compat" in path.parts:

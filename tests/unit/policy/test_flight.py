@@ -50,7 +50,7 @@ def recorded(*entries: dict[str, Any], **members: list[int]) -> Enqueued:
     }  # fmt: skip
     if not entries:
         del dump["entries"]  # as torch does
-    return enqueued_in(json.dumps(dump), since_ns=SINCE_NS)
+    return enqueued_in(json.dumps(dump), since_ns=SINCE_NS, world_size=3)
 
 
 def reduced(number: int, group: tuple[str, str] = WORLD, state: str = "scheduled") -> dict[str, Any]:
@@ -70,12 +70,15 @@ def test_the_last_operation_of_each_group_counts_and_those_of_earlier_generation
 
 
 def test_the_rank_behind_the_others_is_awaited() -> None:
-    ranks = {0: recorded(reduced(9)), 1: recorded(reduced(8)), 2: recorded(reduced(9)), 3: recorded(reduced(9))}
+    ranks = {0: recorded(reduced(9)), 1: recorded(reduced(8)), 2: recorded(reduced(9))}
     assert awaited(ranks) == (1, "operation 9 of group 0 (nccl:all_reduce)")
     ranks[1] = recorded()
-    assert awaited(ranks) is None, "it may not belong to the group"
-    ranks[1] = recorded(**{"0": [0, 1, 2, 3]})
     assert awaited(ranks) == (1, "operation 9 of group 0 (nccl:all_reduce)"), "it has enqueued nothing at all"
+    side = ("1", "undefined")
+    ranks = {0: recorded(reduced(9, side)), 1: recorded(), 2: recorded(reduced(9, side))}
+    assert awaited(ranks) is None, "it may not belong to the group"
+    ranks[1] = recorded(**{"1": [0, 1, 2]})
+    assert awaited(ranks) == (1, "operation 9 of group 1 (nccl:all_reduce)")
 
 
 def test_nobody_is_awaited_if_all_have_enqueued_the_same() -> None:
@@ -113,6 +116,13 @@ def test_messages_are_matched_by_their_ends(of_0: list[str], of_1: list[str], ex
         for rank, names in enumerate((of_0, of_1))
     }
     assert awaited(ranks) == expected
+
+
+def test_messages_are_matched_in_the_default_group_of_every_generation() -> None:
+    """After the first one, torch records no ranks of it."""
+    ranks = {rank: recorded(reduced(1), **{"0": []}) for rank in range(3)}
+    ranks[0] = recorded(reduced(1), entry("send 0->1", message=1, state="started"), **{"0": []})
+    assert awaited(ranks) == (1, "a receive of group 0 (0->1)")
 
 
 def test_messages_of_a_batch_are_completed_with_the_batch() -> None:

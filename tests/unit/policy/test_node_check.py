@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from orchestrator.driver.nodes.node_reports import driver_report
 from orchestrator.planning.plan import Node
@@ -82,6 +83,50 @@ def test_a_process_reports_its_own_machine() -> None:
     facts = node_facts.node_facts(address="127.0.0.1", modules=["jobs.digits", "no_such_module"])
     assert facts["interface"] == "lo"
     assert facts["import_error"] == "no_such_module (ModuleNotFoundError: No module named 'no_such_module')"
+
+
+EIGHT_GPUS = """
+import os
+
+class cuda:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+    device_count = lambda: len(cuda.visible)
+    get_device_name = lambda i: "H100"
+
+def ones(size, *, device):
+    if cuda.visible[int(device.removeprefix("cuda:"))] == "3":
+        raise RuntimeError("CUDA error: it has fallen off the bus")
+    return One()
+
+class One:
+    add_ = lambda self, other: self
+    item = lambda self: 2.0
+"""
+"""A torch of a machine with eight GPUs, of which number 3 is broken."""
+
+
+@pytest.mark.parametrize(
+    ("visible", "managed", "seen", "error"),
+    [
+        (None, 8, 8, "GPU 3: CUDA error: it has fallen off the bus"),
+        (None, 2, 8, None),
+        ("0,1,2,4", 4, 4, None),
+        ("5,3", 2, 2, "GPU 3: CUDA error: it has fallen off the bus"),
+    ],
+    ids=["all", "Ray manages others", "hidden", "numbered as Ray does"],
+)
+def test_only_the_gpus_that_ray_manages_have_to_work(
+    visible: str | None, managed: int, seen: int, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``CUDA_VISIBLE_DEVICES`` of the `ray start` hides a broken GPU, so it says nothing about the node."""
+    (tmp_path / "torch.py").write_text(EIGHT_GPUS)
+    monkeypatch.syspath_prepend(tmp_path)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    facts = node_facts.node_facts(num_gpus=managed)
+    assert (facts["gpus"], facts["gpu_error"]) == (["H100"] * seen, error)
 
 
 def test_the_report_needs_no_orchestrator(tmp_path: Path) -> None:

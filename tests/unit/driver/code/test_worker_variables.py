@@ -9,14 +9,16 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from helpers.cases import CLUSTER
+from helpers.cases import CLUSTER, assignment
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.worker_variables import worker_variables
 from orchestrator.protocol.messages import Variables
 from orchestrator.strategies import registry
+from orchestrator.worker.control import rendezvous
 from orchestrator.worker.process import interfaces
+from orchestrator.worker.process.nccl_variables import nccl_variables
 
 OWN = {
     "HOME": "/home/me",
@@ -66,6 +68,25 @@ def test_the_values_are_typed_as_keys_and_masked_by_name() -> None:
     assert redactor.text("the token is hf-Tt00Uu11") == "the token is ***"
 
 
+def test_failures_of_nccl_are_left_to_us_unless_the_user_decides_otherwise() -> None:
+    """The watchdog of torch would end the process, or sleep for a minute while its group cannot be released."""
+    found = nccl_variables({}, recovers=True)
+    assert set(found.items()) >= {
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "0"),
+        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"),
+        ("NCCL_NVLS_ENABLE", "0"),
+    }
+    assert int(found["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert found.keys() - nccl_variables({}, recovers=False).keys() == {"NCCL_NVLS_ENABLE"}
+    chosen = dict.fromkeys([*found, "TORCH_NCCL_TRACE_BUFFER_SIZE"], "1")
+    assert nccl_variables(chosen, recovers=True) == {}
+    del chosen["TORCH_FR_BUFFER_SIZE"]
+    assert nccl_variables(chosen, recovers=True) == {}, "the older name says it too"
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapping[str, str]]:
     """The environment of a process in which no interface has been chosen."""
@@ -87,16 +108,42 @@ def test_the_interface_is_the_one_with_the_address() -> None:
         interfaces.interface_of("192.0.2.1")
 
 
-def test_gloo_and_nccl_use_the_interface_of_each_generation(environment: Mapping[str, str]) -> None:
-    others = {
+def own_addresses() -> dict[str, str]:
+    """The interface of each IPv4 address of this machine."""
+    return {
         a.address: name
         for name, addresses in psutil.net_if_addrs().items()
         for a in addresses
         if a.family.name == "AF_INET"
     }
-    for ip, name in others.items():
-        interfaces.choose(ip)
+
+
+def test_gloo_and_nccl_use_the_interface_of_each_generation(environment: Mapping[str, str]) -> None:
+    for ip, name in own_addresses().items():
+        interfaces.choose(ip, nccl=ip)
         assert (environment[interfaces.GLOO], environment[interfaces.NCCL]) == (name, f"={name}")
+
+
+def test_without_nccl_its_variable_is_left_alone(environment: Mapping[str, str]) -> None:
+    interfaces.choose("127.0.0.1", nccl=None)
+    assert environment[interfaces.GLOO] == "lo"
+    assert interfaces.NCCL not in environment
+
+
+def test_nccl_gets_no_loopback_interface_that_a_later_generation_could_not_leave(
+    environment: Mapping[str, str],
+) -> None:
+    """NCCL keeps the first interface, so a generation on one node must not give it one that other nodes lack."""
+    outside = {ip: name for ip, name in own_addresses().items() if not ip.startswith("127.")}
+    if not outside:
+        pytest.skip("this machine has no interface besides loopback")
+    ip, name = next(iter(outside.items()))
+    for backend, expected in (("gloo", None), ("nccl", f"={name}")):
+        orders = assignment(rank=0, world_size=2, generation=1, store_port=0, run_dir="", backend=backend)  # type: ignore[arg-type]
+        rendezvous.choose_interfaces(orders, node_ip=ip)
+        assert (environment.get(interfaces.GLOO), environment.get(interfaces.NCCL)) == ("lo", expected)
+    rendezvous.choose_interfaces(replace(orders, store_host=ip), node_ip=ip)
+    assert environment[interfaces.GLOO] == name
 
 
 @pytest.mark.parametrize("chosen", [interfaces.GLOO, interfaces.NCCL])
@@ -105,10 +152,10 @@ def test_an_interface_that_the_user_has_chosen_stays(
 ) -> None:
     monkeypatch.setenv(chosen, "mine")
     for _ in range(2):
-        interfaces.choose("127.0.0.1")
+        interfaces.choose("127.0.0.1", nccl="127.0.0.1")
     assert environment[chosen] == "mine"
     (other,) = {interfaces.GLOO, interfaces.NCCL} - {chosen}
     assert environment[other].endswith("lo")
     monkeypatch.setenv(other, "mine too")
-    interfaces.choose("192.0.2.1")
+    interfaces.choose("192.0.2.1", nccl="192.0.2.1")
     assert environment[other] == "mine too", "the address does not matter"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from helpers.faulty_jobs import OUT_OF_MEMORY
 from helpers.quick_jobs import digits
 from orchestrator.worker import failures
 from orchestrator.worker.actor import _close, _recoverable_steps
+from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.control import AbandonedError
 from orchestrator.worker.control.teardown import ReleaseError, Teardown
 from orchestrator.worker.measure.metrics import NonFiniteError
@@ -44,7 +47,7 @@ def group() -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_errors_at_the_end_are_only_printed(clean: bool, capfd: pytest.CaptureFixture[str]) -> None:
     loop: Any = SimpleNamespace(strategy=SimpleNamespace(close=breaks), recoverable_steps=breaks)
-    teardown = Teardown(timeout_s=10)
+    teardown = Teardown(word_timeout_s=10, timeout_s=10)
     teardown.start(lambda: _close(loop), clean=clean)
     teardown.begin(2, backend="gloo")
     assert not dist.is_initialized()
@@ -70,7 +73,7 @@ def test_only_a_clean_end_waits_for_other_ranks(clean: bool, monkeypatch: pytest
         destroy()
 
     monkeypatch.setattr(dist, "destroy_process_group", wait_and_destroy)
-    teardown = Teardown(timeout_s=10 if not clean else 0.1)
+    teardown = Teardown(word_timeout_s=10, timeout_s=10 if not clean else 0.1)
     teardown.start(nothing, clean=clean)
     if clean:
         assert called.wait(10)
@@ -89,7 +92,7 @@ def test_only_a_clean_end_waits_for_other_ranks(clean: bool, monkeypatch: pytest
 )
 @pytest.mark.usefixtures("group")
 def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: str, aborted: int, remains: bool) -> None:
-    teardown = Teardown()
+    teardown = Teardown(word_timeout_s=10)
     teardown.begin(2, backend=backend)
     teardown.abort(aborted)
     assert dist.is_initialized() == remains
@@ -103,7 +106,7 @@ def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: st
 @pytest.mark.usefixtures("group")
 def test_with_nccl_a_rank_that_has_failed_aborts_at_the_word_of_the_driver() -> None:
     """Until then, the others may take its garbage for gradients."""
-    teardown = Teardown(timeout_s=5)
+    teardown = Teardown(word_timeout_s=10, timeout_s=5)
     teardown.begin(2, backend="nccl")
     closed = threading.Event()
     teardown.start(closed.set, clean=False)
@@ -120,7 +123,7 @@ def test_with_nccl_a_rank_that_has_failed_aborts_at_the_word_of_the_driver() -> 
 def test_with_nccl_a_clean_end_waits_for_no_rank_but_for_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer may have died since, and ``destroy_process_group`` would wait for it."""
     monkeypatch.setattr(dist, "destroy_process_group", breaks)
-    teardown = Teardown(timeout_s=5)
+    teardown = Teardown(word_timeout_s=10, timeout_s=5)
     teardown.begin(2, backend="nccl")
     closed = threading.Event()
     teardown.start(closed.set, clean=True)
@@ -129,6 +132,53 @@ def test_with_nccl_a_clean_end_waits_for_no_rank_but_for_the_next_generation(mon
     assert dist.is_initialized(), "a peer may still receive what this rank has sent"
     teardown.begin(3, backend="nccl")
     assert not dist.is_initialized()
+
+
+NO_WORD = """
+import threading
+import torch.distributed as dist
+from orchestrator.worker.control.teardown import Teardown
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+teardown = Teardown(word_timeout_s=0.2)
+teardown.begin(2, backend="nccl")
+teardown.start(lambda: None, clean=False)
+threading.Event().wait(20)
+raise SystemExit("still there" if dist.is_initialized() else "has aborted")
+"""
+
+
+def test_with_nccl_a_rank_that_has_failed_ends_if_the_driver_says_nothing() -> None:
+    """If it aborted instead, a peer could take garbage for gradients before the generation is marked as ended."""
+    done = subprocess.run([sys.executable, "-c", NO_WORD], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the driver has said nothing for 0.2 s (cluster.heartbeat_timeout_s)" in done.stderr
+    assert "has aborted" not in done.stderr
+
+
+class SlowToGo:
+    """A group whose destructor waits, as that of NCCL does for the watchdog of torch."""
+
+    def __init__(self, may_go: threading.Event, gone: threading.Event):
+        self._may_go, self._gone = may_go, gone
+
+    def __del__(self) -> None:
+        self._may_go.wait(20)
+        self._gone.set()
+
+
+def test_no_generation_waits_for_the_destructor_of_a_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go, gone = threading.Event(), threading.Event()
+    monkeypatch.setattr(rendezvous, "abort", lambda: [SlowToGo(may_go, gone)])
+    teardown = Teardown(word_timeout_s=10, timeout_s=5)
+    teardown.begin(2, backend="nccl")
+    teardown.abort(2)
+    teardown.start(nothing, clean=False)
+    teardown.begin(3, backend="nccl")
+    assert not gone.is_set()
+    may_go.set()
+    assert gone.wait(5)
 
 
 CONNECTION = dist.DistBackendError("NCCL communicator was aborted")

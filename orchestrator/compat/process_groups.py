@@ -1,0 +1,65 @@
+"""Private parts of ``torch.distributed``. They are checked with torch 2.11, 2.13 and 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d_bindings
+from torch.distributed import distributed_c10d
+
+
+def abort_process_groups() -> list[dist.ProcessGroup]:
+    """Abort all process groups of this process, which waits for no other rank.
+
+    Returns:
+        The groups. Keep them until nothing else refers to them: the last owner's destructor waits for the threads of
+        gloo, and for those of torch that watch NCCL.
+
+    Raises:
+        RuntimeError: NCCL could not abort a communicator within the timeout of its operations. The groups remain.
+    """
+    groups = list(distributed_c10d._world.pg_names)
+    abort_together([backend for group in groups if (backend := _backend_on_gpu(group)) is not None])
+    distributed_c10d._abort_process_group()  # what NCCL has aborted is not aborted again
+    return groups
+
+
+def abort_together(backends: Sequence[Any]) -> None:
+    """Abort the communicators of several backends, each on a thread of its own, and wait for all.
+
+    An abort frees device memory, which waits for all kernels of the device. One of them may be a collective operation
+    of another communicator, which only ends when that one is aborted too. torch aborts one after the other: its group
+    call for NCCL has no effect, because it belongs to the calling thread, and each abort runs on another one.
+    """
+    if backends:
+        with ThreadPoolExecutor(len(backends), thread_name_prefix="abort") as pool:
+            list(pool.map(lambda backend: backend.abort(), backends))
+
+
+def _backend_on_gpu(group: dist.ProcessGroup) -> Any:
+    """Return the NCCL backend of a group; None if it has another one."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    return backend if backend.name() == "nccl" else None
+
+
+def restart_group_numbers() -> None:
+    """Number process groups from the beginning, as torch does after it has destroyed all of them.
+
+    A group that could not be formed has taken a number. The ranks that have tried would look for the others under
+    another name than new ones do.
+    """
+    distributed_c10d._world.group_count = 0
+
+
+def flight_record(backend: Literal["gloo", "nccl"]) -> str:
+    """Return what the flight recorder of this process has recorded of a backend, as JSON, with all operations."""
+    name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
+    dump: Callable[[], bytes] = getattr(c10d_bindings, name)
+    return dump().decode(errors="replace")
