@@ -130,6 +130,7 @@ def _run(
         seed=config.seed,
         train=config.train,
         options=config.strategy,
+        collective_timeout_s=config.cluster.collective_timeout_s,
         pipeline=plan.pipeline,
         num_devices=plan.devices_per_worker,
     )

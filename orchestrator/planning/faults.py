@@ -16,7 +16,7 @@ KINDS = {
     "sleep": "the training thread sleeps forever",
     "gil": "the training thread sleeps forever while it holds the interpreter lock",
 }
-PHASES = ("join", "build", "train", "eval", "checkpoint", "end")
+PHASES = ("join", "connect", "build", "train", "eval", "checkpoint", "end")
 _DRAWN = re.compile(r"random:(?P<count>[1-9]\d*)")
 _FAULT = re.compile(r"(?P<kind>\w+)@(?P<step>\d+):(?P<rank>\d+)(:(?P<phase>\w+))?")
 

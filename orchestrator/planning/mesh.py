@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +75,6 @@ class Mesh:
         if self.replicas_close:
             return [self.replicas(pp_rank) for pp_rank in range(self.pipeline_parallel_size)]
         return [self.pipeline(dp_rank) for dp_rank in range(self.data_parallel_size)]
-
-    def device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the ``DeviceMesh`` of the workers, with dimensions ``dp`` and ``pp``. Needs a process group."""
-        from torch.distributed.device_mesh import DeviceMesh
-
-        grid = [self.pipeline(dp_rank) for dp_rank in range(self.data_parallel_size)]
-        return DeviceMesh(device_type, grid, mesh_dim_names=("dp", "pp"))
 
 
 def even_shares(total: int, parts: int) -> tuple[int, ...]:

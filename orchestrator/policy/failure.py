@@ -173,5 +173,19 @@ def standstill(config: ClusterConfig, phase: Phase | None, *, time: float) -> Fa
     return _seen_by_driver(f"no progress while the others waited {timeout_s:g} s for it (cluster.{key})", time)
 
 
+def cannot_leave_nccl(phases: Mapping[int, Phase | None], *, lost: int) -> str | None:
+    """Say which ranks are lost with rank ``lost`` because they were connecting with NCCL; None if none is.
+
+    ``phases``: the phase of each rank that has not ended, at its last heartbeat.
+    """
+    connecting = [rank for rank, phase in sorted(phases.items()) if phase == "connect"]
+    if not connecting:
+        return None
+    return (
+        f"ranks {connecting} were connecting with NCCL when rank {lost} was lost; nothing can interrupt that, so they "
+        "are replaced too"
+    )
+
+
 def _seen_by_driver(message: str, time: float) -> Failure:
     return Failure(message=message, traceback="", time=time, collateral=False, log_tail="")

@@ -41,6 +41,7 @@ class Context:
         seed: ``seed`` of the configuration, equal on all ranks.
         train: the ``train`` section of the configuration.
         options: the ``strategy`` section of the configuration.
+        collective_timeout_s: the limit of an operation between ranks.
         pipeline: the stages and micro-batches; None if the model is not cut.
         num_devices: the number of devices that this rank drives.
         peer_copy_every: steps between copies of this rank's state to a neighbour's memory; 0 for no copies.
@@ -52,6 +53,7 @@ class Context:
     seed: int
     train: TrainConfig
     options: StrategyConfig
+    collective_timeout_s: float
     pipeline: PipelineLayout | None = None
     num_devices: int = 1
     peer_copy_every: int = 0

@@ -293,6 +293,7 @@ class Worker:
         store = rendezvous.join(assignment, store=self.own_store if rank == 0 else None, gate=self.gate)
         self.store = store
         self.outbox.enter(step, "connect")
+        inject_fault(assignment.faults, rank=rank, phase="connect", step=step)
         self.joined = (time.time_ns(), assignment.plan.world_size) if assignment.backend == "nccl" else None
         rendezvous.connect(assignment, store, node_ip=ray.util.get_node_ip_address(), device=self.device)
         self.gate.check(assignment.generation)  # an abort before this has found no groups

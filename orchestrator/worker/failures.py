@@ -82,7 +82,7 @@ def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:
 def _is_connection_error(error: BaseException) -> bool:
     """Return whether the error looks like the loss of another rank, rather than a failure of this one."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
-        return True
+        return not _is_device_error(error)
     text = str(error)
     signs = ("Connection closed by peer", "Connection reset by peer", "Read error", "Timed out")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
@@ -93,5 +93,10 @@ def _may_follow_from_abort(error: BaseException) -> bool:
 
     An error of the device outlives the process groups, and a model that the job has changed has lost its state.
     """
-    unrelated = (*EXPLAINED, ModelChangedError, torch.AcceleratorError)
-    return isinstance(error, Exception) and not isinstance(error, unrelated)
+    unrelated = (*EXPLAINED, ModelChangedError)
+    return isinstance(error, Exception) and not isinstance(error, unrelated) and not _is_device_error(error)
+
+
+def _is_device_error(error: BaseException) -> bool:
+    """Return whether the GPU of this process has failed, also if a call of NCCL was the first to find out."""
+    return isinstance(error, torch.AcceleratorError) or "unhandled cuda error" in str(error)

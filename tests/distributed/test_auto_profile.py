@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from helpers.cases import TRAIN
+from helpers.cases import CLUSTER, TRAIN
 from helpers.gang import Gang
 from helpers.normed_job import Normed
 from jobs.digits import Digits
@@ -41,6 +41,7 @@ def measured(rank: int, job: Any, world_size: int, batch: int) -> Any:
             seed=0,
             train=dataclasses.replace(TRAIN, global_batch_size=batch),
             options=options,
+            collective_timeout_s=CLUSTER.collective_timeout_s,
         ),
         job,
     )

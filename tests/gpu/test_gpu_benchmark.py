@@ -13,6 +13,7 @@ from helpers.runs import ROOT
 
 @pytest.mark.timeout(600)
 def test_the_benchmark_compares_trains_two_ranks_and_recovers() -> None:
+    """If it fails, a figure of benchmarks/gpu.py cannot be measured on this machine."""
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu.py", "--smoke"],
         cwd=ROOT,

@@ -30,6 +30,7 @@ def waits_ms(rank: int) -> tuple[float, float]:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_busy_gpu_does_not_wait_for_the_host(gang: Gang) -> None:
+    """If it fails, perf/comm_pct and perf/data_wait_pct count time in which the GPU computes."""
     ((busy_ms, idle_ms),) = gang.run(waits_ms, world_size=1)
     assert idle_ms >= 0.9e3 * WAIT_S
     assert busy_ms < 0.5 * idle_ms

@@ -45,6 +45,7 @@ def compiled(rank: int, case: Case, cache_dir: str) -> tuple[Steps, int]:
 def test_a_compiled_model_has_the_losses_of_the_plain_one(
     gang: Gang, tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
+    """If it fails, compiled code computes other values, or something is compiled again at every step."""
     layout = WHERE[name]
     plain = layout.of(Case(job=digits(depth=3), train=having(steps=2, global_batch_size=32)))
     case = replace(plain, train=having(plain.train, compile=True))

@@ -27,18 +27,21 @@ ROUNDING = 10
 
 @pytest.mark.parametrize("name", ["ddp-2", "ddp-4", *STAGED])
 def test_every_layout_with_accumulation(gang: Gang, name: str) -> None:
+    """If it fails, a strategy, or its order of communication, is wrong under NCCL."""
     case = Case(job=digits(depth=3, lr=0.3), train=having(global_batch_size=32, grad_accumulation=2))
     assert_as_alone(gang, case, name, rtol=ROUNDING * SGD)
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "1F1B-2", "Interleaved1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2"])
 def test_a_language_model_with_adamw_and_clipping(gang: Gang, name: str) -> None:
+    """If it fails, gradients are summed, clipped or applied wrongly on a GPU."""
     case = Case(job=TinyGPT(layers=3), train=having(global_batch_size=32, clip_norm=0.5))
     assert_as_alone(gang, case, name, rtol=ROUNDING * ADAMW, want_grad_norm=True)
 
 
 @pytest.mark.parametrize("job", [Tokens(), Tokens(empty=6, lr=0.5)], ids=["weights", "ranks-without-weight"])
 def test_uneven_shares_of_weighted_samples(gang: Gang, job: Job) -> None:
+    """If it fails, the weights of samples are not summed over all ranks."""
     assert_equal_losses(gang, Case(job=job, train=having(global_batch_size=9)), (2, 4), rtol=ROUNDING * SGD)
 
 
@@ -49,12 +52,14 @@ def test_uneven_shares_of_weighted_samples(gang: Gang, job: Job) -> None:
     ids=["logistic", "matrix"],
 )
 def test_sparse_gradients_of_replicas(gang: Gang, job: Job, grad_accumulation: int) -> None:
+    """If it fails, what replaces the sparse all-reduce that NCCL lacks is wrong."""
     case = Case(job=job, train=having(global_batch_size=101, grad_accumulation=grad_accumulation))
     assert_equal_losses(gang, case, (2,), rtol=ROUNDING * SGD)
 
 
 @pytest.mark.parametrize("name", ["1F1B-4", "GPipe-2x2"])
 def test_sparse_gradients_of_stages(gang: Gang, name: str) -> None:
+    """If it fails, sparse gradients of shared or replicated stages are wrong under NCCL."""
     case = Case(job=TokenChain(build=of.sparse_and_tied, momentum=0), train=having(steps=10, global_batch_size=16))
     assert_as_alone(gang, case, name, rtol=ROUNDING * SGD)
 
@@ -66,23 +71,27 @@ def test_sparse_gradients_of_stages(gang: Gang, name: str) -> None:
     ids=["skips", "nested", "tied"],
 )
 def test_what_flows_between_stages(gang: Gang, job: Toy, name: str) -> None:
+    """If it fails, a message between stages has another form or order than its receiver expects."""
     case = Case(job=job, train=having(steps=10, global_batch_size=16))
     assert_as_alone(gang, case, name, rtol=ROUNDING * SGD)
 
 
 @pytest.mark.parametrize("name", STEP_JOBS)
 def test_a_job_that_makes_its_own_updates(gang: Gang, name: str) -> None:
+    """If it fails, updates of ``Job.training_step`` differ between ranks."""
     case = Case(job=STEP_JOBS[name], train=having(steps=8, global_batch_size=25))
     assert_equal_steps(gang, case, 2, rtol=ROUNDING * SGD)
 
 
 def test_synchronized_batchnorm(gang: Gang) -> None:
+    """If it fails, BatchNorm does not use the statistics of all ranks."""
     case = Case(job=NormedGAN(), train=having(steps=8, global_batch_size=24), options=replace(DDP, sync_batchnorm=True))
     assert_equal_steps(gang, case, 2, rtol=ROUNDING * SGD)
 
 
 @pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
 def test_compressed_gradients_stay_close(gang: Gang, hook: str) -> None:
+    """If it fails, a communication hook loses more than its number format does."""
     case = Case(job=digits(), options=replace(DDP, comm_hook=hook))
     (alone,), ranks = (gang.run(train, case, world_size=world_size) for world_size in (1, 2))
     torch.testing.assert_close(losses(ranks), losses([alone]), rtol=0.1, atol=0)
@@ -92,6 +101,7 @@ def test_compressed_gradients_stay_close(gang: Gang, hook: str) -> None:
 @pytest.mark.parametrize("loss_on", ["device0", "replicas"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_dp(gang: Gang, devices: int, loss_on: str) -> None:
+    """If it fails, the replicas in one process, or the loss of all of them, are wrong."""
     if gang.backend.device == "cuda" and torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} GPUs")
     options = DPConfig(name="dp", num_workers=devices, loss_on=loss_on, verbose=False)  # type: ignore[arg-type]

@@ -13,13 +13,14 @@ from helpers.quick_jobs import digits
 
 @pytest.mark.parametrize("name", ["ddp-2", *STAGED])
 def test_every_layout_evaluates_exactly(gang: Gang, name: str) -> None:
-    """The last batch is incomplete. With NCCL, stages that send before they receive would wait for each other."""
+    """If it fails, stages wait for each other in an evaluation, or its incomplete last batch counts wrongly."""
     case = Case(job=digits(depth=3, val_size=37), train=having(steps=2, global_batch_size=16))
     assert_evaluated_exactly(gang, case, name, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2", "GPipe-2x2"])
 def test_an_evaluation_takes_as_few_samples_at_once_as_training(gang: Gang, name: str) -> None:
+    """If it fails, an evaluation can run out of memory where training does not."""
     layout = LAYOUTS[name]
     whole = Case(job=digits(depth=3, val_size=45), train=having(global_batch_size=32))
     sliced = layout.of(Case(job=whole.job, train=having(whole.train, grad_accumulation=4)))

@@ -39,5 +39,6 @@ def sums_behind_long_work(rank: int) -> tuple[list[torch.Tensor], list[torch.Ten
 
 @pytest.mark.usefixtures("gpu")
 def test_batches_that_are_copied_ahead_arrive_unchanged(gang: Gang) -> None:
+    """If it fails, the copy on a side stream overwrites or reads a batch too early."""
     ((expected, found),) = gang.run(sums_behind_long_work, world_size=1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

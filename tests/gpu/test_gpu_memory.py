@@ -32,6 +32,7 @@ def allocated(rank: int) -> int:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["ddp-2", "1F1B-2", "GPipe-2x2"])
 def test_memory_stays_flat_over_three_new_groups(gang: Gang, name: str) -> None:
+    """If it fails, a generation leaves memory of NCCL or of its tensors."""
     layout = LAYOUTS[name]
     case = layout.of(Case(job=TinyGPT(layers=4, width=256, heads=4), train=having(global_batch_size=32)))
     after = []
@@ -44,6 +45,7 @@ def test_memory_stays_flat_over_three_new_groups(gang: Gang, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
 def test_nothing_is_left_of_a_discarded_loop(gang: Gang, tmp_path: Path, name: str) -> None:
+    """If it fails, two models are in memory after a restart from a checkpoint."""
     layout = LAYOUTS[name]
     case = layout.of(Case(job=AdamDigits(hidden=24, depth=4), train=having(steps=4, global_batch_size=24)))
     for left in gang.run(built_three_times, case, layout.world_size, str(tmp_path), world_size=layout.world_size):
@@ -65,6 +67,7 @@ def peak_of_two_steps(rank: int, case: Case, checkpoint: str | None) -> int:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
 def test_a_resume_takes_no_more_memory_than_training(gang: Gang, tmp_path: Path, name: str) -> None:
+    """If it fails, a run that fits cannot be resumed."""
     layout = LAYOUTS[name]
     case = layout.of(Case(job=AdamDigits(hidden=2048, depth=9), train=having(steps=2, global_batch_size=32)))
     (_, state), *_ = gang.run(piece, case, None, 1, world_size=layout.world_size)

@@ -22,6 +22,7 @@ TOLERANCE = {"tf32": 0.005, "bf16": 0.03, "bf16-true": 0.08, "fp16": 0.01}
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_every_layout_has_the_losses_of_one_worker(gang: Gang, precision: str) -> None:
+    """If it fails, a precision is applied differently on one worker and on several."""
     case = Case(job=TinyGPT(width=64), train=having(precision=precision, grad_accumulation=2, clip_norm=0.5))
     seen = assert_as_alone(gang, case, *LAYOUT_NAMES, rtol=TOLERANCE[precision])
     (exact,) = gang.run(train, replace(case, train=having(case.train, precision="fp32")), world_size=1)
@@ -36,6 +37,7 @@ def test_every_layout_has_the_losses_of_one_worker(gang: Gang, precision: str) -
 @pytest.mark.parametrize("how", ["blocks", "selective"])
 @pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
 def test_recomputed_blocks_have_the_same_losses(gang: Gang, name: str, how: Literal["blocks", "selective"]) -> None:
+    """If it fails, a block that is computed again differs, such as by its random numbers."""
     layout = LAYOUTS[name]
     kept = layout.of(Case(job=TinyGPT(layers=4), train=having(steps=6, grad_accumulation=2)))
     recomputed = replace(kept, train=having(kept.train, activation_checkpointing=how))
@@ -63,6 +65,7 @@ def peak_memory(rank: int, case: Case) -> int:
 
 @pytest.mark.usefixtures("gpu")
 def test_recomputed_blocks_take_less_memory(gang: Gang) -> None:
+    """If it fails, ``train.activation_checkpointing`` keeps the activations."""
     case = Case(job=DeepGPT(), train=having(global_batch_size=32))
     (kept,) = gang.run(peak_memory, case, world_size=1)
     (recomputed,) = gang.run(

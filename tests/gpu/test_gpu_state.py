@@ -44,26 +44,31 @@ def assert_continued(saved_on: Gang, saved_by: str, continued_on: Gang, continue
 
 @pytest.mark.parametrize("saved_by", SUCCESSORS)
 def test_a_checkpoint_is_continued_by_another_layout(gang: Gang, saved_by: str) -> None:
+    """If it fails, a checkpoint of a GPU cannot be read by another layout."""
     assert_continued(gang, saved_by, gang, SUCCESSORS[saved_by])
 
 
 def test_a_checkpoint_moves_between_cpus_and_gpus(gang: Gang) -> None:
+    """If it fails, a checkpoint depends on the device that wrote it."""
     assert_continued(gang_on(GLOO), "ddp-2", gang, "1F1B-2")
     assert_continued(gang, "1F1B-2", gang_on(GLOO), "ddp-2")
 
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
+    """If it fails, the transfer of a state through device memory changes values."""
     assert_arrives_as_sent(gang, reuse=reuse)
 
 
 def test_tensors_of_any_type_take_the_values_of_one_rank(gang: Gang) -> None:
+    """If it fails, a type of tensor cannot be broadcast by NCCL."""
     received, sent = gang.run(broadcast_from_1, world_size=2)
     assert all(torch.equal(got, value) for got, value in zip(received, sent, strict=True))
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "1F1B-2", "GPipe-2x2"])
 def test_the_average_of_the_weights_is_that_of_one_worker(gang: Gang, name: str) -> None:
+    """If it fails, the moving average differs between layouts."""
     case = Case(job=AdamDigits(hidden=24, depth=3), train=having(steps=STEPS, global_batch_size=32, ema_decay=0.8))
     ((_, alone),) = gang.run(piece, case, None, STEPS, world_size=1)
     layout = LAYOUTS[name]
@@ -93,6 +98,7 @@ def snapshots_of_a_busy_device(rank: int) -> tuple[list[set[float]], str | None]
 
 
 def test_a_snapshot_has_what_the_device_had_when_it_was_taken(gang: Gang) -> None:
+    """If it fails, a checkpoint contains values of a later step, because its copy did not wait."""
     ((seen, nonfinite),) = gang.run(snapshots_of_a_busy_device, world_size=1)
     assert seen == [{1.0}, {float("inf")}]
     assert nonfinite == "weight"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,3 +38,40 @@ class Greedy(Digits):
         if dist.get_rank() == 1 and torch.is_grad_enabled():
             torch.empty(2**50, dtype=torch.uint8, device=output.device)
         return super().loss(output, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailingOnce(Digits):
+    """Rank 1 fails once in the whole run, in its step ``at_step``.
+
+    Args:
+        how: a failed ``assert`` on the device, a kernel that goes on to ``spin``, too little ``memory``, or an
+            exception while the process ``driver`` is ``silent``, stopped for ``silent_s``.
+    """
+
+    how: Literal["assert", "spin", "memory", "silent"]
+    at_step: int = 13
+    driver: int = 0
+    silent_s: float = 15.0
+    seen: list[int] = field(default_factory=lambda: [0], init=False, repr=False)
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        loss = super().loss(output, target)
+        if torch.is_grad_enabled() and dist.get_rank() == 1:
+            self.seen[0] += 1
+            if self.seen[0] == self.at_step and not (mark := Path("has-failed")).exists():
+                mark.touch()
+                self._fail(loss.device)
+        return loss
+
+    def _fail(self, device: torch.device) -> None:
+        if self.how == "assert":
+            torch.zeros(1, device=device)[torch.tensor([7], device=device)]
+        elif self.how == "spin":
+            torch.cuda._sleep(2**62)
+        elif self.how == "memory":
+            torch.empty(2**50, dtype=torch.uint8, device=device)
+        else:
+            subprocess.Popen(["sh", "-c", f"sleep {self.silent_s}; kill -CONT {self.driver}"], start_new_session=True)
+            os.kill(self.driver, signal.SIGSTOP)
+            raise RuntimeError("the planted fault")

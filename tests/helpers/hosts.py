@@ -108,15 +108,23 @@ def hosts(*names: str) -> Iterator[tuple[Host, ...]]:
         yield tuple(made)
 
 
-def start_ray(cpus: dict[Host, int], env: dict[Host, dict[str, str]] | None = None) -> None:
-    """Start Ray on each host with its number of CPUs, the first host being the head. It ends with the hosts.
+def start_ray(
+    cpus: dict[Host, int], env: dict[Host, dict[str, str]] | None = None, *, head: Host | None = None
+) -> None:
+    """Start Ray on each host with its number of CPUs. It ends with the hosts.
 
-    ``env``: environment variables of the Ray of a host.
+    Args:
+        cpus: the hosts.
+        env: environment variables of the Ray of a host.
+        head: the host on which Ray runs already; None for the first of ``cpus``, where it starts as the head.
     """
-    head, *_ = cpus
+    starts = head is None
+    head = head or next(iter(cpus))
     ray = Path(sys.executable).with_name("ray")
     for host, number in cpus.items():
-        role = ["--head", "--include-dashboard=false"] if host is head else [f"--address={head.address}:6379"]
+        role = (
+            ["--head", "--include-dashboard=false"] if starts and host is head else [f"--address={head.address}:6379"]
+        )
         code, output = host.run(
             ray, "start", *role, f"--num-cpus={number}", "--disable-usage-stats", **(env or {}).get(host, {})
         )

@@ -31,6 +31,14 @@ def share_gpu_as_worker() -> None:
     share_gpu(str(os.getpid()))
 
 
+def variables_of_host(identity: str) -> dict[str, str]:
+    """The environment of Ray and of our command on a host that shares the first GPU of this machine, if it has one."""
+    from orchestrator.driver.gang.gang import SHARED_GPU
+
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return {"CUDA_VISIBLE_DEVICES": device, "NCCL_HOSTID": identity, "NCCL_IB_DISABLE": "1", SHARED_GPU: "1"}
+
+
 @contextmanager
 def shared_gpu_ray(num_gpus: int) -> Iterator[None]:
     """Run a Ray in this process that counts ``num_gpus`` GPUs, all of which are the first one of this machine.

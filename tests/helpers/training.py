@@ -68,6 +68,7 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0) -> Strategy:
         seed=case.seed,
         train=case.train,
         options=config.strategy,
+        collective_timeout_s=config.cluster.collective_timeout_s,
         pipeline=plan.pipeline,
         num_devices=plan.devices_per_worker,
         peer_copy_every=peer_copy_every,

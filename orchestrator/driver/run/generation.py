@@ -24,7 +24,7 @@ from orchestrator.driver.run.resizing import Resizing
 from orchestrator.driver.run.telemetry import HEARTBEAT_WAIT_S, Telemetry
 from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.failure import death, no_store
+from orchestrator.policy.failure import cannot_leave_nccl, death, no_store
 from orchestrator.policy.hang import WatchedTime
 from orchestrator.policy.outcomes import Outcomes
 from orchestrator.policy.recovery import RecoveryPlan
@@ -238,6 +238,13 @@ class Generation:
     def last_step(self) -> int:
         """Return the last step that any rank has completed."""
         return max([self.outcomes.last_step, *self._telemetry.last_step.values()])
+
+    def note_of_lost_with(self, rank: int) -> str | None:
+        """Say which ranks have to be replaced with one that failed, though they have not; None if none has to be."""
+        if self._backend != "nccl":
+            return None
+        phases = {unfinished: self.health.phase(unfinished) for unfinished in self.outcomes.unfinished}
+        return cannot_leave_nccl(phases, lost=rank)
 
     def _open_store(self, recoverable_steps: Mapping[int, RecoverableSteps]) -> tuple[str, int] | None:
         """Let rank 0 open the store of the group; returns its host and port, or None if rank 0 has failed."""

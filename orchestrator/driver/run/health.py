@@ -27,7 +27,7 @@ from orchestrator.policy.failure import (
 )
 from orchestrator.policy.hang import HangDetector, culprit
 from orchestrator.policy.outcomes import Outcomes
-from orchestrator.protocol.messages import Failure, Heartbeat, Stacks, WorkerInfo
+from orchestrator.protocol.messages import Failure, Heartbeat, Phase, Stacks, WorkerInfo
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.worker.actor import Worker
@@ -112,6 +112,10 @@ class Health:
     def record_standstill(self, rank: int) -> None:
         """Record that all others have lost their connection to a rank that has not ended."""
         self.record(rank, standstill(self._config.cluster, self._hangs.phase(rank), time=time()))
+
+    def phase(self, rank: int) -> Phase | None:
+        """Return the phase of a rank at its last heartbeat; None if it has sent none."""
+        return self._hangs.phase(rank)
 
     def lose_nodes(self, node_ids: Collection[str]) -> None:
         """Take note of nodes that are lost."""

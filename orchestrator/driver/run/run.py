@@ -302,6 +302,8 @@ class Run:
             return self._stopped(generation)
         lost = self._failure_event(WorkerLost, generation, failed_rank, step=generation.last_step())
         self._events.emit(lost)
+        if (note := generation.note_of_lost_with(failed_rank)) is not None:
+            self._events.note(note)
         return decision
 
     def _note_placement(self) -> None:

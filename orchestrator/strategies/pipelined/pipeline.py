@@ -49,6 +49,7 @@ from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.gradients import norm_over, sum_over
+from orchestrator.strategies.groups import new_group, own_group
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.pipelined.chain import Chain
@@ -76,12 +77,12 @@ class _Connected:
     Attributes:
         pipeline: the ranks of this replica.
         host: the same ranks with gloo, on GPUs, so that states in host memory need not pass through them; else None.
-        replicas: the ranks that have the same stages.
+        replicas: the ranks that have the same stages; None if there is one replica.
     """
 
     pipeline: dist.ProcessGroup
     host: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
     sharing: Sharing
     chain: Chain
 
@@ -161,8 +162,10 @@ class Pipeline(OptimizerStep):
 
     def attach(self) -> None:
         context = self.context
-        grid = context.mesh.device_mesh(context.device.type)
-        pipeline, replicas = grid.get_group("pp"), grid.get_group("dp")
+        mesh = context.mesh
+        pipeline = own_group(context, [mesh.pipeline(d) for d in range(mesh.data_parallel_size)])
+        replicas = own_group(context, [mesh.replicas(p) for p in range(mesh.pipeline_parallel_size)])
+        assert pipeline is not None
         cut = self._agree_on_cut()
         if self._builder is not None:
             if self.context.global_rank == 0:
@@ -172,13 +175,12 @@ class Pipeline(OptimizerStep):
             self._builder = None
         super().attach()
         if self._copies is not None:
-            ring = context.mesh.pipeline(context.dp_rank)
+            ring = mesh.pipeline(context.dp_rank)
             self._copies.attach(self._new_gloo_group(), ring, rank=context.global_rank)
         sharing = Sharing(
             self._shared,
             self.state_module().state_dict(keep_vars=True),
-            mesh=context.mesh,
-            global_rank=context.global_rank,
+            context=context,
             stage_ranks=self.layout.stage_ranks,
         )
         chain = Chain(
@@ -205,9 +207,9 @@ class Pipeline(OptimizerStep):
 
     @torch.no_grad()
     def sync_initial_state(self) -> None:
-        if self.context.mesh.data_parallel_size > 1:
+        if (replicas := self._connected.replicas) is not None:
             tensors = (*self.state_module().parameters(), *self._buffers())
-            broadcast_tensors(tensors, source=0, device=self.context.device, group=self._connected.replicas)
+            broadcast_tensors(tensors, source=0, device=self.context.device, group=replicas)
         self._connected.sharing.sync_initial_state()
 
     def state_module(self) -> nn.Module:
@@ -297,9 +299,7 @@ class Pipeline(OptimizerStep):
     def _new_gloo_group(self) -> dist.ProcessGroup:
         """Return a gloo group of this rank's pipeline. Collective: every rank creates the groups of all pipelines."""
         mesh = self.context.mesh
-        groups: list[dist.ProcessGroup] = [
-            dist.new_group(mesh.pipeline(d), backend="gloo") for d in range(mesh.data_parallel_size)
-        ]
+        groups = [new_group(self.context, mesh.pipeline(d), backend="gloo") for d in range(mesh.data_parallel_size)]
         return groups[self.context.dp_rank]
 
     def close(self) -> None:
@@ -388,7 +388,8 @@ class Pipeline(OptimizerStep):
             return [self._rows] * len(weights), self.context.train.global_batch_size
         counted = [w for w in weights if w is not None]
         total = torch.as_tensor(sum(counted), dtype=torch.float32, device=self.context.device).clone()
-        dist.all_reduce(total, group=self._connected.replicas)
+        if (replicas := self._connected.replicas) is not None:
+            dist.all_reduce(total, group=replicas)
         return counted, total
 
     def _backward(
@@ -407,11 +408,11 @@ class Pipeline(OptimizerStep):
         """Sum each gradient over the replicas of its stage, then gradients of shared parameters over their stages."""
         self._waits.restart()
         with self._waits.waiting():
-            if self.context.mesh.data_parallel_size > 1:
-                self._sum_over_replicas()
+            if (replicas := self._connected.replicas) is not None:
+                self._sum_over(replicas)
             self._connected.sharing.add_gradients()
 
-    def _sum_over_replicas(self) -> None:
+    def _sum_over(self, replicas: dist.ProcessGroup) -> None:
         """Sum the gradients over the replicas, and give all of them the buffers of the first."""
         if any(p.requires_grad and p.grad is None for p in self.parameters):
             named = self.state_module().named_parameters()
@@ -421,7 +422,6 @@ class Pipeline(OptimizerStep):
                     f"parameters that take no part in the loss: {', '.join(missing)}; the other replicas would "
                     "wait for their gradients. Use these parameters or freeze them (requires_grad=False)"
                 )
-        replicas = self._connected.replicas
         sum_over(replicas, [p.grad for p in self.parameters if p.grad is not None])
         for buffer in self._buffers():
             dist.broadcast(buffer, group=replicas, group_src=0)

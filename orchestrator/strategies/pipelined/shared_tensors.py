@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.model.stages import Shared
-from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.groups import new_group
 
 
 class Sharing:
@@ -30,8 +31,7 @@ class Sharing:
         shared: Sequence[Shared],
         own: Mapping[str, Tensor],
         *,
-        mesh: Mesh,
-        global_rank: int,
+        context: Context,
         stage_ranks: Sequence[int],
     ):
         """Form a process group for each set of ranks that share a tensor. Collective over the default group.
@@ -39,8 +39,7 @@ class Sharing:
         Args:
             shared: all tensors that several stages have.
             own: this rank's tensors by name; a shared tensor appears under each of its names.
-            mesh: the grid of ranks.
-            global_rank: this rank.
+            context: of this rank.
             stage_ranks: the ``pp_rank`` of each stage.
         """
         self.first_names: dict[str, str] = {}
@@ -48,12 +47,13 @@ class Sharing:
         self.counted_elsewhere: set[Tensor] = set()
         self._parameters: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        mesh, global_rank = context.mesh, context.global_rank
         for tensor in shared:
             ranks = [stage_ranks[stage] for stage in tensor.stages]
             for dp_rank in range(mesh.data_parallel_size if len(set(ranks)) > 1 else 0):
                 holders = tuple(sorted({mesh.global_rank(dp_rank=dp_rank, pp_rank=rank) for rank in ranks}))
                 if holders not in groups:
-                    groups[holders] = dist.new_group(holders)
+                    groups[holders] = new_group(context, holders)
                 if global_rank in holders:
                     names = tensor.names_on(stage_ranks, mesh.pp_rank(global_rank))
                     parameter = own[names[0]]

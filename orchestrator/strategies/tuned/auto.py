@@ -22,6 +22,7 @@ from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.tuned.collectives import all_reduce_cost, message_cost
 from orchestrator.strategies.tuned.machinery import MachineryCost, machinery_cost
@@ -88,7 +89,7 @@ class Auto(Strategy):
         self._train_set = train_set
 
     def attach(self) -> None:
-        self._control = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._control = new_group(self.context, backend="gloo") if dist.is_initialized() else None
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         """Measure in the first step, and only the time since the last one in all others."""

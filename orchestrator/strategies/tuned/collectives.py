@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.strategies.base import Context
+from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.tuning.profile import MIB, Affine, fit
 
@@ -17,7 +18,7 @@ RUNS = 8
 
 def all_reduce_cost(workers: int, context: Context, control: dist.ProcessGroup) -> Affine:
     """Measure the all-reduce of the first ``workers`` ranks; ``control`` is a group of all ranks on the hosts."""
-    group = dist.new_group(list(range(workers)))
+    group = new_group(context, range(workers))
     takes_part = context.global_rank < workers
     points = []
     for size in SIZES_MIB:

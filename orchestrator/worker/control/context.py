@@ -18,6 +18,7 @@ def context_of(assignment: Assignment, device: torch.device) -> Context:
         seed=config.seed,
         train=config.train,
         options=config.strategy,
+        collective_timeout_s=config.cluster.collective_timeout_s,
         pipeline=plan.pipeline,
         num_devices=plan.devices_per_worker,
         peer_copy_every=config.recovery.peer_copy_every,

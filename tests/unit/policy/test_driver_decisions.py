@@ -16,7 +16,7 @@ from helpers.cases import having
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator, percentile
 from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus, with_common_precision
-from orchestrator.policy.failure import death, first_failure, standstill, unreachable_addresses
+from orchestrator.policy.failure import cannot_leave_nccl, death, first_failure, standstill, unreachable_addresses
 from orchestrator.policy.rank_order import groups_on_one_node, placement_note, rank_order, shards_last
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, Phase, TrainPoint, WorkerInfo
@@ -482,3 +482,10 @@ def test_what_crosses_nodes_is_named_after_the_start() -> None:
     many = placement_note(Mesh(data_parallel_size=99, pipeline_parallel_size=2), on_nodes("ab" * 99))
     assert many is not None
     assert many.endswith("3 (gpu-a, gpu-b), and 95 more")
+
+
+def test_ranks_that_cannot_leave_nccl_are_said_to_be_lost_too() -> None:
+    note = cannot_leave_nccl({2: "connect", 0: "connect", 3: "train"}, lost=1)
+    assert note is not None
+    assert note.startswith("ranks [0, 2] were connecting with NCCL when rank 1 was lost")
+    assert cannot_leave_nccl({0: "train", 2: None}, lost=1) is None

@@ -38,3 +38,16 @@ def test_every_folder_has_its_place_in_the_order(pytestconfig: pytest.Config) ->
     (conftest,) = [p for p in pytestconfig.pluginmanager.get_plugins() if getattr(p, "FOLDERS", None)]
     folders = {path.relative_to(TESTS).parts[0] for path in MODULES if path.name.startswith("test_")}
     assert folders <= set(conftest.FOLDERS), "enter the folder in FOLDERS of tests/conftest.py"
+
+
+def test_every_test_on_a_gpu_says_what_it_shows_if_it_fails() -> None:
+    """They run where nobody of the project is present."""
+    silent = [
+        node.name
+        for path in (TESTS / "gpu").glob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("test_")
+        and not (ast.get_docstring(node) or "").startswith("If it fails, ")
+    ]
+    assert silent == []

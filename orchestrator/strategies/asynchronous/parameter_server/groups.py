@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.groups import new_group
 
 LONG_TIMEOUT = timedelta(days=30)
 """For waits on ranks that may be many steps behind. The driver's hang detector bounds such waits."""
@@ -33,12 +34,13 @@ class Groups:
     copies: dist.ProcessGroup
 
     @staticmethod
-    def form(mesh: Mesh) -> Groups:
+    def form(context: Context) -> Groups:
         """Create all groups. Collective: every rank creates them in the same order."""
+        mesh = context.mesh
         return Groups(
-            workers=dist.new_group(list(range(mesh.num_workers))),
-            shards=dist.new_group(list(mesh.shards)),
+            workers=new_group(context, range(mesh.num_workers)),
+            shards=new_group(context, mesh.shards),
             long_timeout=dist.new_group(timeout=LONG_TIMEOUT),
             pushes=dist.new_group(timeout=LONG_TIMEOUT),
-            copies=dist.new_group(list(mesh.shards)),
+            copies=new_group(context, mesh.shards),
         )

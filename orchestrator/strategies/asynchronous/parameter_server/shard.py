@@ -86,7 +86,7 @@ class Shard(Strategy):
 
     def attach(self) -> None:
         mesh = self.context.mesh
-        groups = Groups.form(mesh)
+        groups = Groups.form(self.context)
         pushes = {w: Push(self._pieces.parts, compression=self._options.compression) for w in self._workers}
         self._connections = _Connected(
             groups=groups,

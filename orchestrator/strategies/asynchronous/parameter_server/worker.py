@@ -75,7 +75,7 @@ class Worker(WholeModel):
 
     def attach(self) -> None:
         # No super().attach(): recover_state() discards an interrupted step, because only the shards know its outcome.
-        groups = self._group_set = Groups.form(self.context.mesh)
+        groups = self._group_set = Groups.form(self.context)
         pushes = None if self._sync else groups.pushes
         self._connections = [
             ShardConnection(rank, parts, self._trained, self._memory, self._options.compression, pushes)

@@ -182,12 +182,19 @@ def test_no_generation_waits_for_the_destructor_of_a_group_of_nccl(monkeypatch: 
 
 
 CONNECTION = dist.DistBackendError("NCCL communicator was aborted")
+DEVICE = dist.DistBackendError(
+    "NCCL error in: NCCLUtils.hpp:268, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version "
+    "2.27.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed."
+)
 
 
 @pytest.mark.parametrize(
     ("error", "after_abort", "collateral"),
     [
         (CONNECTION, False, True),
+        (DEVICE, False, False),
+        (DEVICE, True, False),
         (AbandonedError("ended"), False, True),
         (IndexError("index 8233871 is out of range"), False, False),
         (IndexError("index 8233871 is out of range"), True, True),

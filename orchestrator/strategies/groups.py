@@ -1,0 +1,53 @@
+"""Process groups beside the default one. Every rank calls these functions, in the same order.
+
+torch would give them a timeout of its own, of 10 or 30 minutes, instead of that of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+
+from orchestrator.strategies.base import Context
+
+
+def new_group(
+    context: Context, ranks: Sequence[int] | None = None, *, backend: Literal["gloo"] | None = None
+) -> dist.ProcessGroup:
+    """Form a group of some ranks.
+
+    Args:
+        context: of this rank.
+        ranks: the global ranks; None for all.
+        backend: None for that of the default group.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        None if ranks is None else list(ranks), timeout=_timeout(context), backend=backend
+    )
+    return group
+
+
+def own_group(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Divide all ranks into ``parts`` of one size, and return the group of this rank; None if it is alone in its part.
+
+    A single part is the default group. A communicator of NCCL takes memory and an abort of its own, so there are no
+    others than are needed.
+    """
+    if len(parts) == 1:
+        return dist.group.WORLD
+    if all(len(ranks) == 1 for ranks in parts):
+        return None
+    if context.device.type == "cuda":  # in one call for all parts
+        split: dist.ProcessGroup | None = dist.split_group(
+            split_ranks=[list(ranks) for ranks in parts], timeout=_timeout(context)
+        )
+        return split
+    groups = [new_group(context, ranks) for ranks in parts]
+    return next(group for group, ranks in zip(groups, parts, strict=True) if context.global_rank in ranks)
+
+
+def _timeout(context: Context) -> timedelta:
+    return timedelta(seconds=context.collective_timeout_s)

@@ -1,0 +1,66 @@
+"""Process groups beside the default one: none of a single rank, and all with the timeout of the run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import helpers.stage_toys as of
+from helpers.cases import CLUSTER, SINGLE, Case, having
+from helpers.gang import Gang
+from helpers.layouts import LAYOUTS
+from helpers.quick_jobs import digits
+from helpers.toys import Toy
+from helpers.training import make
+from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.groups import own_group
+
+
+def formed(rank: int, case: Case) -> list[tuple[int, float]]:
+    """The size and the timeout in seconds of each group beside the default one, in the order of their making."""
+    make(case, rank, peer_copy_every=4)
+    groups = [g for g in dist.distributed_c10d._world.pg_names if g is not dist.group.WORLD]
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    return [(g.size(), timeout.total_seconds()) for g, timeout in zip(groups, timeouts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "sizes"),
+    [
+        ("1F1B-2", digits(depth=8, hidden=8), [2]),
+        ("1F1B-2x2", digits(depth=8, hidden=8), [2, 2, 2]),
+        ("InterleavedZeroBubble-2x2", of.TokenChain(build=of.tied_ends), [2, 2, 2, 2]),
+    ],
+    ids=["a pipeline", "replicas of one", "shared tensors"],
+)
+def test_groups_have_the_timeout_of_the_run_and_more_than_one_rank(
+    gang: Gang, name: str, job: Toy, sizes: list[int]
+) -> None:
+    layout = LAYOUTS[name]
+    case = layout.of(Case(job=job, train=having(global_batch_size=32)))
+    expected = [(size, CLUSTER.collective_timeout_s) for size in sizes]
+    for found in gang.run(formed, case, world_size=layout.world_size):
+        assert sorted(found) == expected
+
+
+def test_with_nccl_all_parts_are_split_from_the_default_group_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "split_group", lambda **arguments: calls.append(arguments))
+    mesh = Mesh(data_parallel_size=2, pipeline_parallel_size=2)
+    context = Context(
+        mesh=mesh,
+        global_rank=1,
+        device=torch.device("cuda", 0),
+        seed=0,
+        train=having(),
+        options=SINGLE,
+        collective_timeout_s=41,
+    )
+    own_group(context, [mesh.replicas(p) for p in range(2)])
+    assert own_group(context, [[0], [1], [2], [3]]) is None
+    assert calls == [{"split_ranks": [[0, 2], [1, 3]], "timeout": timedelta(seconds=41)}]
