@@ -77,6 +77,7 @@ def capture(
     step: int,
     samples_consumed: int,
     into: TrainState | None = None,
+    live: bool = False,
     **more: Any,
 ) -> TrainState:
     """Copy the training state to host memory, where later updates cannot change it.
@@ -88,13 +89,14 @@ def capture(
         step: the number of completed steps.
         samples_consumed: the number of global samples consumed.
         into: an earlier snapshot that is no longer needed. Its memory is reused where shapes and dtypes fit.
+        live: refer to the tensors where they are instead; the next update changes them.
         more: further entries of ``meta``.
 
     Raises:
         ValueError: some state cannot be stored as tensors and JSON; the text names its owner.
     """
     model = _unwrapped(model)
-    host = _HostCopies()
+    host = _HostCopies(live=live)
     tied = _tied_names(model)
     old: Mapping[str, Tensor] = into.model if into else {}
     parameters: dict[str, Tensor] = {}
@@ -204,12 +206,18 @@ def _first_nonfinite(parameters: Mapping[str, Tensor]) -> str | None:
 
 
 class _HostCopies:
-    """Copies of tensors in host memory. Those from a GPU run on a stream of their own, into pinned memory."""
+    """Copies of tensors in host memory. Those from a GPU run on a stream of their own, into pinned memory.
 
-    def __init__(self) -> None:
+    ``live``: return the tensors themselves.
+    """
+
+    def __init__(self, *, live: bool) -> None:
+        self._live = live
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, source: Tensor, buffer: Tensor | None) -> Tensor:
+        if self._live:
+            return source.detach()
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
             buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
         if not source.is_cuda:

@@ -25,15 +25,17 @@ def broadcast_state(
     source: int,
     rank: int,
     device: torch.device,
+    onto: torch.device = CPU,
     keep: Callable[[str], bool] = lambda name: True,
 ) -> TrainState:
-    """Broadcast a state through the default group to host memory. A collective operation.
+    """Broadcast a state through the default group. A collective operation.
 
     Args:
         state: the state to send on ``source``, which is returned there; None on the other ranks.
         source: the sending rank.
         rank: this rank.
         device: the device that the backend sends from and receives on, one tensor at a time.
+        onto: the device on which this rank keeps what it receives.
         keep: whether this rank keeps the tensors of a parameter or buffer, by its name. The others are dropped one by
             one as they are sent or arrive.
     """
@@ -46,13 +48,13 @@ def broadcast_state(
     for part, tensors in parts.items():
         own = getattr(state, part) if rank == source else {}
         for path, shape, dtype in header[part]:
-            moved = (own[path] if rank == source else _empty(shape, dtype)).to(device)
+            moved = own[path].to(device) if rank == source else _empty(shape, dtype, device)
             dist.broadcast(_as_bytes(moved), src=source)
             kept = keep(path if part == "model" else path.rpartition("/")[0])
             if rank == source and not kept:
                 del own[path]
             elif rank != source and kept:
-                tensors[path] = moved.cpu()
+                tensors[path] = moved.to(onto)
     return TrainState(meta=header["meta"], **parts) if state is None else state
 
 
@@ -190,8 +192,8 @@ def _spec(name: str, tensor: Tensor) -> tuple[str, list[int], str]:
     return name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _empty(shape: list[int], dtype: str) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype))
+def _empty(shape: list[int], dtype: str, device: torch.device = CPU) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
 def _buffer(old: Tensor | None, shape: list[int], dtype: str) -> Tensor:

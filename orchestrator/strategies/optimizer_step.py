@@ -104,8 +104,13 @@ class OptimizerStep(Strategy):
         self._in_step = False
         return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, metrics=metrics)
 
-    def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
-        """Copy this rank's part of the training state to host memory, reusing that of ``into``."""
+    def snapshot(
+        self, *, step: int, samples_consumed: int, into: TrainState | None = None, live: bool = False
+    ) -> TrainState:
+        """Return this rank's part of the training state: a copy in host memory, or the ``live`` tensors.
+
+        ``into``: an old snapshot whose memory is reused.
+        """
         return train_state.capture(
             self.state_module(),
             self.optimizer,
@@ -113,6 +118,7 @@ class OptimizerStep(Strategy):
             step=step,
             samples_consumed=samples_consumed,
             into=into,
+            live=live,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
         )
 

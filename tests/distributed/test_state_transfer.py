@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.gang import Gang
-from helpers.passed_state import assert_arrives_as_sent, broadcast_from_1, state
+from helpers.passed_state import assert_arrives_as_sent, assert_only_one_rank_receives, broadcast_from_1, state
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of
 from orchestrator.strategies.peer_copies import PeerCopies
 
@@ -30,6 +30,11 @@ def test_small_tensors_are_sent_together(sizes: list[int], messages: list[list[i
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
     assert_arrives_as_sent(gang, reuse=reuse)
+
+
+@pytest.mark.parametrize("step_of_last", [0, 1], ids=["a new worker", "a survivor that is behind"])
+def test_a_recovery_sends_live_tensors_to_the_rank_that_needs_them(gang: Gang, step_of_last: int) -> None:
+    assert_only_one_rank_receives(gang, step_of_last)
 
 
 def test_tensors_of_any_type_take_the_values_of_one_rank(gang: Gang) -> None:

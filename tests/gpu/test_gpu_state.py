@@ -9,7 +9,7 @@ from torch import nn
 from helpers.cases import Case, having
 from helpers.gang import GLOO, Gang, gang_on, own_device
 from helpers.layouts import ADAMW, LAYOUTS
-from helpers.passed_state import assert_arrives_as_sent, broadcast_from_1
+from helpers.passed_state import assert_arrives_as_sent, assert_only_one_rank_receives, broadcast_from_1
 from helpers.quick_jobs import AdamDigits
 from helpers.stage_toys import ScheduledChain, plain
 from helpers.training import losses, piece
@@ -58,6 +58,12 @@ def test_a_checkpoint_moves_between_cpus_and_gpus(gang: Gang) -> None:
 def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
     """If it fails, the transfer of a state through device memory changes values."""
     assert_arrives_as_sent(gang, reuse=reuse)
+
+
+@pytest.mark.parametrize("step_of_last", [0, 1], ids=["a new worker", "a survivor that is behind"])
+def test_a_recovery_sends_live_tensors_to_the_rank_that_needs_them(gang: Gang, step_of_last: int) -> None:
+    """If it fails, the time of a recovery grows with the state, or a new worker gets another one."""
+    assert_only_one_rank_receives(gang, step_of_last)
 
 
 def test_tensors_of_any_type_take_the_values_of_one_rank(gang: Gang) -> None:

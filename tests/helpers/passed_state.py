@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helpers.cases import Case, having
 from helpers.gang import Gang, own_device
+from helpers.quick_jobs import AdamDigits
+from helpers.training import assert_same, make, snapshot, steps
+from orchestrator.compat.torch import TorchDispatchMode, version_of
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import MESSAGE_BYTES, broadcast_tensors, receive_state, send_state
+from orchestrator.strategies.replicated.whole_model import WholeModel
 
 
 def state() -> TrainState:
@@ -57,3 +66,57 @@ def assert_arrives_as_sent(gang: Gang, *, reuse: bool) -> None:
         ours, theirs = getattr(received, part), getattr(sent, part)
         assert list(ours) == list(theirs)
         assert [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])] == []
+
+
+def recovered_by(rank: int, case: Case, step_of_last: int) -> tuple[set[int], set[str], dict[str, Tensor]]:
+    """Recover after two steps, of which the last rank has made only the first, or none because it is new.
+
+    Returns:
+        By how much the version counters of this rank's parameters have grown; the operators that have copied tensors;
+        and the model.
+    """
+    strategy = make(case, rank)
+    assert isinstance(strategy, WholeModel)
+    own, last = 2, dist.get_world_size() - 1
+    for result in steps(strategy, last=2):
+        result.loss_sum.item()
+    if rank == last:
+        own = step_of_last
+        with torch.no_grad():
+            for parameter in strategy.parameters:
+                parameter.add_(1)
+    before = [version_of(parameter) for parameter in strategy.parameters]
+    sources = [*range(last), 0]
+    batch = case.train.global_batch_size
+    with Copies() as copies:
+        meta = strategy.recover_state(sources, source_step=2, step=own, samples_consumed=own * batch)
+    assert (meta["step"], meta["samples_consumed"]) == (2, 2 * batch)
+    grown = {version_of(parameter) - old for parameter, old in zip(strategy.parameters, before, strict=True)}
+    return grown, copies.seen, snapshot(strategy.model)
+
+
+class Copies(TorchDispatchMode):
+    """Sees copies of tensors of more than a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [value for value in (*args, result) if isinstance(value, Tensor)]
+        name = func.name()
+        if func.namespace == "aten" and ("copy" in name or "clone" in name) and all(t.numel() > 100 for t in tensors):
+            self.seen.add(name)
+        return result
+
+
+def assert_only_one_rank_receives(gang: Gang, step_of_last: int) -> None:
+    case = Case(job=AdamDigits(hidden=24), train=having(steps=2, global_batch_size=24))
+    first, second, last = gang.run(recovered_by, case, step_of_last, world_size=3)
+    for grown, copies, _ in (first, second):
+        assert grown == {0}, "a rank that has the state should keep it"
+        assert copies == set(), "the tensors should be sent from where they are"
+    assert 0 not in last[0]
+    for _, _, model in (second, last):
+        assert_same(model, first[2])

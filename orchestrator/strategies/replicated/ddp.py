@@ -172,9 +172,10 @@ class DDP(WholeModel):
         state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
         if self._powersgd is not None:
             self._powersgd.load_state(state.optimizer, steps=state.step)
-        meta = super().restore(state, source=context.global_rank)
-        self._step = meta["step"]
-        return meta
+        return super().restore(state, source=context.global_rank)
+
+    def _continue_from(self, step: int) -> None:
+        self._step = step
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Return the last step for any rank, as all are equal; nothing with PowerSGD, whose errors differ by rank."""

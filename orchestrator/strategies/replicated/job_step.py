@@ -111,9 +111,10 @@ class JobStep(WholeModel):
         context = self.context
         if self._has_peers:
             state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
-        meta = super().restore(state, source=context.global_rank)
+        return super().restore(state, source=context.global_rank)
+
+    def _continue_from(self, step: int) -> None:
         self._in_step = self._updating = False
-        return meta
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Return the last step for every rank, as all are equal; nothing if a step was interrupted."""

@@ -20,6 +20,7 @@ from orchestrator.model.modes import evaluation_mode, note_on_dropout
 from orchestrator.model.precision import summable
 from orchestrator.planning.mesh import even_shares
 from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.job_metrics import checked_metrics
@@ -71,17 +72,39 @@ class WholeModel(OptimizerStep):
         assert state is not None
         assert source == self.context.global_rank
         self.load(state, consume=True)
+        self._continue_from(state.step)
         return state.meta
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """Continue from a survivor's model; for strategies whose ranks have equal state after a step."""
-        source, state = sources[0], None
-        if self.context.global_rank == source:
-            assert step == source_step
-            state = self.snapshot(step=step, samples_consumed=samples_consumed)
-        return self.restore(state, source=source)
+        """Continue from the model of a survivor; for strategies whose ranks have equal state after a step.
+
+        The tensors are sent from where they are, so that the time hardly grows with the state. Ranks that have the
+        state keep it. A new worker receives on its device. A survivor that is behind receives in host memory: on its
+        device there may be no room for two states, and until all has arrived, it must not lose its own.
+        """
+        context, source = self.context, sources[0]
+        rank, has_state = context.global_rank, sources[context.global_rank] == context.global_rank
+        assert not has_state or step == source_step
+        if all(other == own for own, other in enumerate(sources)):
+            self._continue_from(step)
+            return {"step": step, "samples_consumed": samples_consumed}
+        state = broadcast_state(
+            self.snapshot(step=step, samples_consumed=samples_consumed, live=True) if rank == source else None,
+            source=source,
+            rank=rank,
+            device=context.device,
+            onto=context.device if step == 0 else CPU,
+            keep=lambda name: not has_state,
+        )
+        if not has_state:
+            self.load(state, consume=True)
+        self._continue_from(state.step)
+        return state.meta
+
+    def _continue_from(self, step: int) -> None:
+        """Take note that the model has the state after ``step``, which may have been loaded."""
 
     @property
     def full_model(self) -> nn.Module | None:

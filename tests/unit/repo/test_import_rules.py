@@ -25,7 +25,7 @@ RULES = {
     "compat":       ("",                                                                       "hydra torch ray"),
     "storage":      ("",                                                                       "(pyarrow)"),
     "config":       ("job compat",                                                             "hydra omegaconf"),
-    "planning":     ("config",                                                                 "(torch)"),
+    "planning":     ("config",                                                                 ""),
     "timeline":     ("",                                                                       ""),
     "protocol":     ("storage config planning timeline",                                       ""),
     "records":      ("storage protocol",                                                       ""),
