@@ -137,14 +137,16 @@ def run_dir_in(folder: Path) -> RunDir:
     return RunDir(record.parent)
 
 
-def plain_loop(workload: Workload, *, compile: bool) -> Arm:
+def plain_loop(workload: Workload, *, compile: bool, loading_processes: int) -> Arm:
     """Return the arm that trains in a plain loop on one GPU in bfloat16, with or without ``torch.compile``."""
-    return _peer([str(PEERS / "plain_loop.py"), *(["--compile"] if compile else [])], workload)
+    flags = [f"--loading-processes={loading_processes}", *(["--compile"] if compile else [])]
+    return _peer([str(PEERS / "plain_loop.py"), *flags], workload)
 
 
-def torchrun(workload: Workload) -> Arm:
-    """Return the arm that runs plain ``DistributedDataParallel`` under torchrun."""
-    return _peer(torchrun_command("torchrun_ddp.py"), workload)
+def torchrun(workload: Workload, *, workers: int = WORKERS, loading_processes: int = 0) -> Arm:
+    """Return the arm that runs plain ``DistributedDataParallel`` under torchrun, with NCCL if there are GPUs."""
+    command = torchrun_command("torchrun_ddp.py", workers=workers)
+    return _peer([*command, f"--loading-processes={loading_processes}"], workload)
 
 
 def torch_pipeline(workload: Workload, *, split: str, schedule: str, num_microbatches: int) -> Arm:
@@ -166,9 +168,9 @@ def ray_train(workload: Workload, *, address: str = "local", dashboard: bool = T
     )
 
 
-def torchrun_command(script: str, *flags: str) -> list[str]:
+def torchrun_command(script: str, *flags: str, workers: int = WORKERS) -> list[str]:
     """Return the arguments for Python that run a script of ``peers/`` under torchrun; ``flags`` are torchrun's."""
-    torchrun_flags = ["--standalone", f"--nproc-per-node={WORKERS}", *flags]
+    torchrun_flags = ["--standalone", f"--nproc-per-node={workers}", *flags]
     return ["-m", "torch.distributed.run", *torchrun_flags, str(PEERS / script)]
 
 

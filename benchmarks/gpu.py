@@ -1,11 +1,13 @@
-"""One GPU: ``single`` relative to a plain loop, model FLOPs utilization, checkpoints, and recovery of two ranks.
+"""``single`` relative to a plain loop, model FLOPs utilization, checkpoints, and recovery of two ranks on one GPU.
+
+With several GPUs, also ``ddp`` on all of them relative to torchrun, and what it costs to be able to recover.
 
 python benchmarks/gpu.py
 python benchmarks/gpu.py --smoke
 
-Takes at most eight minutes: rounds that would begin later are left out. With ``--smoke``, a tiny model is trained on
-whatever device there is, to try the script. Two ranks that share one GPU show that losses are equal, that a killed rank
-is replaced, and that recoveries leave no memory behind; their speed means nothing.
+Takes about ten minutes with one GPU: rounds that would begin late are left out. With ``--smoke``, a tiny model is
+trained on whatever device there is, to try the script. Two ranks that share one GPU show that losses are equal, that a
+killed rank is replaced, and that recoveries leave no memory behind; their speed means nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from arms import Arm, Timing, Workload, basic_overrides, launch, ours, plain_loop, stalling_checkpoints
-from rounds import Claim, Rounds, argument_parser, median, rates_table, ratios, report, run_round, table
+from arms import Arm, Timing, Workload, basic_overrides, launch, ours, plain_loop, stalling_checkpoints, torchrun
+from rounds import Claim, Rounds, argument_parser, interleave, median, rates_table, ratios, report, run_round, table
 
 from orchestrator import run
 from orchestrator.config.schema import TrainConfig
@@ -50,10 +52,10 @@ class Comparison:
     @property
     def arms(self) -> Mapping[str, Arm]:
         """The arms by name."""
-        overrides = ["train.precision=bf16", *(["train.compile=true"] if self.compile else [])]
+        overrides = [*ON_GPU, *(["train.compile=true"] if self.compile else [])]
         return {
             "ours": ours(self.workload, strategy="single", overrides=overrides),
-            "plain loop": plain_loop(self.workload, compile=self.compile),
+            "plain loop": plain_loop(self.workload, compile=self.compile, loading_processes=LOADING_PROCESSES),
         }
 
     @property
@@ -76,6 +78,9 @@ def gpt(*, layers: int, width: int, heads: int, context: int, batch: int, steps:
     )
 
 
+LOADING_PROCESSES = 2
+"""The processes that load data for each rank, in every arm."""
+ON_GPU = ("train.precision=bf16", f"data.num_workers={LOADING_PROCESSES}")
 SMALL = gpt(layers=11, width=960, heads=15, context=1024, batch=16, steps=200)
 LARGE = gpt(layers=20, width=2048, heads=16, context=1024, batch=8, steps=60)
 TINY = gpt(layers=2, width=32, heads=2, context=32, batch=4, steps=12)
@@ -85,6 +90,8 @@ COMPARISONS = (
     Comparison(name="1.0B parameters", workload=LARGE, rounds=2, memory_gb=60),
     Comparison(name="1.0B parameters, compiled", workload=LARGE, rounds=1, compile=True, memory_gb=60),
 )
+STATES = {"1 GB": 6600, "8 GB": 18700}
+"""The width of two layers whose training state with AdamW has this size."""
 SMOKE = (
     Comparison(name="a tiny model", workload=TINY, rounds=1),
     Comparison(name="a tiny model, compiled", workload=TINY, rounds=1, compile=True),
@@ -103,6 +110,8 @@ def main() -> int:
     recovery = two_ranks()
     saved = checkpoints(comparisons[0].workload)
     results = throughput(comparisons, deadline, rounds=1 if arguments.quick else None)
+    grown = recovery_by_state({"1 MB": 200} if arguments.smoke else STATES)
+    replicas = {} if arguments.smoke else all_gpus(rounds=1 if arguments.quick else 2)
     report(
         f"gpu-{slug(device_name())}",
         [
@@ -120,10 +129,20 @@ def main() -> int:
                 at_most=0.05,
             ),
             Claim(name="last loss, two ranks with three failures / one rank", ratios=[recovery.loss], at_least=0.99),
+            *(
+                Claim(
+                    name=f"samples/s, ddp on all GPUs, {arm} / torchrun",
+                    ratios=ratios(rounds, arm, "torchrun", "samples_per_s"),
+                    at_least=0.99,
+                )
+                for rounds in replicas.values()
+                for arm in rounds[0]
+                if arm != "torchrun"
+            ),
             Claim(name="memory of tensors, after three recoveries / before", ratios=[recovery.memory], at_most=1.01),
         ],
         ceiling=None,
-        rounds=results,
+        rounds={**results, **replicas},
         notes="\n\n".join(
             [
                 f"{device_name()}, CUDA {torch.version.cuda}, bf16.",
@@ -132,6 +151,8 @@ def main() -> int:
                 checkpoints_table(saved),
                 f"Two ranks on one GPU, with {', '.join(FAULTS)}: the next step came after "
                 f"{', '.join(f'{s:.1f}' for s in recovery.seconds)} s.",
+                "With a larger state: "
+                f"{', '.join(f'{size} after {seconds:.1f} s' for size, seconds in grown.items())}.",
             ]
         ),
         keep=not (arguments.smoke or arguments.quick),
@@ -195,6 +216,54 @@ def two_ranks() -> Recovery:
         memory=after / before if before else 1.0,
         seconds=two.summary["recovery_s"],
     )
+
+
+def recovery_by_state(widths: Mapping[str, int]) -> dict[str, float]:
+    """Return the seconds from the death of one of two ranks to the next step, by the size of the training state.
+
+    Sizes for which the GPU has no room with two ranks are left out.
+
+    Raises:
+        RuntimeError: a run failed.
+    """
+    from helpers.shared_gpu import shared_gpu_ray
+
+    words = ["tracking=none", "strategy=ddp", "job._target_=helpers.quick_jobs.AdamDigits", "job.depth=3"]
+    words += ["train.steps=30", "train.eval_every=0", "checkpoint.every=0", "recovery.chaos=[kill@20:1]"]
+    seconds: dict[str, float] = {}
+    with shared_gpu_ray(2), tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        for size, width in widths.items():
+            needed_gb = 2 * 20 * 2 * width**2 / 1e9  # parameters, gradients, AdamW and a copy that is on its way
+            if torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory / 1e9 < needed_gb:
+                continue
+            result = run([*words, f"job.hidden={width}", f"output_dir={folder}"])
+            if result.status != "FINISHED":
+                raise RuntimeError(f"a run with a state of {size} failed: {result.reason}")
+            (seconds[size],) = result.summary["recovery_s"]
+    return seconds
+
+
+def all_gpus(*, rounds: int) -> dict[str, Rounds]:
+    """Compare ``ddp`` on all GPUs with torchrun: as it is, without recovery, and with NVLink SHARP; none with one GPU.
+
+    The second shows what it costs to confirm each update before it is made, and the third what it costs to leave
+    NVLink SHARP unused.
+    """
+    count = torch.cuda.device_count()
+    if count < 2:
+        return {}
+    workload = replace(SMALL, global_batch_size=SMALL.global_batch_size * count)
+
+    def variant(*overrides: str) -> Arm:
+        return ours(workload, workers=count, overrides=[*ON_GPU, *overrides])
+
+    arms = {
+        "ours": variant(),
+        "without recovery": variant("recovery.max_failures=0", "cluster.env.NCCL_NVLS_ENABLE=0"),
+        "with NVLink SHARP": variant("cluster.env.NCCL_NVLS_ENABLE=2"),
+        "torchrun": torchrun(workload, workers=count, loading_processes=LOADING_PROCESSES),
+    }
+    return {f"ddp on {count} GPUs": interleave(arms, rounds=rounds)}
 
 
 def checkpoints(workload: Workload) -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ import torch
 from settings import StepTimer, parse, write_timing
 from torch.utils.data import DataLoader
 
+from orchestrator.strategies.fused_updates import fuse_updates
+
 
 class GpuStepTimer:
     """The time at which the GPU completes each step."""
@@ -40,10 +42,18 @@ def main() -> None:
     job = settings.make_job()
     model = job.model().to(device)
     optimizer = job.optimizer(model.parameters())
+    if on_gpu:
+        fuse_updates(optimizer, device_type="cuda")  # the kernels that the orchestrator chooses
     scheduler = job.scheduler(optimizer, settings.steps)
     forward = torch.compile(model) if settings.compile else model
     loader = DataLoader(
-        job.dataset("train"), batch_size=settings.global_batch_size, shuffle=True, drop_last=True, pin_memory=on_gpu
+        job.dataset("train"),
+        batch_size=settings.global_batch_size,
+        shuffle=True,
+        drop_last=True,
+        pin_memory=on_gpu,
+        num_workers=settings.loading_processes,
+        persistent_workers=settings.loading_processes > 0,
     )
     timer = GpuStepTimer() if on_gpu else StepTimer()
     batches = itertools.chain.from_iterable(itertools.repeat(loader))

@@ -35,6 +35,7 @@ class Settings:
     kill_every: int
     checkpoint_every: int
     compile: bool
+    loading_processes: int
 
     def kills(self, step: int) -> bool:
         """Return whether rank 1 dies before this step."""
@@ -69,6 +70,7 @@ def parse() -> Settings:
     parser.add_argument("--kill-every", type=int, default=0, help="steps between two kills; 0: only one")
     parser.add_argument("--checkpoint-every", type=int, default=20)
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
+    parser.add_argument("--loading-processes", type=int, default=0, help="processes that load data for each rank")
     return Settings(**vars(parser.parse_args()))
 
 

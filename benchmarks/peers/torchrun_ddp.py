@@ -1,36 +1,56 @@
-"""A hand-written ``DistributedDataParallel`` script for ``torchrun --nproc-per-node=2``."""
+"""A hand-written ``DistributedDataParallel`` script for torchrun: with gloo, or with NCCL and autocast on GPUs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
 import torch.distributed as dist
+from plain_loop import GpuStepTimer
 from settings import StepTimer, parse
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from orchestrator.strategies.fused_updates import fuse_updates
+
 
 def main() -> None:
     settings = parse()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group("gloo")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     job = settings.make_job()
-    model = DistributedDataParallel(job.model())
+    model = DistributedDataParallel(job.model().to(device), gradient_as_bucket_view=on_gpu)
     optimizer = job.optimizer(model.parameters())
+    if on_gpu:
+        fuse_updates(optimizer, device_type="cuda")  # the kernels that the orchestrator chooses
     scheduler = job.scheduler(optimizer, settings.steps)
     dataset = job.dataset("train")
     sampler: DistributedSampler[object] = DistributedSampler(dataset, shuffle=True, drop_last=True)
-    loader = DataLoader(dataset, batch_size=settings.global_batch_size // world_size, sampler=sampler, drop_last=True)
-    timer = StepTimer()
+    loader = DataLoader(
+        dataset,
+        batch_size=settings.global_batch_size // world_size,
+        sampler=sampler,
+        drop_last=True,
+        pin_memory=on_gpu,
+        num_workers=settings.loading_processes,
+        persistent_workers=settings.loading_processes > 0,
+    )
+    timer = GpuStepTimer() if on_gpu else StepTimer()
     epoch = step = 0
     while step < settings.steps:
         sampler.set_epoch(epoch)
         for inputs, target in loader:
-            loss = job.loss(model(inputs), target)
+            inputs, target = inputs.to(device, non_blocking=True), target.to(device, non_blocking=True)
+            with torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext():
+                loss = job.loss(model(inputs), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

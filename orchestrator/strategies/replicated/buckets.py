@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -13,6 +13,17 @@ BUCKETS = 8
 """The buckets of a model that is large enough. Few large messages use the network best, but the exchange overlaps with
 the backward pass only from the first complete bucket on; see Li et al., VLDB 2020, "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training"."""
+
+
+def bucket_arguments(parameters: Iterable[Tensor], option: float | Literal["auto"], *, device: str) -> dict[str, Any]:
+    """Return the arguments of ``DistributedDataParallel`` for the buckets that :func:`bucket_mb_for` chooses.
+
+    Without a size, torch makes the first bucket small, so that the exchange begins early in the backward pass. With
+    one, even with that of torch, the first is as large as the others.
+    """
+    size_mb = bucket_mb_for(parameters, option, device=device)
+    leaves_to_torch = option == "auto" and device != "cpu" and size_mb == SMALLEST_MB
+    return {} if leaves_to_torch else {"bucket_cap_mb": size_mb}
 
 
 def bucket_mb_for(parameters: Iterable[Tensor], option: float | Literal["auto"], *, device: str) -> float:

@@ -36,7 +36,7 @@ from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.fused_updates import sparse_parameters
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_mb_for
+from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_arguments, bucket_mb_for
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
 from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
@@ -127,11 +127,11 @@ class DDP(WholeModel):
         replica = DistributedDataParallel(
             forward_module(self.job, self.model),
             device_ids=None if self.context.device.type == "cpu" else [self.context.device],
-            bucket_cap_mb=bucket_mb_for(self.parameters, options.bucket_mb, device=self.context.device.type),
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=True,
             init_sync=False,  # ranks may still be at different steps
+            **bucket_arguments(self.parameters, options.bucket_mb, device=self.context.device.type),
             **without_buffer_broadcasts(),  # evaluation comes before the next forward pass
         )
         self.replica = self.forward_model = replica

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from helpers.cases import DDP, Case, config_of, having, plan_of
 from helpers.quick_jobs import QuickDigits, digits
 from orchestrator.strategies import registry
-from orchestrator.strategies.replicated.buckets import bucket_mb_for
+from orchestrator.strategies.replicated.buckets import bucket_arguments, bucket_mb_for
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,15 @@ def test_auto_buckets_on_gpus_are_an_eighth_of_the_gradients(gradients_mb: float
     assert bucket_mb_for(parameters(gradients_mb), "auto", device="cuda") == chosen_mb
     assert bucket_mb_for(parameters(gradients_mb), "auto", device="cpu") == 25
     assert bucket_mb_for(parameters(gradients_mb), 3.5, device="cuda") == 3.5
+
+
+def test_the_first_bucket_stays_small_on_a_gpu_where_torch_chooses() -> None:
+    few, many = parameters(40), parameters(800)
+    assert bucket_arguments(few, "auto", device="cuda") == {}
+    assert bucket_arguments(many, "auto", device="cuda") == {"bucket_cap_mb": 100}
+    assert (
+        bucket_arguments(few, "auto", device="cpu") == bucket_arguments(few, 25, device="cuda") == {"bucket_cap_mb": 25}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
