@@ -22,13 +22,12 @@ from orchestrator.driver.gang.gang import SHARED_GPU
 from orchestrator.records.run_dir import RunDir
 
 STEPS = 24
-WORDS = (
+COMMON = (
     f"train.steps={STEPS}",
     "train.log_every=1",
     "train.precision=fp32",  # the weights of two runs are compared
     "train.eval_every=8",
     "checkpoint.every=8",
-    "strategy.num_workers=2",
     "recovery.backoff_s=0.1",
     "recovery.hang_min_s=10",
     "recovery.hang_max_s=30",
@@ -36,6 +35,7 @@ WORDS = (
     "recovery.peer_copy_every=4",
     "job.hidden=16",
 )
+WORDS = (*COMMON, "strategy.num_workers=2")
 FAILING = ("strategy=ddp", *WORDS, "recovery.max_failures=0")
 SOON_S = 60.0
 """Far less than cluster.collective_timeout_s, for which a rank would wait whose peer is lost."""
@@ -89,8 +89,8 @@ def test_auto_leaves_a_gpu_for_each_spare(run: Callable[..., Any], one_gpu_for_a
 
 
 STRATEGIES = {
-    "ddp": ("strategy=ddp",),
-    "pipeline": ("strategy=pipeline",),
+    "ddp": ("strategy=ddp", "strategy.num_workers=2"),
+    "pipeline": ("strategy=pipeline", "strategy.num_workers=2"),
     "ddp_pipeline": ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.num_workers=4"),
 }
 """By name; the last has three communicators on each rank: of all ranks, of its pipeline, and of its stage."""
@@ -109,10 +109,10 @@ def recovered(run: Callable[..., Any], undisturbed: dict[str, dict[str, torch.Te
 
     def run_and_compare(strategy: str, *words: str, failures: int = 1) -> Any:
         if strategy not in undisturbed:
-            result = run(*WORDS, *STRATEGIES[strategy])
+            result = run(*COMMON, *STRATEGIES[strategy])
             assert result.exit_code == 0, result.reason
             undisturbed[strategy] = weights(result.run_dir)
-        result = run(*WORDS, *STRATEGIES[strategy], *words)
+        result = run(*COMMON, *STRATEGIES[strategy], *words)
         assert (result.status, result.summary["restarts"]) == ("FINISHED", failures), result.reason
         assert max(result.summary["recovery_s"]) < SOON_S
         torch.testing.assert_close(weights(result.run_dir), undisturbed[strategy], rtol=1e-3, atol=1e-4)
