@@ -61,7 +61,7 @@ class WholeModel(OptimizerStep):
             weight = valid if weight is None else weight
             loss = weighted(self._loss(output, target), weight)
             metrics = checked_metrics(self.job.metrics(output, target), "metrics")
-        return EvalSums(loss_sum=loss, weight=torch.as_tensor(float(weight)), metrics=metrics)
+        return EvalSums(loss_sum=loss, weight=torch.as_tensor(weight, dtype=torch.float32), metrics=metrics)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank != 0:

@@ -25,7 +25,7 @@ def evaluate(strategy: Strategy, batches: Iterable[tuple[Any, int]], *, step: in
             continue
         result = strategy.evaluate(batch, valid)
         loss_sum += result.loss_sum
-        weight += result.weight.cpu()
+        weight = weight + result.weight  # on a GPU if that is there: reading it would wait for every batch
         for name, value in result.metrics.items():
             sums[name] = sums[name] + value if name in sums else value
     return EvalPoint(

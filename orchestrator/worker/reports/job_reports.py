@@ -68,7 +68,7 @@ class JobReports:
             step=step,
             steps=self._assignment.config.train.steps,
             samples_seen=samples_consumed,
-            loss=result.loss_sum / result.weight.to(result.loss_sum.device),
+            loss=result.loss_sum / result.weight,  # a scalar of the host needs no copy
             lr=self._strategy.lr,
             model=self._strategy.full_model,
         )

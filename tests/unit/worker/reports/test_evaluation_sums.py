@@ -1,0 +1,32 @@
+"""Sums of an evaluation stay on the device until its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from orchestrator.strategies.base import EvalSums
+from orchestrator.worker.reports.evaluation import evaluate
+
+
+class OnDevice(torch.Tensor):
+    """A scalar of a GPU; to read it waits for all that has been enqueued there."""
+
+    def cpu(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("read before the end of the evaluation")
+
+    item = cpu
+
+
+class Evaluating:
+    def evaluate(self, batch: float, valid: int) -> EvalSums:
+        sums = (torch.tensor(value).as_subclass(OnDevice) for value in (batch * valid, float(valid), batch))
+        loss_sum, weight, accuracy = sums
+        return EvalSums(loss_sum=loss_sum, weight=weight, metrics={"accuracy": accuracy})
+
+
+def test_no_batch_waits_for_the_device() -> None:
+    strategy: Any = Evaluating()
+    point = evaluate(strategy, [(2.0, 3), (9.0, 0), (4.0, 1)], step=7, device=torch.device("cpu"))
+    assert (point.loss_sum, point.weight, point.sums) == (10.0, 4.0, {"accuracy": 6.0})
