@@ -320,8 +320,12 @@ def _optimizer_state_dict(
     """
 
     def moved(path: str, key: str, parameter: Tensor) -> Tensor:
-        device = "cpu" if key == "step" else parameter.device  # step counters stay on the host
-        return state.optimizer.pop(path).to(device) if consume else state.optimizer[path].to(device, copy=True)
+        device = torch.device("cpu") if key == "step" else parameter.device  # step counters stay on the host
+        value = state.optimizer.pop(path) if consume else state.optimizer[path]
+        if value.shape == parameter.shape and value.stride() != parameter.stride():
+            # A fused update goes through the memory of both in one order, whatever their formats are.
+            return torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value)
+        return value.to(device) if consume else value.to(device, copy=True)
 
     keys: dict[str, list[str]] = defaultdict(list)
     for path in state.optimizer:

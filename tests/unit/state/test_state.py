@@ -220,6 +220,33 @@ def test_memory_of_an_old_snapshot_is_used_again_where_it_fits() -> None:
     assert torch.equal(other.model["weight"], smaller.weight)
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_state_of_an_optimizer_has_the_memory_format_of_its_parameter(live: bool) -> None:
+    """A fused update goes through the memory of both in the same order."""
+
+    def made() -> tuple[nn.Module, optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return model, optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def train(model: nn.Module, optimizer: optim.Optimizer, *, seed: int) -> None:
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 5, 5)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    train(model, optimizer, seed=1)
+    state = capture(model, optimizer, None, step=1, samples_consumed=2, live=live)
+    for part in (state.model, state.optimizer):
+        part.update({name: tensor.contiguous().clone() for name, tensor in part.items()})  # as in a file or a message
+    resumed, its_optimizer = made()
+    restore(state, resumed, its_optimizer, None)
+    for one, of_one in ((model, optimizer), (resumed, its_optimizer)):
+        train(one, of_one, seed=2)
+    torch.testing.assert_close(dict(resumed.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
+
+
 def test_names_have_no_prefix_of_a_wrapper() -> None:
     net = Net(0)
     state = snapshot(nn.DataParallel(net), optim.SGD(net.parameters()))
