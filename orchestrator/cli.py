@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.text import did_you_mean
-from orchestrator.exit_codes import BAD_INPUT
+from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
 from orchestrator.launch import COMPLETION_OPTIONS, HELP_OPTIONS
 
 
@@ -79,7 +79,10 @@ Each verb also runs as `python -m orchestrator.<verb>`."""
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
-    return int(importlib.import_module(VERBS[verb].module).main(arguments))
+    try:
+        return int(importlib.import_module(VERBS[verb].module).main(arguments))
+    except KeyboardInterrupt:  # while the module was imported, which takes seconds for some
+        return INTERRUPTED
 
 
 def _may_be_verb(word: str) -> bool:

@@ -1,12 +1,14 @@
-"""Check this machine and its cluster: ``orchestrator doctor cluster=auto``.
+"""Check this machine or a cluster: ``orchestrator doctor cluster=auto``.
 
-Exit codes: 0 everything is in order; 1 warnings; 2 a fault, with which a run would fail, or wrong arguments.
+Exit codes: 0 everything is in order; 1 warnings; 2 a fault, with which a run would fail, or wrong arguments; 4 the
+connection to the cluster was lost.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,11 +17,18 @@ from orchestrator.config.redact import Redactor
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.display.text import writable
 from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
+from orchestrator.run_verbs import run_on_cluster
+from orchestrator.storage.remote import is_url
 
 _DESCRIPTION = """\
 Check what a run needs: versions, Ray and its token, GPUs, the network with a real all-reduce, clocks, disk space, a
 shared output_dir, the tracking server, shared memory and file limits. The overrides are those of the run.
 """
+_ADDRESS_HELP = (
+    "the cluster: http://HEAD:8265, Ray's dashboard, whose own installation is then checked, or on one of its nodes "
+    "host:port of Ray or auto (default: RAY_API_SERVER_ADDRESS, unless the overrides name a cluster; without any, this "
+    "machine is checked)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,10 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="orchestrator doctor", description=_DESCRIPTION)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `orchestrator launch`")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    options = parser.parse_intermixed_args(argv)
+    parser.add_argument("--address", help=_ADDRESS_HELP)
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_intermixed_args(words)
+    names_cluster = any(word.startswith(("cluster=", "cluster.address=")) for word in options.overrides)
+    address = options.address
+    if address is None and not names_cluster:
+        address = os.environ.get("RAY_API_SERVER_ADDRESS")
     redactor = Redactor.of_process()
     try:
-        return _examine(options.overrides, redactor, as_lines=not options.json)
+        if address and is_url(address):
+            return run_on_cluster("doctor", words, address)
+        overrides = [f"cluster.address={address}", *options.overrides] if address else options.overrides
+        return _examine(overrides, redactor, as_lines=not options.json)
     except ConfigError as e:
         from orchestrator.display.report import errors_text
 

@@ -1,18 +1,23 @@
 """The queue of the runs on a cluster: ``orchestrator queue list | cancel RUN | priority RUN N``.
 
-Exit codes: 0 done; 2 wrong arguments, no such run in the queue, or the cluster cannot be joined.
+Exit codes: 0 done; 2 wrong arguments, no such run in the queue, or the cluster cannot be joined; 4 the connection to
+the cluster was lost; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestrator.exit_codes import BAD_INPUT
+from orchestrator.display.text import refuse
+from orchestrator.exit_codes import INTERRUPTED
+from orchestrator.run_verbs import run_on_cluster
+from orchestrator.storage.remote import is_url
 
 if TYPE_CHECKING:
     from orchestrator.driver.queue.queue_control import QueueControl
@@ -21,17 +26,28 @@ _DESCRIPTION = """\
 List the runs that share a Ray cluster, cancel one, or change its priority. A run waits until it is the first in the
 line and its workers fit; one of higher priority goes first, and running runs of lower priority make room for it.
 """
+_ADDRESS_HELP = (
+    "the cluster: http://HEAD:8265, Ray's dashboard, or on one of its nodes host:port of Ray or auto (default: "
+    "RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the Ray of this machine)"
+)
 _RUN_HELP = "the name or the id of a run in the queue, its directory or URL, <date>/<time>-<name>, or <time>-<name>"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
-    options = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(words)
+    address = options.address
+    if address is None:
+        address = os.environ.get("RAY_API_SERVER_ADDRESS")
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
     from orchestrator.config.build import ConfigError
     from orchestrator.driver.queue.queue_control import QueueControl, QueueError
 
     try:
-        with QueueControl(options.address or os.environ.get("RAY_ADDRESS") or "auto") as queue:
+        if is_url(address):
+            return run_on_cluster("queue", words, address)
+        with QueueControl(address) as queue:
             if options.action == "cancel":
                 print(f"{queue.cancel(options.run)} is asked to stop; if it trains, it saves a checkpoint first")
             elif options.action == "priority":
@@ -39,19 +55,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 _list(queue)
     except (ConfigError, QueueError) as e:
-        print(f"queue: {e}", file=sys.stderr)
-        return BAD_INPUT
+        return refuse("queue", e)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="orchestrator queue", description=_DESCRIPTION)
-    parser.add_argument("--address", help="host:port of Ray (default: RAY_ADDRESS, or the Ray of this machine)")
+    parser.add_argument("--address", help=_ADDRESS_HELP)
+    # Also after the action. Without a default, which would replace the value before it.
+    address = argparse.ArgumentParser(add_help=False)
+    address.add_argument("--address", default=argparse.SUPPRESS, help=_ADDRESS_HELP)
     actions = parser.add_subparsers(dest="action", metavar="list | cancel | priority")
-    actions.add_parser("list", help="list the runs with workers, and those that wait in their order (default)")
-    cancel = actions.add_parser("cancel", help="end a run, as `orchestrator stop` does, also while it waits")
+    add = functools.partial(actions.add_parser, parents=[address])
+    add("list", help="list the runs with workers, and those that wait in their order (default)")
+    cancel = add("cancel", help="end a run, as `orchestrator stop` does, also while it waits")
     cancel.add_argument("run", help=_RUN_HELP)
-    priority = actions.add_parser("priority", help="change the priority of a run")
+    priority = add("priority", help="change the priority of a run")
     priority.add_argument("run", help=_RUN_HELP)
     priority.add_argument("priority", type=int, help="a whole number; a higher one goes first")
     return parser

@@ -37,7 +37,7 @@ def run_verb(
         if not is_url(address):
             known = _outputs_of(address) if options.output_dir is None else ()
             return act(options, RunSearch.of(options.output_dir, known))
-        return _run_as_job(verb, words, address)
+        return run_on_cluster(verb, words, address)
     except (OSError, ValueError) as e:
         return refuse(verb, e)
     except KeyboardInterrupt:
@@ -65,7 +65,15 @@ def _outputs_of(address: str) -> list[str]:
     return directories
 
 
-def _run_as_job(verb: str, words: Sequence[str], address: str) -> int:
+def run_on_cluster(verb: str, words: Sequence[str], address: str) -> int:
+    """Run a verb as a job on the cluster with this dashboard; ``words``, its arguments, may have ``--address``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: there is no cluster, or it refuses the job.
+    """
     from orchestrator.driver.submit.verb_job import run_as_job
 
     only_address = argparse.ArgumentParser(add_help=False)

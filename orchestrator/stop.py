@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.config.options import add_run
 from orchestrator.display.text import refuse
+from orchestrator.driver.process.origin import who_asks
 from orchestrator.records.output_dir import refresh
 from orchestrator.records.run_dir import RunDir, state_of
 from orchestrator.records.run_search import NEWEST, NoSuchRunError, RunSearch
@@ -54,7 +55,7 @@ def _stop(options: argparse.Namespace, search: RunSearch) -> int:
 def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
     if run_dir.driver_if_running() is None:
         return refuse("stop", f"{run_dir.location} is not running: its state is {state_of(run_dir)}")
-    request_stop(run_dir)
+    request_stop(run_dir, by=who_asks())
 
     def is_running() -> bool:
         nonlocal run_dir

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.display.marked_output import JobLog
 from orchestrator.exit_codes import BAD_INPUT, CONNECTION_LOST, INTERRUPTED
 from orchestrator.launch import RESTARTS_OPTION
 
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(errors_text(e.errors), file=sys.stderr)
             return BAD_INPUT
+        except KeyboardInterrupt:
+            print("\nnothing was submitted", file=sys.stderr)
+            return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,7 +103,12 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
         origin=origin,
         redactor=redactor,
     )
-    server.submit(submission)
+    try:
+        server.submit(submission)
+    except KeyboardInterrupt:
+        stop = server.command_to_stop(submission.id)
+        print(f"\ninterrupted while the job was sent; if it has arrived, it runs: {stop}", file=sys.stderr)
+        return INTERRUPTED
     print(f"submitted {submission.id} to {server.address}")
     shown = [masked(word, redactor) for word in options.overrides]
     words = ["-m", *shown] if options.multirun else shown
@@ -132,8 +141,11 @@ def resuming(words: Sequence[str]) -> list[str]:
 
 
 def _follow(server: JobServer, submission_id: str) -> int:
+    log = JobLog()
     try:
-        return server.follow(submission_id, sys.stdout)
+        exit_code = server.follow(submission_id, cast(TextIO, log))
+        log.end()
+        return exit_code
     except KeyboardInterrupt:
         print(f"\nthe job goes on; stop it with: {server.command_to_stop(submission_id)}", file=sys.stderr)
         return INTERRUPTED

@@ -6,11 +6,13 @@ The command marks each of its lines; the reader of the log writes them to its ow
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO, cast
 
 _OUT, _ERROR = "\x1eout ", "\x1eerr "
+_RAY_INFO = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\s+INFO \w+\.py:\d+ -- ")
 
 
 class LineWriter:
@@ -48,6 +50,17 @@ def marked_output() -> Iterator[None]:
     finally:
         out.end()
         error.end()
+
+
+class JobLog(LineWriter):
+    """A text stream for the log of a job, which writes it to stdout without the lines in which Ray informs."""
+
+    def __init__(self) -> None:
+        super().__init__(self._show)
+
+    def _show(self, line: str) -> None:
+        if not _RAY_INFO.match(line):
+            print(line, file=sys.stdout, flush=True)
 
 
 class MarkedLog(LineWriter):

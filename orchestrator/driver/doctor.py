@@ -36,6 +36,8 @@ from orchestrator.protocol.node_report import NodeReport, NoReport
 from orchestrator.storage.remote import is_url
 from orchestrator.tracking.reachable import check_tracking
 
+ALONE = "no cluster is named: this machine alone is checked, with a Ray embedded in this process"
+NAME_A_CLUSTER = "for a cluster, add cluster=auto on one of its nodes, or --address http://HEAD:8265 elsewhere"
 TOKEN_FILE = Path("~/.ray/auth_token")
 
 
@@ -50,7 +52,7 @@ def examine(config: Config) -> Iterator[Finding]:
     if address is None:
         num_cpus = max(2, config.cluster.cpus_per_worker)
         with cluster.embedded(config.cluster, num_cpus=num_cpus, num_gpus=this_machine().gpus, num_processes=2):
-            yield Finding(check="Ray", level="ok", text="embedded in this process")
+            yield Finding(check="Ray", level="ok", text=ALONE, remedy=NAME_A_CLUSTER)
             yield from _token_of_next_start()
             yield from _nodes(config)
     elif error := cluster.address_error(address):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import socket
 
 from orchestrator.records.json_file import write_json
-from orchestrator.records.process import user_name
 from orchestrator.records.run_dir import RunDir
 
 
-def request_stop(run_dir: RunDir) -> None:
+def request_stop(run_dir: RunDir, *, by: str) -> None:
     """Ask the driver that the record of a run names to stop, as SIGTERM would. No later driver of the run obeys.
+
+    ``by``: the user who asks, and their host.
 
     Raises:
         OSError: the directory or the store cannot be written.
         ValueError: the record is damaged.
     """
-    request = {"by": f"{user_name()} on {socket.gethostname()}", "started": run_dir.read_record().get("started")}
+    request = {"by": by, "started": run_dir.read_record().get("started")}
     if run_dir.remote is None:
         write_json(run_dir.stop_file, request)
     else:

@@ -1,8 +1,13 @@
-"""A stand-in for the job server of Ray's dashboard, which takes packages and jobs and runs none of them."""
+"""A stand-in for the job server of Ray's dashboard, which takes packages and jobs and runs none of them.
+
+Each job has written the same log, and goes on or has succeeded.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import http.server
 import io
 import json
@@ -29,13 +34,19 @@ class JobServerStandIn:
 
 
 @contextlib.contextmanager
-def job_server() -> Iterator[JobServerStandIn]:
-    """Serve on a free port of this machine."""
+def job_server(log: str = "", *, goes_on: bool = False) -> Iterator[JobServerStandIn]:
+    """Serve on a free port of this machine. ``log``: that of each job, up to 64 KiB."""
+    ended = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/api/version":
                 self._answer(200, {"version": "4", "ray_version": ray.__version__})
+            elif self.path.endswith("/logs/tail"):
+                self._send_log()
+            elif self.path.startswith("/api/jobs/"):
+                status = "RUNNING" if goes_on else "SUCCEEDED"
+                self._answer(200, {"type": "SUBMISSION", "status": status, "entrypoint": "true"})
             else:
                 self._answer(200 if self.path in stand_in.packages else 404, {})
 
@@ -44,9 +55,33 @@ def job_server() -> Iterator[JobServerStandIn]:
             self._answer(200, {})
 
         def do_POST(self) -> None:
+            if self.path.endswith("/stop"):
+                self._answer(200, {"stopped": goes_on})
+                return
             job = json.loads(self._body())
             stand_in.jobs.append(job)
             self._answer(200, {"job_id": job["submission_id"], "submission_id": job["submission_id"]})
+
+        def do_DELETE(self) -> None:
+            self._answer(200, {"deleted": True})
+
+        def _send_log(self) -> None:
+            """Send the log as a frame of a WebSocket, and close it at the end of the job."""
+            key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+            accept = base64.b64encode(hashlib.sha1(key.encode()).digest()).decode()
+            self.send_response_only(101)
+            for name, value in {
+                "Upgrade": "websocket",
+                "Connection": "Upgrade",
+                "Sec-WebSocket-Accept": accept,
+            }.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(b"\x81\x7e" + len(log.encode()).to_bytes(2, "big") + log.encode())
+            if goes_on:
+                ended.wait(60)
+            self.wfile.write(b"\x88\x02\x03\xe8")
+            self.close_connection = True
 
         def _body(self) -> bytes:
             return self.rfile.read(int(self.headers["Content-Length"]))
@@ -68,6 +103,7 @@ def job_server() -> Iterator[JobServerStandIn]:
     try:
         yield stand_in
     finally:
+        ended.set()
         server.shutdown()
         thread.join(10)
         server.server_close()

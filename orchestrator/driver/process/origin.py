@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from orchestrator.compat.ray_job import submission_id
+from orchestrator.records.process import user_name
 from orchestrator.records.run_dir import RunDir
 
 PY_MODULES = "cluster.py_modules="
@@ -20,7 +22,7 @@ NO_PY_MODULES = f"{PY_MODULES}[]"
 """The override of a job whose modules are in its environment."""
 _VARIABLE = "ORCHESTRATOR_ORIGIN"
 LAUNCH = ("python", "-m", "orchestrator.launch")
-ADDRESSED_VERBS = ("compare", "logs", "runs", "show", "stop")
+ADDRESSED_VERBS = ("compare", "doctor", "logs", "queue", "runs", "show", "stop")
 """The verbs with the option ``--address``."""
 
 
@@ -33,12 +35,14 @@ class Origin:
         remote: the words that send a command to the machine of the driver; empty if the user is there.
         address: the URL of the cluster; empty if the user is there, or if it is unknown.
         py_modules: the override of the user in whose place the job has ``NO_PY_MODULES``; empty without one.
+        user: the user and their host, for messages; empty if unknown.
     """
 
     launch: Sequence[str] = LAUNCH
     remote: Sequence[str] = ()
     address: str = ""
     py_modules: str = ""
+    user: str = ""
 
     def relaunch(self, overrides: Sequence[str]) -> list[str]:
         """Return the words of a launch with the ``overrides`` of the job."""
@@ -91,7 +95,13 @@ def origin_of_submission(
         remote=[*ray, "job", "submit", *to, *directory, "--"],
         address=address,
         py_modules=next((word for word in reversed(overrides) if word.startswith(PY_MODULES)), ""),
+        user=who_asks(),
     )
+
+
+def who_asks() -> str:
+    """Return who has typed the command of this process, and where: ``ada on laptop``."""
+    return this_origin().user or f"{user_name()} on {socket.gethostname()}"
 
 
 def this_origin() -> Origin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from typing import Any
 
@@ -12,10 +11,10 @@ import ray.exceptions
 
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.cluster_state import cluster_state
+from orchestrator.driver.process.origin import who_asks
 from orchestrator.driver.queue.run_queue import find_queue
 from orchestrator.policy.queue import find_entries, why_waiting
 from orchestrator.protocol.queue import QueueEntry
-from orchestrator.records.process import user_name
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -65,7 +64,7 @@ class QueueControl:
             QueueError: no run in the queue, or several, are named so.
         """
         entry = self._find(run)
-        self._ask("cancel", entry.uid, f"{user_name()} on {socket.gethostname()}")
+        self._ask("cancel", entry.uid, who_asks())
         return entry.name
 
     def set_priority(self, run: str, priority: int) -> str:

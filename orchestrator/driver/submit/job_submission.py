@@ -220,12 +220,12 @@ class JobServer:
     def _output(self, submission_id: str, *, skip: int) -> Iterator[str]:
         """Yield what the job writes, without its first ``skip`` characters, until the job or the connection ends."""
         chunks = self._client.tail_job_logs(submission_id)
-        with contextlib.closing(asyncio.new_event_loop()) as loop, ray_logs_errors_only():
-            while True:
-                try:
-                    text = loop.run_until_complete(anext(chunks))
-                except StopAsyncIteration:
-                    return
+
+        async def next_chunk() -> str | None:
+            return await anext(chunks, None)
+
+        with asyncio.Runner() as runner, ray_logs_errors_only():  # a Ctrl-C closes the connection too
+            while (text := runner.run(next_chunk())) is not None:
                 fresh = text[skip:]
                 skip = max(0, skip - len(text))
                 if fresh:

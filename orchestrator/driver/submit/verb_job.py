@@ -11,15 +11,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO, cast
 
+import orchestrator
 from orchestrator.display.marked_output import MarkedLog
 from orchestrator.driver.process.origin import origin_of_submission
 from orchestrator.driver.submit.job_submission import JobServer, Submission
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(orchestrator.__file__).resolve().parent
+INSTALLED_THERE = ("doctor",)
+"""The verbs about the installation of the cluster itself, and not about its runs."""
 
 
 def run_as_job(verb: str, words: Sequence[str], address: str) -> int:
-    """Run ``orchestrator <verb> <words>`` on the head node of a cluster, with the code of this process.
+    """Run ``orchestrator <verb> <words>`` on the head node of a cluster.
+
+    It runs with the code of this process, or with that of the head if it is in :data:`INSTALLED_THERE`.
 
     Args:
         verb: the name of the verb.
@@ -40,7 +45,7 @@ def run_as_job(verb: str, words: Sequence[str], address: str) -> int:
     job = Submission(
         id=f"orchestrator-{verb}-{datetime.now():%m%d-%H%M%S}-{os.urandom(2).hex()}",
         entrypoint=shlex.join(["python", "-m", "orchestrator.verb_in_job", verb, *words]),
-        py_modules=[_PACKAGE],
+        py_modules=[] if verb in INSTALLED_THERE else [_PACKAGE],
         env={**origin.variables(), **_terminal()},
     )
     log = MarkedLog()

@@ -12,11 +12,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+import orchestrator
 from orchestrator.compat.torch import own_buffers, own_parameters, version_of
 
 Returned = TypeVar("Returned")
 
-_OWN_FILES = Path(__file__).resolve().parents[2]
+_OWN_FILES = Path(orchestrator.__file__).resolve().parent
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from orchestrator.driver.process.origin import (
     Origin,
     origin_of_submission,
     this_origin,
+    who_asks,
 )
 from orchestrator.driver.process.stop_wait import stop_wait_warning
 from orchestrator.records.output_dir import OutputDir
@@ -96,9 +98,11 @@ def test_a_job_knows_where_it_was_submitted(monkeypatch: pytest.MonkeyPatch) -> 
     by_ray = this_origin()
     assert again(by_ray, "strategy=ddp")[:4] == ["ray", "job", "submit", "--working-dir"]
     assert again(by_ray, "strategy=ddp")[-4:] == ["python", "-m", "orchestrator.launch", "strategy=ddp"]
-    for name, value in LAPTOP.variables().items():
+    laptop = replace(LAPTOP, user="ada on laptop")
+    for name, value in laptop.variables().items():
         monkeypatch.setenv(name, value)
-    assert this_origin() == LAPTOP
+    assert this_origin() == laptop
+    assert who_asks() == "ada on laptop"
 
 
 def test_a_job_that_ray_would_kill_too_soon() -> None:

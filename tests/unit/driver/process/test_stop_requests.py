@@ -29,14 +29,14 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_request_stops_as_sigterm_does(run: RunDir) -> None:
     signals = StopSignals()
     with StopRequests(run, signals):
-        request_stop(run)
+        request_stop(run, by="ada on laptop")
         assert wait_for(lambda: signals.received, timeout_s=10) == signal.SIGTERM
-    assert signals.cause == f"`orchestrator stop` of {stop_requested_by(run)}"
+    assert signals.cause == "`orchestrator stop` of ada on laptop"
 
 
 def test_a_request_from_before_the_driver_looks_for_one_counts(run: RunDir) -> None:
     run.update_record(started=1.0)
-    request_stop(run)
+    request_stop(run, by="ada on laptop")
     signals = StopSignals()
     with StopRequests(run, signals):
         assert wait_for(lambda: signals.received, timeout_s=10) == signal.SIGTERM
@@ -44,10 +44,10 @@ def test_a_request_from_before_the_driver_looks_for_one_counts(run: RunDir) -> N
 
 def test_a_request_to_an_earlier_launch_of_the_run_does_not_count(run: RunDir) -> None:
     run.update_record(started=1.0)
-    request_stop(run)
+    request_stop(run, by="ada on laptop")
     run.update_record(started=2.0)
     assert stop_requested_by(run) is None
-    request_stop(run)
+    request_stop(run, by="ada on laptop")
     assert stop_requested_by(run) is not None
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from helpers.commands import environment
 from helpers.job_server import job_server
-from orchestrator import submit
+from orchestrator import doctor, queue, submit
 from orchestrator.compat.ray.packages import make_package
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.packages import size_errors
 from orchestrator.driver.preflight.submitted import checked
-from orchestrator.driver.process.origin import HERE
+from orchestrator.driver.process.origin import HERE, who_asks
 from orchestrator.driver.submit.job_submission import JobServer, Submission, make_submission
 from orchestrator.records.git import GitFacts, carried, git_facts
 
@@ -178,3 +185,43 @@ def test_a_job_has_the_git_facts_of_where_it_came_from(tmp_path: Path, monkeypat
     for name, value in carried(FACTS).items():
         monkeypatch.setenv(name, value)
     assert git_facts(tmp_path) == FACTS
+
+
+LOG = """\
+2026-11-23 10:00:00,123\tINFO job_manager.py:568 -- Runtime env is setting up.
+2026-11-23 10:00:01,456\tINFO worker.py:1694 -- Using address 10.0.0.1:6379 set in the environment variable RAY_ADDRESS
+step 1, loss 2.3
+2026-11-23 10:00:02,789\tWARNING of a job of the user
+"""
+
+
+def test_ctrl_c_ends_the_following_and_leaves_no_trace_of_ray_or_python(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "orchestrator", "submit", "--attach", "mine"]
+    with job_server(LOG, goes_on=True) as dashboard:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        following = subprocess.Popen([*words, "--address", dashboard.url], cwd=tmp_path, env=environment(), **pipes)
+        try:
+            assert following.stdout is not None
+            lines = [following.stdout.readline() for _ in range(2)]
+            following.send_signal(signal.SIGINT)
+            rest, errors = following.communicate(timeout=60)
+        finally:
+            following.kill()
+    assert lines == ["step 1, loss 2.3\n", "2026-11-23 10:00:02,789\tWARNING of a job of the user\n"]
+    assert (following.returncode, rest) == (130, "")
+    assert re.fullmatch(r"\nthe job goes on; stop it with: .*ray job stop mine .*\n", errors), errors
+
+
+def test_a_verb_brings_the_package_and_the_doctor_uses_that_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_server() as dashboard:
+        assert queue.main(["list", "--address", dashboard.url]) == 0
+        (files,) = dashboard.files()
+        assert "orchestrator/verb_in_job.py" in files
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", dashboard.url)
+        assert queue.main(["cancel", "mine"]) == 0
+        assert doctor.main(["job=gpt", "--json"]) == 0
+        entrypoints = [job["entrypoint"].removeprefix("python -m orchestrator.verb_in_job ") for job in dashboard.jobs]
+        assert entrypoints == ["queue list", "queue cancel mine", "doctor job=gpt --json"]
+        assert ["py_modules" in job["runtime_env"] for job in dashboard.jobs] == [True, True, False]
+        origin = json.loads(dashboard.jobs[0]["runtime_env"]["env_vars"]["ORCHESTRATOR_ORIGIN"])
+        assert origin["user"] == who_asks()
