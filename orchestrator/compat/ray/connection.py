@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 
@@ -33,6 +34,11 @@ def is_own_ray() -> bool:
 def is_ray_client() -> bool:
     """Return whether this process is connected to a cluster through Ray Client."""
     return bool(find_internal(Internal.RAY_CLIENT).is_connected())
+
+
+def session_folder() -> Path:
+    """Return the directory in which Ray keeps the files of its sessions on this machine."""
+    return Path(find_internal(Internal.SESSION_FOLDER)())
 
 
 def address_of_ray_start() -> str | None:

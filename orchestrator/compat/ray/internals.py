@@ -27,6 +27,7 @@ class Internal(StrEnum):
     NODE = "ray._private.worker._global_node"
     DEAD_PROCESSES = "ray._private.node.Node.dead_processes"
     DRAINING_NODES = "ray._private.state.state.get_draining_nodes"
+    SESSION_FOLDER = "ray._common.utils.get_default_ray_temp_dir"
     READ_ADDRESS = "ray._private.services.find_bootstrap_address"
     FIND_IN_RAYLETS = "ray._private.services._find_address_from_flag"
     RESOLVE_LOCALHOST = "ray._private.services.resolve_ip_for_localhost"
