@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO, cast
 
 _OUT, _ERROR = "\x1eout ", "\x1eerr "
-_RAY_INFO = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\s+INFO \w+\.py:\d+ -- ")
+_RAY_INFO = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\s+INFO \w+\.py:\d+ -- |Running entrypoint for job \S+: ")
 
 
 class LineWriter:

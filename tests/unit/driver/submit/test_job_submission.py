@@ -189,6 +189,7 @@ def test_a_job_has_the_git_facts_of_where_it_came_from(tmp_path: Path, monkeypat
 
 LOG = """\
 2026-11-23 10:00:00,123\tINFO job_manager.py:568 -- Runtime env is setting up.
+Running entrypoint for job mine: python -m orchestrator.launch strategy=ddp
 2026-11-23 10:00:01,456\tINFO worker.py:1694 -- Using address 10.0.0.1:6379 set in the environment variable RAY_ADDRESS
 step 1, loss 2.3
 2026-11-23 10:00:02,789\tWARNING of a job of the user
