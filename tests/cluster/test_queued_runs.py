@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import signal
@@ -318,6 +319,7 @@ def test_a_run_overtakes_one_that_must_wait_and_makes_room_when_that_one_could_s
     place: Callable[..., QueuePlace],
     start: Callable[..., Command],
     tmp_path: Path,
+    request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A second node has room for both, but one refuses it when it joins, and the other one excludes it."""
@@ -329,6 +331,7 @@ def test_a_run_overtakes_one_that_must_wait_and_makes_room_when_that_one_could_s
         in_line = {"holder": "running", "large": "waiting", "last": "unfit"}
         large.wait_for(lambda: states(queue) == in_line, "the run that must wait")
         node = cluster.add_node(num_cpus=2, node_ip_address=other, env_vars=other_torch(tmp_path / "packages"))
+        request.addfinalizer(functools.partial(cluster.remove_node, node))
         large.wait_for(lambda: large.events("warned"), "the refusal of the node")
         in_line["last"] = "waiting"
         large.wait_for(lambda: states(queue) == in_line, "the return of the turn")
@@ -345,7 +348,6 @@ def test_a_run_overtakes_one_that_must_wait_and_makes_room_when_that_one_could_s
     (yielded,), (recovered,) = small.events("yielded"), small.events("recovered")
     assert (yielded["to"], recovered["planned"], recovered["steps_lost"]) == ("large", "yielded", 0)
     queue.cancel("small")
-    cluster.remove_node(node)
     assert "the run overtakes large, for which there is no room yet" in small.output(code=143)
 
 
