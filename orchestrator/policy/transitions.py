@@ -10,60 +10,70 @@ from orchestrator.protocol.events import PauseReason, Recovered
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transition:
-    """The change from one generation to the next.
+class Interruption:
+    """What ended the training of a generation.
 
-    ``began``: seconds since the epoch.
-    ``reached``: the last step that any rank completed before. ``resumed_at``: the step that training continues from.
-    ``planned``: why the run paused; None after a failure.
+    ``began``: seconds since the epoch. ``reached``: the last step that any rank completed.
+    ``num_workers``: in the generation that ended. ``planned``: why the run paused; None after a failure.
     """
 
     began: float
     reached: int
-    resumed_at: int
-    decision: RecoveryPlan
-    num_workers_before: int
     num_workers: int
     planned: PauseReason | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """How the next generation begins. ``step``: the one that training continues from."""
+
+    step: int
+    decision: RecoveryPlan
+    num_workers: int
+
+
 class TransitionLog:
-    """The transitions of a run. Each ends when the next step completes."""
+    """The transitions of a run. Each ends when the next step completes, or the training if no step is left."""
 
     def __init__(self) -> None:
-        self._open: Transition | None = None
+        self._interruption: Interruption | None = None
+        self._continuation: Continuation | None = None
         self._done: list[Recovered] = []
 
-    def begin(self, transition: Transition) -> Transition:
-        """Record the start of a transition and return it.
+    def begin(self, interruption: Interruption) -> None:
+        """Record the start of a transition.
 
         One that begins before the last has ended is merged into it: both count as one, from the first failure on.
         """
-        if (earlier := self._open) is not None:
-            transition = replace(
-                transition,
+        if (earlier := self._interruption) is not None:
+            interruption = replace(
+                interruption,
                 began=earlier.began,
-                reached=max(earlier.reached, transition.reached),
-                num_workers_before=earlier.num_workers_before,
+                reached=max(earlier.reached, interruption.reached),
+                num_workers=earlier.num_workers,
             )
-        self._open = transition
-        return transition
+        self._interruption = interruption
+
+    def continue_with(self, continuation: Continuation) -> None:
+        """Record how the transition that has begun goes on."""
+        self._continuation = continuation
 
     def end(self, generation: int, time: float) -> Recovered | None:
-        """Record that the first step of ``generation`` completed at ``time``; None if no transition led to it."""
-        transition, self._open = self._open, None
-        if transition is None:
+        """Record that ``generation`` trains since ``time``; None if no transition led to it."""
+        before, after = self._interruption, self._continuation
+        self._interruption = self._continuation = None
+        if before is None or after is None:
             return None
         recovered = Recovered(
             generation=generation,
-            step=transition.resumed_at,
-            steps_lost=max(0, transition.reached - transition.resumed_at),
-            replaced=transition.decision.lost,
-            in_place=transition.decision.sources is not None,
-            seconds=time - transition.began,
-            planned=transition.planned,
-            num_workers=transition.num_workers,
-            num_workers_before=transition.num_workers_before,
+            step=after.step,
+            steps_lost=max(0, before.reached - after.step),
+            replaced=after.decision.lost,
+            in_place=after.decision.sources is not None,
+            seconds=time - before.began,
+            planned=before.planned,
+            num_workers=after.num_workers,
+            num_workers_before=before.num_workers,
         )
         self._done.append(recovered)
         return recovered
@@ -85,10 +95,13 @@ class TransitionLog:
             summary["yields"] = yields
         return summary
 
-    def effective_time_pct(self, elapsed_s: float, *, step_s: float) -> float:
+    def effective_time_pct(self, elapsed_s: float, *, step_s: float, now: float) -> float:
         """Return the share of the time since the first step, in percent, without transitions and repeated steps.
 
-        ``step_s`` is the usual time of one step.
+        A transition that has not ended counts up to ``now``, in seconds since the epoch. ``step_s`` is the usual time
+        of one step.
         """
         lost_s = sum(r.seconds + r.steps_lost * step_s for r in self._done)
+        if self._interruption is not None:
+            lost_s += now - self._interruption.began
         return 100 * max(0.0, 1 - lost_s / max(elapsed_s, 1e-9))

@@ -46,7 +46,7 @@ from orchestrator.policy.devices import with_common_precision
 from orchestrator.policy.elastic import find_rescue, reassigned
 from orchestrator.policy.rank_order import placement_note
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
-from orchestrator.policy.transitions import Transition, TransitionLog
+from orchestrator.policy.transitions import Continuation, Interruption, TransitionLog
 from orchestrator.policy.verdict import Verdict
 from orchestrator.protocol.events import (
     CheckpointFailed,
@@ -54,7 +54,6 @@ from orchestrator.protocol.events import (
     Event,
     FirstStepDone,
     MetricsLogged,
-    PauseReason,
     RunStarted,
     TextSampled,
     WorkerFailed,
@@ -285,6 +284,8 @@ class Run:
             faults=self._faults,
         )
         self._handle(generation.watch())
+        if generation.outcomes.all_ended("done"):  # without a first step, if the failure came after the last one
+            self._end_transition(number, time.time())
         if generation.health.hung_at is not None:
             self._hangs.append(generation.health.hung_at)
         return generation
@@ -358,7 +359,11 @@ class Run:
         """Act on the first step of a generation, which ends the start of the run or a transition."""
         self._times.begin_training(event)
         self._resizing.refill(self._plan, others_wait=self._queue.others_wait)
-        if (recovered := self._transitions.end(event.generation, event.time)) is not None:
+        self._end_transition(event.generation, event.time)
+
+    def _end_transition(self, generation: int, at: float) -> None:
+        """Record that ``generation`` trains since ``at``, in seconds since the epoch, if a transition led to it."""
+        if (recovered := self._transitions.end(generation, at)) is not None:
             self._events.emit(recovered)
             metrics = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}
             self._events.emit(MetricsLogged(step=recovered.step, metrics=metrics))
@@ -384,6 +389,14 @@ class Run:
 
     def _transition(self, generation: Generation, failed_rank: int | None, decision: RecoveryPlan) -> RecoveryPlan:
         """Replace the lost workers, or continue with fewer or more of them; returns how the next generation starts."""
+        self._transitions.begin(
+            Interruption(
+                began=generation.pause.began if failed_rank is None else generation.outcomes.failure(failed_rank).time,
+                reached=generation.last_step(),
+                num_workers=self._plan.mesh.num_workers,
+                planned=generation.pause.reason if failed_rank is None else None,
+            )
+        )
         check_ray()
         if failed_rank is not None:
             for rank in decision.lost:
@@ -395,7 +408,6 @@ class Run:
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and self._stop.received is None:
             time.sleep(0.1)
-        workers_before = self._plan.mesh.num_workers
         self._recoverable_steps = {
             rank: states for rank, states in self._recoverable_steps.items() if rank not in decision.lost
         }
@@ -407,9 +419,7 @@ class Run:
             self._plan, self._recoverable_steps = assignment.plan, {}
         if decision.sources is None:
             self._checkpoints.find_newest(self._events.warn)
-        began = generation.pause.began if failed_rank is None else generation.outcomes.failure(failed_rank).time
-        planned = generation.pause.reason if failed_rank is None else None
-        self._begin_transition(generation, decision, began=began, workers_before=workers_before, planned=planned)
+        self._continue_with(decision)
         return decision
 
     def _yield(self, generation: Generation) -> RecoveryPlan:
@@ -432,36 +442,23 @@ class Run:
         self._yielded, self._recoverable_steps = None, {}
         self._checkpoints.find_newest(self._events.warn)
         decision = RecoveryPlan(lost=tuple(range(self._plan.world_size)), sources=None, step=0, pause_s=0.0)
-        self._begin_transition(
-            generation,
-            decision,
-            began=generation.pause.began + self._times.waited_s - waited_s,
-            workers_before=workers_before,
-            planned="yielded",
-        )
-        return decision
-
-    def _begin_transition(
-        self,
-        generation: Generation,
-        decision: RecoveryPlan,
-        *,
-        began: float,
-        workers_before: int,
-        planned: PauseReason | None,
-    ) -> None:
-        transition = self._transitions.begin(
-            Transition(
-                began=began,
-                reached=generation.last_step(),
-                resumed_at=self._checkpoints.step if decision.sources is None else decision.step,
-                decision=decision,
-                num_workers_before=workers_before,
-                num_workers=self._plan.mesh.num_workers,
-                planned=planned,
+        self._transitions.begin(
+            Interruption(
+                began=generation.pause.began + self._times.waited_s - waited_s,
+                reached=step,
+                num_workers=workers_before,
+                planned="yielded",
             )
         )
-        self._telemetry.begin_generation(self._plan, decision.lost, transition.resumed_at)
+        self._continue_with(decision)
+        return decision
+
+    def _continue_with(self, decision: RecoveryPlan) -> None:
+        """Prepare for the next generation, to which a transition leads."""
+        step = self._checkpoints.step if decision.sources is None else decision.step
+        workers = self._plan.mesh.num_workers
+        self._transitions.continue_with(Continuation(step=step, decision=decision, num_workers=workers))
+        self._telemetry.begin_generation(self._plan, decision.lost, step)
 
     def _alive(self, decision: RecoveryPlan) -> list[int]:
         return [rank for rank in range(self._plan.world_size) if rank not in decision.lost]

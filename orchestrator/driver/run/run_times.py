@@ -44,6 +44,7 @@ class RunTimes:
         if self._first_step_at is not None:
             summary["startup_s"] = self._first_step_at - self._started_at - self._waited_before_s
             summary["startup"] = self.startup_s
-            elapsed_s = time.time() - self._first_step_at - (self.waited_s - self._waited_before_s)
-            summary["effective_time_pct"] = transitions.effective_time_pct(elapsed_s, step_s=step_s)
+            now = time.time()
+            elapsed_s = now - self._first_step_at - (self.waited_s - self._waited_before_s)
+            summary["effective_time_pct"] = transitions.effective_time_pct(elapsed_s, step_s=step_s, now=now)
         return summary
