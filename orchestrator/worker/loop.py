@@ -165,6 +165,8 @@ class Loop:
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         with self._nonfinite_advice(), self._compile_meter.watching():
+            if self.assignment.sources is not None:
+                self._run_due_tasks()  # because the failure may have interrupted them
             stopped = self._train(self._data, startup)
             if not stopped:
                 self._evaluate()
@@ -314,7 +316,6 @@ class Loop:
         position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
         if assignment.sources is not None:
             self._data.share_position(assignment.sources, samples_consumed=position.samples_consumed)
-            self._run_due_tasks()  # because the failure may have interrupted them
 
     def _enter(self, phase: Phase) -> None:
         self.outbox.enter(self.position.step, phase)

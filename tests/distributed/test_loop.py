@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from helpers.cases import Case, assignment, having
+from helpers.discarded import Abandoning
 from helpers.gang import SOON_S
 from helpers.loops import evaluation, loop_of, run_loop
 from helpers.quick_jobs import digits
@@ -18,11 +20,26 @@ from helpers.toys import Cliff, Dropped, Normed, Tokens, Toy, TwoHeads
 from helpers.training import CPU
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Warned
-from orchestrator.protocol.messages import TrainPoint
+from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps, TrainPoint
 from orchestrator.state.checkpoint import load
+from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.single import Single
 from orchestrator.worker.control.context import context_of
-from orchestrator.worker.control.control import Outbox
+from orchestrator.worker.control.control import AbandonedError, Outbox
+from orchestrator.worker.loop import Loop
+
+
+class LostAtEvaluation:
+    """A confirmation that finds the generation ended in an evaluation."""
+
+    def __init__(self, loop: Loop):
+        self.lost = False
+        self._outbox = loop.outbox
+
+    def __call__(self) -> None:
+        if self._outbox.collect({}).phase == "eval":
+            self.lost = True
+            raise AbandonedError("another rank was lost")
 
 
 @pytest.mark.parametrize("val_size", [2, 7, 33])
@@ -115,6 +132,30 @@ class Noted(Single):
 
     def setup_warnings(self):
         return ("something was not checked",)
+
+
+def offered_by_a_survivor_and_a_new_rank(rank: int, case: Case, run_dir: str) -> tuple[RecoverableSteps, bool]:
+    """Rank 1 is replaced after step 2, and the evaluation that follows is interrupted. What each rank then offers."""
+    orders = assignment(rank=rank, world_size=2, generation=1, store_port=0, run_dir=run_dir, case=case)
+    strategy = registry.load(orders.config.strategy.name)
+    loop = loop_of(orders, case, strategy.create(context_of(orders, CPU), case.job), gate=Abandoning(timeout_s=5))
+    with pytest.raises(AbandonedError):
+        loop.run({})
+    loop.strategy.close()
+    if rank == 1:
+        loop = loop_of(orders, case, strategy.create(context_of(orders, CPU), case.job))
+    loop.reassign(replace(orders, generation=2, sources=(0, 0), source_step=2))
+    loop.strategy.confirm = lost_at_evaluation = LostAtEvaluation(loop)
+    with contextlib.suppress(AbandonedError):
+        loop.run({})
+    loop.strategy.close()
+    return loop.recoverable_steps(), lost_at_evaluation.lost
+
+
+def test_a_new_rank_offers_what_it_has_received_although_the_evaluation_after_that_fails(gang, tmp_path):
+    case = Case(job=digits(val_size=8), train=having(steps=4, global_batch_size=8, eval_every=2))
+    found = gang.run(offered_by_a_survivor_and_a_new_rank, case, str(tmp_path), world_size=2)
+    assert found == [({ANY_RANK: (2,)}, True)] * 2
 
 
 def test_what_a_strategy_says_of_its_setup_reaches_the_user(tmp_path):
