@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.planning.mesh import Mesh
+from orchestrator.policy.running_values import RunningValues
 from orchestrator.protocol.core_metrics import (
     BUBBLE_PCT,
     BUBBLE_THEORY_PCT,
@@ -30,7 +31,7 @@ from orchestrator.protocol.core_metrics import (
 )
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.protocol.metrics import Derive, MetricRegistry, MetricSpec, Summary, reduce_over_ranks
+from orchestrator.protocol.metrics import MetricRegistry, MetricSpec, Summary, reduce_over_ranks
 from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import theoretical_bubble
 from orchestrator.timeline.spans import Timeline
@@ -53,7 +54,7 @@ class Aggregator:
         self._registry = MetricRegistry(CORE_METRICS)
         self._train: dict[int, dict[int, TrainPoint]] = {}
         self._eval: dict[int, dict[int, EvalPoint]] = {}
-        self._values: dict[str, list[float]] = {}
+        self._values: dict[str, RunningValues] = {}
         self._theoretical_bubble: float | None = None
         self._last: dict[str, float] = {}
 
@@ -88,21 +89,22 @@ class Aggregator:
     def summary(self) -> dict[str, Any]:
         """Return the summary of this launch; unknown values are left out."""
         return {
-            summary.key: derive(values, summary.derive)
+            summary.key: value
             for spec in self._registry
             for summary in spec.summaries
-            if (values := self._values_of(spec, summary))
+            if (value := self._summary_value(spec, summary)) is not None
         }
 
-    def _values_of(self, spec: MetricSpec, summary: Summary) -> Sequence[float]:
+    def _summary_value(self, spec: MetricSpec, summary: Summary) -> float | None:
         if summary.derive == "last":
-            return [self._last[spec.name]] if spec.name in self._last else []
-        return self._values.get(spec.name, [])
+            return self._last.get(spec.name)
+        values = self._values.get(spec.name)
+        return None if values is None else values.derive(summary.derive)
 
     def _record(self, spec: MetricSpec, values: Iterable[float]) -> None:
-        """Keep values for the summaries that need more than the last one."""
+        """Add values for the summaries that need more than the last one."""
         if any(summary.derive != "last" for summary in spec.summaries):
-            self._values.setdefault(spec.name, []).extend(values)
+            self._values.setdefault(spec.name, RunningValues()).extend(values)
 
     def _train_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
         lead = parts[0]
@@ -240,22 +242,3 @@ def _job_metrics(prefix: str, parts: Sequence[tuple[Mapping[str, float], float]]
         return {}
     names = sorted({name for sums, _ in parts for name in sums})
     return {f"{prefix}{name}": math.fsum(sums.get(name, 0.0) for sums, _ in parts) / weight for name in names}
-
-
-def derive(values: Sequence[float], how: Derive) -> float:
-    """Return one value for the summary from the ``values`` (at least one) of a metric, oldest first."""
-    match how:
-        case "last":
-            return values[-1]
-        case "median":
-            return statistics.median(values)
-        case "p95":
-            return percentile(values, 0.95)
-        case "harmonic_mean":  # of the rates of equal amounts of work: the rate of all the work
-            return len(values) / math.fsum(1 / v for v in values) if min(values) > 0 else 0.0
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that ``share`` (0 to 1) of the values do not exceed (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 
 from helpers.cases import having
 from orchestrator.planning.mesh import Mesh
-from orchestrator.policy.aggregate import Aggregator, percentile
+from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus, with_common_precision
 from orchestrator.policy.failure import cannot_leave_nccl, death, first_failure, standstill, unreachable_addresses
 from orchestrator.policy.rank_order import groups_on_one_node, placement_note, rank_order, shards_last
@@ -269,10 +270,18 @@ def test_no_bubble_before_every_rank_is_warm_or_where_nothing_is_cut() -> None:
     assert (parts.timeline, parts.summary().get("bubble_pct")) == (None, None)
 
 
-def test_percentile_is_nearest_rank() -> None:
-    assert percentile([3.0, 1.0, 2.0, 4.0], 0.95) == 4.0
-    assert percentile([1.0], 0.95) == 1.0
-    assert math.isclose(percentile([float(i) for i in range(1, 101)], 0.95), 95.0)
+def test_the_memory_of_a_summary_does_not_grow_with_the_steps() -> None:
+    def train(parts: Aggregator, steps: range) -> None:
+        for step in steps:
+            parts.add(0, point(step=step, step_ms=tuple(float(step + n) for n in range(100))))
+
+    parts = aggregator(1)
+    train(parts, range(200))
+    tracemalloc.start()
+    train(parts, range(200, 400))
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 100_000, "20,000 more steps"
 
 
 def failed(time: float, *, collateral: bool, step: int = 3) -> Outcome:
