@@ -6,9 +6,11 @@ Exit codes: 0 done; 2 no such run or rank; 4 the connection to the cluster was l
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from orchestrator.config.options import add_run
 from orchestrator.config.redact import Redactor, masked_output
@@ -63,11 +65,11 @@ def _fetch_logs(run_dir: RunDir) -> None:
     fetch(run_dir, [run_dir.logs.name])
 
 
-def _last(lines: Sequence[LogLine], number: int) -> list[LogLine]:
-    by_rank: dict[int, list[LogLine]] = {}
+def _last(lines: Iterable[LogLine], number: int) -> Iterator[LogLine]:
+    by_rank: defaultdict[int, deque[LogLine]] = defaultdict(lambda: deque(maxlen=number))
     for line in lines:
-        by_rank.setdefault(line.rank, []).append(line)
-    return [line for of_rank in by_rank.values() for line in of_rank[-number:]]
+        by_rank[line.rank].append(line)
+    return itertools.chain.from_iterable(by_rank.values())
 
 
 def _print(lines: Iterable[LogLine], *, several: bool) -> None:

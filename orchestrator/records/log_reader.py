@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.records.listing import files_below
+from orchestrator.records.rank_log import rank_and_part
 from orchestrator.records.run_dir import RunDir
-
-_RANK = re.compile(r"rank-(\d+)\.log")
 
 
 @dataclass(frozen=True)
@@ -45,21 +43,22 @@ class LogReader:
         """Return the ranks that have a log."""
         return sorted({rank for rank, _ in self._files()})
 
-    def read(self, *, complete: bool = True) -> list[LogLine]:
-        """Return the new lines; a last one without a line break only if the logs are ``complete``."""
-        return [line for rank, file in self._files() for line in self._new_lines(rank, file, complete)]
+    def read(self, *, complete: bool = True) -> Iterator[LogLine]:
+        """Yield the new lines; a last one without a line break only if the logs are ``complete``."""
+        for rank, file in self._files():
+            yield from self._new_lines(rank, file, complete)
 
     def _files(self) -> list[tuple[int, Path]]:
-        found = [(int(match[1]), p) for p in files_below(self._folder) if (match := _RANK.fullmatch(p.name))]
-        return sorted((rank, path) for rank, path in found if not self._ranks or rank in self._ranks)
+        found = [(*number, path) for path in files_below(self._folder) if (number := rank_and_part(path.name))]
+        found.sort(key=lambda file: (file[0], file[2].parent, file[1]))
+        return [(rank, path) for rank, _, path in found if not self._ranks or rank in self._ranks]
 
-    def _new_lines(self, rank: int, file: Path, complete: bool) -> list[LogLine]:
+    def _new_lines(self, rank: int, file: Path, complete: bool) -> Iterator[LogLine]:
         name = str(file.relative_to(self._folder))
-        offset = self._offsets.get(name, 0)
         with file.open("rb") as log:
-            log.seek(offset)
-            data = log.read()
-        if not complete:
-            data = data[: data.rfind(b"\n") + 1]
-        self._offsets[name] = offset + len(data)
-        return [LogLine(rank, line) for line in data.decode(errors="replace").splitlines()]
+            log.seek(self._offsets.get(name, 0))
+            for line in log:
+                if not complete and not line.endswith(b"\n"):
+                    break
+                self._offsets[name] = log.tell()
+                yield from (LogLine(rank, text) for text in line.decode(errors="replace").splitlines())

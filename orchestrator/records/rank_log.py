@@ -1,10 +1,22 @@
-"""The log of a rank: its last lines, and the report of a process that crashed."""
+"""The log of a rank: its parts, its last lines, and the report of a process that crashed.
+
+A log continues in another part when one has become large: ``rank-0.log``, ``rank-0.1.log``, ``rank-0.2.log``, ... No
+part is ever renamed, so that readers keep their place and the upload of a large part is not repeated. Only the end of
+the newest part is read here, however long the log is.
+"""
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import re
 from pathlib import Path
+
+PART_BYTES = 64 * 2**20
+"""A process that finds its log to be larger continues in another part."""
+_TAIL_BYTES = 2**20
+"""More than a crash report, which ends what a process writes."""
+_PART = re.compile(r"rank-(?P<rank>\d+)(?:\.(?P<part>\d+))?\.log")
 
 _CRASH = "Fatal Python error: "
 """What faulthandler writes to the log of a crashing process (SIGSEGV, SIGABRT, ...) before the stacks."""
@@ -15,6 +27,7 @@ C_STACK = "C stack (most recent call first):\n"
 """The line before the C stack of the thread that crashed; ``backtrace_symbols_fd`` writes a line for each function."""
 _C_FUNCTION = re.compile(r"\S+\(\S*\) ?\[0x[0-9a-f]+\]")
 _PROCESS = "worker process "
+_HEADER = re.compile(rb"worker process (\d+) on .*\n")
 _LINES_BEFORE_CRASH = 3
 _MAX_FRAMES = 40
 
@@ -24,44 +37,77 @@ def log_header(pid: int, hostname: str) -> str:
     return f"{_PROCESS}{pid} on {hostname}\n"
 
 
-def log_tail(path: Path, lines: int = 20) -> str:
+def rank_and_part(name: str) -> tuple[int, int] | None:
+    """Return the rank and the number of the part, from 0, of the log file ``name``; None if it is not a log."""
+    match = _PART.fullmatch(name)
+    return None if match is None else (int(match["rank"]), int(match["part"] or 0))
+
+
+def newest_part(log: Path) -> Path:
+    """Return the part in which the log continues that begins with the file ``log``, which need not exist."""
+    parts = [found for path in log.parent.glob(f"{log.stem}.*log") if (found := rank_and_part(path.name)) is not None]
+    return _part(log, max((part for _, part in parts), default=0))
+
+
+def next_part(log: Path) -> Path:
+    """Return the part after the newest one."""
+    found = rank_and_part(newest_part(log).name)
+    assert found is not None
+    return _part(log, found[1] + 1)
+
+
+def log_tail(log: Path, lines: int = 20) -> str:
     """Return the last lines of a log, or the crash report of the last process that wrote to it.
 
     The result is empty if the log cannot be read on this host.
     """
-    text = _read_log(path)
+    _, text = _last_output(newest_part(log))
     return _crash_report(text) or "\n".join(text.splitlines()[-lines:])
 
 
-def crash_report(path: Path, pid: int) -> str:
+def crash_report(log: Path, pid: int) -> str:
     """Return what process ``pid`` wrote to its log as a signal such as SIGSEGV ended it; empty if nothing.
 
     A report has the lines before the crash, in which C libraries say why they abort, and the Python stack and the C
     stack of the thread that crashed.
     """
-    text = _read_log(path)
-    return _crash_report(text) if _last_process(text).startswith(f"{pid} on ") else ""
+    last_pid, text = _last_output(newest_part(log))
+    return _crash_report(text) if last_pid == pid else ""
 
 
-def _read_log(path: Path) -> str:
+def _part(log: Path, number: int) -> Path:
+    return log.with_name(f"{log.stem}.{number}.log") if number else log
+
+
+def _last_output(path: Path) -> tuple[int | None, str]:
+    """Return the id of the last process that wrote to a file and the end of what it wrote, without its header.
+
+    The id is None if the file has no header.
+    """
     try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = _last_header(data)
+            begin = max(len(data) - _TAIL_BYTES, 0 if header is None else header.end())
+            return None if header is None else int(header[1]), data[begin:].decode(errors="replace")
+    except (OSError, ValueError):  # ValueError: the file is empty
+        return None, ""
 
 
-def _last_process(log: str) -> str:
-    """Return what the last process has written, from its number on; everything if the log has no header."""
-    return re.split(rf"^{_PROCESS}(?=\d+ on )", log, flags=re.MULTILINE)[-1]
+def _last_header(data: mmap.mmap) -> re.Match[bytes] | None:
+    end = len(data)
+    while (at := data.rfind(_PROCESS.encode(), 0, end)) >= 0:
+        if (at == 0 or data[at - 1] == ord("\n")) and (header := _HEADER.match(data, at)) is not None:
+            return header
+        end = at
+    return None
 
 
-def _crash_report(log: str) -> str:
-    written = _last_process(log)
+def _crash_report(written: str) -> str:
     crash = written.find(_CRASH)
     if crash < 0:
         return ""
     begin = _CRASH_OR_SIGNAL.search(written)
-    before = written[: begin.start() if begin else crash].splitlines()[1:][-_LINES_BEFORE_CRASH:]
+    before = written[: begin.start() if begin else crash].splitlines()[-_LINES_BEFORE_CRASH:]
     errors = [line for line in written[crash:].splitlines() if line.startswith(_CRASH)]
     python = _CURRENT_THREAD.search(written, crash)
     c_stack = _without_handlers(written[crash:].partition(C_STACK)[2].splitlines())

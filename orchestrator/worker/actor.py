@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import ray
 import torch
@@ -24,7 +24,7 @@ from orchestrator.compat import deferred_dynamo
 from orchestrator.compat.process_groups import flight_record
 from orchestrator.compat.ray.process import keep_process_title
 from orchestrator.config.job_loader import load_job
-from orchestrator.config.redact import RedactingStream, Redactor
+from orchestrator.config.redact import Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import (
@@ -40,7 +40,6 @@ from orchestrator.protocol.messages import (
     WorkerInfo,
 )
 from orchestrator.records import staged
-from orchestrator.records.rank_log import log_header
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.worker import failures
@@ -53,8 +52,9 @@ from orchestrator.worker.control.teardown import Teardown
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.gpu_meter import GpuMeter
 from orchestrator.worker.measure.metrics import CpuMeter, system_metrics
-from orchestrator.worker.process import allocator, connections, crash_reports, memory, packages
+from orchestrator.worker.process import allocator, connections, memory, packages
 from orchestrator.worker.process.gpu import gpu_error, has_bf16
+from orchestrator.worker.process.output import Output
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
@@ -98,6 +98,7 @@ class Worker:
         self.redactor = Redactor.of_process()
         self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
+        self.output = Output(self.redactor)
         self.outbox = Outbox(self.redactor)
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.teardown = Teardown(word_timeout_s=heartbeat_timeout_s)
@@ -220,7 +221,7 @@ class Worker:
             else:
                 staged.enter(run_dir)
             if log != self.log:
-                _redirect_output(log, self.redactor)
+                self.output.redirect(log)
                 self.log = log
                 with contextlib.suppress(OSError):  # without a spool, unreceived reports are lost if the process dies
                     node_id = ray.get_runtime_context().get_node_id()
@@ -355,24 +356,6 @@ def _worker_info() -> WorkerInfo:
         gpu_error=error,
         has_bf16=usable and has_bf16(len(gpus)),
     )
-
-
-def _redirect_output(path: Path, redactor: Redactor) -> None:
-    """Redirect the output of this process, including that of C++ code and of crashes, to the log of the rank.
-
-    Secrets are masked in the output of Python code. The driver masks the rest when the run ends.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with path.open("ab", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.write(2, log_header(os.getpid(), socket.gethostname()).encode())
-    crash_reports.enable()
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = os.fdopen(number, "w", buffering=1, closefd=False)
-        setattr(sys, name, cast(TextIO, RedactingStream(stream, redactor)))
 
 
 def _close(loop: Loop | None) -> None:

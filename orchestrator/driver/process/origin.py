@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.records.process import user_name
+from orchestrator.records.rank_log import newest_part
 from orchestrator.records.run_dir import RunDir
 
 PY_MODULES = "cluster.py_modules="
@@ -57,7 +58,7 @@ class Origin:
     def log(self, run_dir: RunDir, rank: int) -> str:
         """Return the file with the log of a rank, or the command that shows it if the user may have no such file."""
         if run_dir.url is None and not self.remote:
-            return str(run_dir.log_file(rank))
+            return str(newest_part(run_dir.log_file(rank)))
         return self.verb("logs", run_dir.location, "--rank", str(rank))
 
     def variables(self) -> Mapping[str, str]:

@@ -41,12 +41,12 @@ def test_ranks_come_in_the_order_of_their_numbers(run: RunDir) -> None:
 
 def test_only_new_and_whole_lines_are_read(run: RunDir) -> None:
     reader = LogReader(run, [10])
-    reader.read()
+    list(reader.read())
     write(run, 10, "c10\nhal")
-    assert reader.read(complete=False) == [LogLine(10, "c10")]
-    assert reader.read(complete=False) == []
+    assert list(reader.read(complete=False)) == [LogLine(10, "c10")]
+    assert list(reader.read(complete=False)) == []
     write(run, 10, "f\nrest")
-    assert reader.read() == [LogLine(10, "half"), LogLine(10, "rest")]
+    assert list(reader.read()) == [LogLine(10, "half"), LogLine(10, "rest")]
 
 
 def test_the_verb_shows_the_last_lines_of_each_rank(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +57,15 @@ def test_the_verb_shows_the_last_lines_of_each_rank(run: RunDir, capsys: pytest.
     for name in ("last", run.path.name):
         assert logs.main([name, "--output-dir", str(run.path.parents[1]), "--rank", "2"]) == 0
         assert capsys.readouterr().out == "a2\nb2\n"
+
+
+def test_the_parts_of_a_log_are_one(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run.log_file(0).parent
+    for part in (10, 9, 1):
+        (folder / f"rank-10.{part}.log").write_text(f"of part {part}\n")
+    assert [line.text for line in LogReader(run, [10]).read()] == ["a10", "b10", "of part 1", "of part 9", "of part 10"]
+    assert logs.main([str(run.path), "--rank", "10", "--tail", "2"]) == 0
+    assert capsys.readouterr().out == "of part 9\nof part 10\n"
 
 
 def test_the_verb_names_a_wrong_run_and_a_wrong_rank(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.policy.failure import death, describe_crash
-from orchestrator.records.rank_log import crash_report, log_header, log_tail
+from orchestrator.records.log_reader import LogReader
+from orchestrator.records.rank_log import crash_report, log_header, log_tail, newest_part
+from orchestrator.records.run_dir import RunDir
 
 CRASH = """
 import ctypes, os, signal, sys, threading
@@ -130,6 +133,51 @@ def test_a_crash_of_an_earlier_process_is_not_that_of_a_later_one(tmp_path: Path
     assert crash_report(log, 9) == "", "its output was never redirected"
     assert log_tail(log).endswith("step 3")
     assert crash_report(tmp_path / "none.log", 8) == ""
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    long = "a line of output\n" * 2_000_000
+    log = written(tmp_path, PYTHON, log_header(7, "here"), long, "free(): invalid pointer\n", PYTHON)
+    tracemalloc.start()
+    report = crash_report(log, 7)
+    assert log_tail(log) == report
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.startswith("a line of output\na line of output\nfree(): invalid pointer\nFatal Python error: Aborted")
+    assert crash_report(log, 8) == ""
+    assert peak < 16 * 2**20
+
+
+LARGE_LOG = """
+import ctypes, sys, time
+from pathlib import Path
+from orchestrator.config.redact import Redactor
+from orchestrator.worker.process.output import Output
+log = Path(sys.argv[1])
+Output(Redactor(), most_bytes=1000, check_every_s=0.01).redirect(log)
+for number in range(200_000):
+    print("line", number)
+    if log.with_name("rank-0.2.log").exists():
+        break
+    time.sleep(0.001)
+ctypes.string_at(0)
+"""
+
+
+def test_a_large_log_continues_in_other_parts(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    log = run_dir.log_file(0)
+    process = subprocess.Popen([sys.executable, "-c", LARGE_LOG, str(log)])
+    assert process.wait(timeout=60) == -11
+    assert sorted(path.name for path in log.parent.iterdir()) == ["rank-0.1.log", "rank-0.2.log", "rank-0.log"]
+    assert newest_part(log).name == "rank-0.2.log"
+    assert "SIGSEGV" in describe_crash(crash_report(log, process.pid))
+    reader = LogReader(run_dir)
+    assert reader.ranks() == [0]
+    texts = [line.text for line in reader.read()]
+    numbers = [int(text.split()[1]) for text in texts if text.startswith("line ")]
+    assert numbers == list(range(len(numbers)))
+    assert sum(text.startswith(f"worker process {process.pid} on ") for text in texts) == 3
 
 
 def test_the_message_names_what_is_known() -> None:
