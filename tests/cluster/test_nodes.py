@@ -67,12 +67,12 @@ class Run:
         """Stop the command; returns the summary of its run."""
         self._process.send_signal(signal.SIGINT)
         self.output(code=130)
-        return self._summary()
+        return self.summary()
 
     def finish(self) -> dict[str, Any]:
         """The summary of a run that comes to its end."""
         self.output(code=0)
-        return self._summary()
+        return self.summary()
 
     def output(self, *, code: int) -> str:
         """What the command has printed when it has ended with ``code``."""
@@ -92,7 +92,8 @@ class Run:
     def sizes(self) -> list[tuple[int, int, str | None]]:
         return [(e["num_workers_before"], e["num_workers"], e["planned"]) for e in self.events("recovered")]
 
-    def _summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
+        """The summary of the run, which has ended."""
         (record,) = self._folder.glob("outputs/*/*/run.json")
         summary: dict[str, Any] = json.loads(record.read_text())["summary"]
         return summary
@@ -182,6 +183,7 @@ def test_without_room_a_run_of_a_fixed_size_ends_with_what_the_survivor_holds(
     assert saved["step"] >= lost["step"]
     assert "no room for a worker in place of those lost within" in output
     assert "the cluster has room for 1 in all" in output
+    assert run.summary()["effective_time_pct"] < 90, "the wait for a worker is no training"
     assert f"the newest checkpoint (step {saved['step']}) is at" in output or "a checkpoint is at" in output
 
 
