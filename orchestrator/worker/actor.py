@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import ray
 import torch
@@ -24,7 +24,7 @@ from orchestrator.compat import deferred_dynamo
 from orchestrator.compat.process_groups import flight_record
 from orchestrator.compat.ray.process import keep_process_title
 from orchestrator.config.job_loader import load_job
-from orchestrator.config.redact import Redactor
+from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import (
@@ -98,7 +98,7 @@ class Worker:
         self.redactor = Redactor.of_process()
         self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
-        self.output = Output(self.redactor)
+        self.output = Output(lambda stream: cast(TextIO, RedactingStream(stream, self.redactor)))
         self.outbox = Outbox(self.redactor)
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.teardown = Teardown(word_timeout_s=heartbeat_timeout_s)

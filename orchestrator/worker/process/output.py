@@ -8,10 +8,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO
 
-from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.records.rank_log import PART_BYTES, log_header, newest_part, next_part
 from orchestrator.worker.process import crash_reports
 
@@ -21,14 +21,24 @@ CHECK_EVERY_S = 10.0
 class Output:
     """Redirects the output of this process, including that of C++ code and of crashes.
 
-    Secrets are masked in the output of Python code. The driver masks the rest when the run ends. A thread looks after
-    the size of the log, because a file system that hangs must delay no thread that answers the driver.
+    A thread looks after the size of the log, because a file system that hangs must delay no thread that answers the
+    driver.
+
+    Args:
+        masked: returns a stream that masks secrets in what Python code writes. The driver masks the rest when the run
+            ends.
+        most_bytes: the log continues in another part if it is larger.
+        check_every_s: seconds between two looks.
     """
 
     def __init__(
-        self, redactor: Redactor, *, most_bytes: int = PART_BYTES, check_every_s: float = CHECK_EVERY_S
-    ) -> None:
-        self._redactor = redactor
+        self,
+        masked: Callable[[TextIO], TextIO],
+        *,
+        most_bytes: int = PART_BYTES,
+        check_every_s: float = CHECK_EVERY_S,
+    ):
+        self._masked = masked
         self._most_bytes = most_bytes
         self._check_every_s = check_every_s
         self._log: Path | None = None
@@ -41,8 +51,7 @@ class Output:
             _write_to(newest_part(log))
             crash_reports.enable()
             for name, number in (("stdout", 1), ("stderr", 2)):
-                stream = os.fdopen(number, "w", buffering=1, closefd=False)
-                setattr(sys, name, cast(TextIO, RedactingStream(stream, self._redactor)))
+                setattr(sys, name, self._masked(os.fdopen(number, "w", buffering=1, closefd=False)))
             if self._log is None:
                 threading.Thread(target=self._limit_parts, name="log-parts", daemon=True).start()
             self._log = log
