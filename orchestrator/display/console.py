@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import IO, cast
 
 from rich.console import Console
@@ -42,29 +43,34 @@ _LINE_INTERVAL_S = 1.0
 _VERDICT_STYLES = {"FINISHED": "bold green", "KILLED": "bold yellow"}
 
 
-def make_console(*, steps: int, world_size: int, stream: IO[str] | None = None) -> Sink:
+def make_console(
+    *, steps: int, world_size: int, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
+) -> Sink:
     """Return the console of one run on ``stream`` (default: standard output).
 
-    Close it after every other sink, so that their warnings come before the verdict.
+    Close it after every other sink, so that their warnings come before the verdict. ``clock`` returns seconds, which
+    must never step: the times in events are those of clocks that do, and of several hosts.
     """
     out = cast("IO[str]", _ForgivingStream(stream or sys.stdout))
     view = RunView(steps=steps, world_size=world_size)
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if out.isatty() and not plain:
-        return LiveConsole(view, Console(file=out, force_terminal=True, force_jupyter=False, highlight=False))
+        terminal = Console(file=out, force_terminal=True, force_jupyter=False, highlight=False)
+        return LiveConsole(view, terminal, clock)
     # In a notebook, Rich would display each line as HTML of its own.
     plain_console = Console(
         file=out, force_terminal=False, force_jupyter=False, color_system=None, highlight=False, width=100
     )
-    return PlainConsole(view, plain_console)
+    return PlainConsole(view, plain_console, clock)
 
 
 class PlainConsole:
     """Prints one line per event; metrics at most once a second, but always the first and the last ones."""
 
-    def __init__(self, view: RunView, console: Console):
+    def __init__(self, view: RunView, console: Console, clock: Callable[[], float]):
         self._view = view
         self._console = console
+        self._clock = clock
         # Reentrant, because a signal handler may emit while the same thread is emitting.
         self._lock = threading.RLock()
         self._unshown: dict[str, float] = {}
@@ -95,7 +101,7 @@ class PlainConsole:
 
     def _emit(self, event: Event) -> None:
         with self._lock:
-            self._view.update(event)
+            self._view.update(event, self._clock())
             lines = self._lines(event)
         self._print(lines)
         if isinstance(event, TextSampled):
@@ -116,10 +122,10 @@ class PlainConsole:
                 self._unshown_step = event.step
                 self._unshown.update(event.metrics)
                 validated = any(name.startswith("val/") for name in event.metrics)
-                due = self._is_due("validation" if validated else "metrics", event.time)
+                due = self._is_due("validation" if validated else "metrics")
                 return self._last_metrics() if due else []
             case CheckpointSaved():
-                return [*self._last_metrics(), *describe(event)] if self._is_due("checkpoint", event.time) else []
+                return [*self._last_metrics(), *describe(event)] if self._is_due("checkpoint") else []
             case WorkerFailed() | StopRequested():
                 return [*self._last_metrics(), *describe(event)]
             case RunEnded():
@@ -127,7 +133,8 @@ class PlainConsole:
             case _:
                 return describe(event)
 
-    def _is_due(self, what: str, now: float) -> bool:
+    def _is_due(self, what: str) -> bool:
+        now = self._clock()
         due = now - self._shown_at.get(what, -math.inf) >= _LINE_INTERVAL_S
         if due:
             self._shown_at[what] = now
@@ -161,8 +168,8 @@ class PlainConsole:
 class LiveConsole(PlainConsole):
     """Redraws a panel in place and prints messages above it. At the end it removes the panel."""
 
-    def __init__(self, view: RunView, console: Console):
-        super().__init__(view, console)
+    def __init__(self, view: RunView, console: Console, clock: Callable[[], float]):
+        super().__init__(view, console, clock)
         self._unicode = takes_unicode(console.file)
         self._frame_lines: list[list[Segment]] = []
         self._live = Live(
@@ -201,7 +208,7 @@ class LiveConsole(PlainConsole):
         width, height = options.size
         self._erase_wrapped(width)
         with self._lock:
-            panel = draw(self._view, width=width, height=height, now=time.time(), unicode=self._unicode)
+            panel = draw(self._view, width=width, height=height, now=self._clock(), unicode=self._unicode)
             # The empty last row is for the ^C that a terminal echoes: after a full row it would wrap.
             self._frame_lines = [*self._console.render_lines(panel, options, pad=False), []]
         return SegmentLines(self._frame_lines, new_lines=True)

@@ -54,6 +54,7 @@ class RunView:
         self.world_size = world_size
         self.step = 0
         self.started: RunStarted | None = None
+        self.started_at = 0.0
         self.waiting: WaitingForResources | WaitingInQueue | None = None
         self.generation: GenerationStarted | None = None
         self.checkpoint: CheckpointSaved | None = None
@@ -68,11 +69,11 @@ class RunView:
         self._reached_at: deque[tuple[float, int]] = deque(maxlen=_SPEED_POINTS)
         self._reached_from = 0.0
 
-    def update(self, event: Event) -> None:
-        """Take over what ``event`` says."""
+    def update(self, event: Event, now: float) -> None:
+        """Take over what ``event`` says, which came at ``now``, in seconds of a clock that never steps."""
         match event:
             case RunStarted():
-                self.started, self.step = event, event.resumed_from_step or 0
+                self.started, self.started_at, self.step = event, now, event.resumed_from_step or 0
             case WaitingForResources() | WaitingInQueue():
                 self.waiting = event
             case GenerationStarted():
@@ -81,12 +82,12 @@ class RunView:
                 self.ranks.clear()
                 self._reached_at.clear()
             case MetricsLogged():
-                self._metrics(event)
+                self._metrics(event, now)
             case RankProgress():
                 self.ranks[event.rank] = event
                 least = min(r.step for r in self.ranks.values())
                 if least > 0 and len(self.ranks) == self.world_size:
-                    self._reached(least, event.time)
+                    self._reached(least, now)
             case CheckpointSaved():
                 self.checkpoint = event
             case StopRequested():
@@ -94,8 +95,8 @@ class RunView:
             case WorkerFailed() if self.failure is None:
                 self.failure = event
 
-    def _metrics(self, event: MetricsLogged) -> None:
-        self._reached(event.step, event.time)
+    def _metrics(self, event: MetricsLogged, now: float) -> None:
+        self._reached(event.step, now)
         for spec in event.specs:
             self.metrics.add(spec)
         self.latest.update(event.metrics)
@@ -164,7 +165,10 @@ def _progress_texts(values: Mapping[str, float], metrics: Iterable[MetricSpec]) 
 
 
 def draw(view: RunView, *, width: int, height: int, now: float, unicode: bool = True) -> RenderableType:
-    """Return the panel in at most ``height`` - 1 rows; a single line if the terminal is too small."""
+    """Return the panel in at most ``height`` - 1 rows; a single line if the terminal is too small.
+
+    ``now``: by the clock of :meth:`RunView.update`.
+    """
     if width < _SMALLEST_WIDTH or height < _SMALLEST_HEIGHT:
         shown = {n: v for n, v in view.latest.items() if not n.startswith("val/")}
         line = status_line(view.step, view.steps, shown, view.eta_s(), view.metrics)
@@ -193,7 +197,7 @@ def _progress(view: RunView, now: float, *, width: int, unicode: bool) -> Text:
     share = min(1.0, view.step / view.steps)
     parts = [f"{view.step:,}/{view.steps:,}", f"{share:.0%}"]
     if view.started:
-        parts.append(duration(max(0.0, now - view.started.time), whole=True))
+        parts.append(duration(now - view.started_at, whole=True))
     if (eta := view.eta_s()) is not None:
         parts.append(f"eta {duration(eta)}")
     text = "  " + "  ".join(parts)

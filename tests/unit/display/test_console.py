@@ -84,9 +84,10 @@ def progress(rank: int, step: int, step_ms: float | None = 6.0, node: str = "nod
 
 
 def printed(*events: Event, stream: IO[str] | None = None) -> list[str]:
-    out = stream or io.StringIO()
-    console = make_console(steps=500, world_size=2, stream=out)
+    out, now = stream or io.StringIO(), START
+    console = make_console(steps=500, world_size=2, stream=out, clock=lambda: now)
     for event in events:
+        now = event.time
         console.emit(event)
     console.close()
     return out.getvalue().splitlines() if isinstance(out, io.StringIO) else []
@@ -123,6 +124,18 @@ def test_metrics_line_is_self_contained() -> None:
         point(120, 14, train__loss=0.23141, val__accuracy=0.971, perf__samples_per_s=8310.2),
     )
     assert lines[-1] == "step 120/500  loss 0.2314  val_acc 0.9710  8,310 samples/s  eta 38s"
+
+
+def test_a_step_of_the_clock_silences_nothing() -> None:
+    out, now = io.StringIO(), 0.0
+    console = make_console(steps=500, world_size=2, stream=out, clock=lambda: now)
+    for second in range(5):
+        now = float(second)
+        console.emit(point(100 * second + 100, second - (3600 if second > 2 else 0), train__loss=1.0))
+    lines = out.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == [f"{step}/500" for step in range(100, 600, 100)]
+    assert "eta 3.0s" in lines[1], "the speed, too"
+    assert "eta 1.0s" in lines[3]
 
 
 def test_metrics_at_most_once_a_second_and_first_and_last_always() -> None:
@@ -417,7 +430,7 @@ def view_of(*events: Event, world_size: int = 2) -> RunView:
     view = RunView(steps=500, world_size=world_size)
     formed = replace(FORMED, workers=tuple(f"node-{rank}" for rank in range(world_size)))
     for event in (STARTED, formed, *events):
-        view.update(event)
+        view.update(event, event.time)
     return view
 
 
@@ -494,15 +507,16 @@ def test_eta_is_right_when_points_come_in_batches() -> None:
     assert view.eta_s() is None
     for second in (1, 2):
         for n in range(1, 101):
-            view.update(point(100 * second + n, 2 + second + n / 1e6))
+            logged = point(100 * second + n, 2 + second + n / 1e6)
+            view.update(logged, logged.time)
     assert view.eta_s() == pytest.approx(2.0, rel=1e-3)
 
 
 def test_a_recovery_may_go_back() -> None:
     view = view_of(point(300, 30, train__loss=1.0))
-    view.update(replace(FORMED, generation=2))
+    view.update(replace(FORMED, generation=2), START + 5)
     for rank in range(2):
-        view.update(progress(rank, 280))
+        view.update(progress(rank, 280), START + 5)
     assert view.step == 280
 
 

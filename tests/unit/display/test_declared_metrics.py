@@ -65,7 +65,7 @@ def test_a_declared_metric_is_on_the_progress_line_and_in_the_panel(aggregator: 
     console.close()
     assert out.getvalue() == "step 10/500  loss 0.5000  staleness 4.2\n"
     view = RunView(steps=500, world_size=2)
-    view.update(event)
+    view.update(event, 10.0)
     panel = Console(file=io.StringIO(), width=80, height=24)
     with panel.capture() as captured:
         panel.print(draw(view, width=80, height=24, now=20.0))
