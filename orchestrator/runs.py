@@ -18,11 +18,12 @@ from orchestrator.config.options import add_run_search, positive
 from orchestrator.display.comparison import CompareError, Run, read_run
 from orchestrator.display.run_list import plain, run_list
 from orchestrator.display.text import writable
-from orchestrator.records.run_dir import ACTIVE_STATES, state_of
+from orchestrator.records.progress import progress_of
+from orchestrator.records.run_dir import STATES_WITHOUT_END, state_of
 from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
 
-STATES = (*ACTIVE_STATES, "finished", "failed", "killed", "died")
+STATES = (*STATES_WITHOUT_END, "finished", "failed", "killed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +53,8 @@ def _runs(search: RunSearch, state: str | None) -> Iterator[Run]:
         try:
             name, location = search.name_of(run_dir), run_dir.location
             run = replace(read_run(run_dir.path), state=state_of(run_dir), name=name, location=location)
+            if run.state in STATES_WITHOUT_END and state in (None, run.state):
+                run = replace(run, summary={**run.summary, **progress_of(run_dir)})
         except (CompareError, ValueError) as e:
             print(writable(f"warning: {e}", sys.stderr), file=sys.stderr)
             continue

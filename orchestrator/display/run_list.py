@@ -1,4 +1,4 @@
-"""The list of runs: one line each, with state, speed, loss and age."""
+"""The list of runs: one line each, with state, step, speed, loss and age."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def run_list(runs: Sequence[Run], *, now: float) -> str:
         TableColumn(heading="strategy", justify="left", priority=3, cells=[run.strategy for run in runs]),
         TableColumn(heading="workers", priority=1, cells=[str(run.workers or "-") for run in runs]),
         TableColumn(heading="job", justify="left", priority=2, cells=[run.job for run in runs]),
+        TableColumn(heading="step", priority=4, cells=[_step(run) for run in runs]),
         TableColumn(heading="samples/s", priority=4, cells=[_cell(run.value(RATE), rate) for run in runs]),
         TableColumn(heading="loss", priority=5, cells=[_cell(run.value(FINAL_LOSS), number) for run in runs]),
         TableColumn(heading="age", priority=6, cells=[_age(run, now) for run in runs]),
@@ -46,6 +47,7 @@ def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "strategy": run.strategy,
             "workers": run.workers,
             "job": run.job,
+            "step": run.value("steps"),
             RATE: run.value(RATE),
             FINAL_LOSS: run.value(FINAL_LOSS),
             "started": run.started,
@@ -56,6 +58,11 @@ def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _cell(value: float | None, text: Any) -> str:
     return "-" if value is None else str(text(value))
+
+
+def _step(run: Run) -> str:
+    step, steps = run.value("steps"), run.params.get("train.steps")
+    return "-" if step is None else f"{step:.0f}/{steps}" if steps else f"{step:.0f}"
 
 
 def _age(run: Run, now: float) -> str:

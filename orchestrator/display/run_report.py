@@ -10,7 +10,8 @@ from orchestrator.display.text import count, duration, first_line, number, rate,
 from orchestrator.protocol.metrics import summary_value, waited_s
 from orchestrator.records.journal import read_lines
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
+from orchestrator.records.progress import progress_of
+from orchestrator.records.run_dir import ACTIVE_STATES, STATES_WITHOUT_END, RunDir
 from orchestrator.records.run_search import search_options
 
 _PYTHON_CALL = "orchestrator.run("
@@ -30,6 +31,8 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
         verb: returns the command line of a verb, of which it receives the name and the arguments.
     """
     summary: Mapping[str, Any] = record.get("summary") or {}
+    if state in STATES_WITHOUT_END:
+        summary = {**summary, **progress_of(run_dir)}
     events = [event for event, _ in read_lines(run_dir.events_file)]
     checkpoint = next((event for event in reversed(events) if event.get("event") == "checkpoint_saved"), None)
     sections: dict[str, Iterable[str]] = {
@@ -57,7 +60,7 @@ def _state(record: Mapping[str, Any], state: str, now: float) -> str:
     started, ended = record.get("started"), record.get("ended")
     if not isinstance(started, (int, float)):
         return state
-    if state in (*ACTIVE_STATES, "died") or not isinstance(ended, (int, float)) or ended < started:
+    if state in STATES_WITHOUT_END or not isinstance(ended, (int, float)) or ended < started:
         return f"{state}, started {duration(max(0.0, now - started), whole=True)} ago"
     ago = duration(max(0.0, now - ended), whole=True)
     took = duration(ended - started - waited_s(record.get("summary") or {}))

@@ -21,6 +21,7 @@ LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
 
 ACTIVE_STATES = ("running", "waiting")
+STATES_WITHOUT_END = (*ACTIVE_STATES, "died")
 """The states in ``run.json`` of a run that has not ended: with workers, and without them, at first and after it has
 yielded. The run has died if no process drives it."""
 

@@ -108,13 +108,18 @@ class Remote:
 
         self._store(name, copy, on_progress)
 
-    def read(self, name: str) -> bytes:
-        """Return the contents of a small file."""
+    def read(self, name: str, *, last_bytes: int | None = None) -> bytes:
+        """Return the contents of a small file, or the ``last_bytes`` of a large one."""
 
         def read(files: Any, path: str, _: Callable[[], None]) -> bytes:
-            with files.open_input_stream(path) as file:
-                data: bytes = file.read()
-                return data
+            if last_bytes is None:
+                with files.open_input_stream(path) as file:
+                    data: bytes = file.read()
+            else:
+                with files.open_input_file(path) as file:
+                    file.seek(max(0, file.size() - last_bytes))
+                    data = file.read()
+            return data
 
         return self._call("read", name, read)
 

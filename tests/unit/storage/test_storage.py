@@ -59,6 +59,7 @@ def test_files_come_and_go(scheme: str, tmp_path: Path, request: pytest.FixtureR
     remote.write("a/small", b"old")
     remote.write("a/small", b"new")
     assert remote.read("a/small") == b"new"
+    assert (remote.read("a/small", last_bytes=2), remote.read("a/small", last_bytes=9)) == (b"ew", b"new")
     assert sorted((e.name, e.is_file) for e in remote.list("a")) == [("b", False), ("small", True)]
     assert sorted(e.name for e in remote.list(recursive=True) if e.is_file) == ["a/b/large", "a/small"]
     remote.fetch("a/b/large", tmp_path / "x" / "y")

@@ -12,7 +12,15 @@ import pytest
 from orchestrator import runs, show
 from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
 from orchestrator.driver.process.origin import Origin
-from orchestrator.protocol.events import CheckpointSaved, Recovered, RunEnded, WorkerLost
+from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
+from orchestrator.protocol.events import (
+    CheckpointSaved,
+    MetricsLogged,
+    Recovered,
+    RunEnded,
+    SystemMetricsLogged,
+    WorkerLost,
+)
 from orchestrator.records.journal import Journal
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
@@ -47,7 +55,13 @@ def make_run(output_dir: Path, name: str, **record: Any) -> RunDir:
 def output_dir(tmp_path: Path) -> Path:
     make_run(tmp_path, "12-30-01-digits-ddp")
     make_run(tmp_path, "12-31-01-digits-ddp", state="running")
-    make_run(tmp_path, "12-32-01-digits-ddp", state="running", driver=this_process(), summary={})
+    running = make_run(tmp_path, "12-32-01-digits-ddp", state="running", driver=this_process(), summary={})
+    running.update_record(params={"train.steps": 8000})
+    journal = Journal(running)
+    for step in range(1, 6001):
+        journal.emit(MetricsLogged(step=step, metrics={LOSS.name: 8.0 / step, SAMPLES_PER_S.name: 100.0 * step}))
+    journal.emit(SystemMetricsLogged(step=9000, metrics={"system/node_0/cpu_pct": 50.0}))
+    journal.close()
     return tmp_path
 
 
@@ -60,9 +74,19 @@ def test_runs_are_listed_with_their_state_the_newest_first(
     assert runs.main(["--output-dir", str(output_dir)]) == 0
     printed = capsys.readouterr()
     assert [line.split() for line in printed.out.splitlines()[2:]] == [
-        ["2026-05-01/12-32-01-digits-ddp", "running", "ddp", "2", "digits", "-", "-", "2h00m"],
-        ["2026-05-01/12-31-01-digits-ddp", "died", "ddp", "2", "digits", "7,628", "0.0015", "2h00m"],
-        ["2026-05-01/12-30-01-digits-ddp", "finished", "ddp", "2", "digits", "7,628", "0.0015", "2h00m"],
+        [
+            "2026-05-01/12-32-01-digits-ddp",
+            "running",
+            "ddp",
+            "2",
+            "digits",
+            "6000/8000",
+            "600,000",
+            "0.001333",
+            "2h00m",
+        ],
+        ["2026-05-01/12-31-01-digits-ddp", "died", "ddp", "2", "digits", "500", "7,628", "0.0015", "2h00m"],
+        ["2026-05-01/12-30-01-digits-ddp", "finished", "ddp", "2", "digits", "500", "7,628", "0.0015", "2h00m"],
     ]
     assert "12-33-01-x/run.json: not readable" in printed.err
     monkeypatch.setenv("COLUMNS", "60")
@@ -70,6 +94,13 @@ def test_runs_are_listed_with_their_state_the_newest_first(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
     assert runs.main(["--output-dir", str(output_dir), "--state", "died", "--json"]) == 0
     assert [run["run"] for run in json.loads(capsys.readouterr().out)] == ["2026-05-01/12-31-01-digits-ddp"]
+
+
+def test_show_tells_how_far_a_run_is_that_has_not_ended(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show.main(["12-32-01-digits-ddp", "--output-dir", str(output_dir)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "result 6,000 steps, final loss 0.001333" in lines
+    assert "speed 600,000 samples/s" in lines
 
 
 @pytest.mark.parametrize(("driver", "state"), [(this_process(), "waiting"), (NOBODY, "died")])
