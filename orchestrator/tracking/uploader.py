@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,7 +38,8 @@ from orchestrator.tracking.uri import is_redacted
 _KILL_TIMEOUT_S = 2.0
 _REAP_TIMEOUT_S = 10.0
 _MAX_RESTARTS = 3
-"""How often a follower that died is started again."""
+"""How often a follower that died is started again within :data:`RESTARTS_COUNT_S`."""
+RESTARTS_COUNT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class Uploader:
         self._options = options
         self._process = None if options is None else _spawn({run_dir: options})
         self._announced = b""  # the process id of the follower, once it has detached
-        self._restarts = 0
+        self._restarted_at: deque[float] = deque(maxlen=_MAX_RESTARTS)
 
     @classmethod
     def start(cls, run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = ()) -> Uploader:
@@ -108,7 +110,7 @@ class Uploader:
         while self._has_ended(max(0.0, deadline - time.monotonic())):
             upload = self._result()
             has_died = not upload.complete and upload.error is None
-            if not has_died or self._restarts == _MAX_RESTARTS:
+            if not has_died or self._is_given_up():
                 return upload
             self._restart()
             self._close_stdin()
@@ -126,13 +128,18 @@ class Uploader:
     def _restart(self) -> str:
         """Start another follower for the one that has died, and return what happened."""
         assert self._options is not None
-        if self._restarts == _MAX_RESTARTS:
+        if self._is_given_up():
             remedy = f"upload with `orchestrator sync {self._run_dir.path}`"
             return f"the upload process died {_MAX_RESTARTS + 1} times; {remedy}"
-        self._restarts += 1
+        self._restarted_at.append(time.monotonic())
         self._close_stdin()
         self._process, self._announced = _spawn({self._run_dir: self._options}), b""
         return "the upload process died; another one continues"
+
+    def _is_given_up(self) -> bool:
+        """Return whether the follower has been started again too often, of late."""
+        restarted_at = self._restarted_at
+        return len(restarted_at) == _MAX_RESTARTS and time.monotonic() - restarted_at[0] < RESTARTS_COUNT_S
 
     def _has_ended(self, timeout_s: float) -> bool:
         """Return whether the follower ends within ``timeout_s``; its stdout closes when it does."""

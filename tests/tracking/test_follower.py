@@ -160,6 +160,17 @@ def test_a_follower_that_does_not_start_is_reported(tmp_path, monkeypatch):
     assert (upload.missing, upload.complete) == (20, False)
 
 
+def test_a_follower_that_died_too_often_is_started_again_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    uploader = Uploader.start(ended_run(tmp_path, uri := "http://127.0.0.1:9"), tracking(uri))
+    for _ in range(3):
+        assert "died; another one continues" in wait_for(uploader.problem)
+    assert "the upload process died 4 times" in wait_for(uploader.problem)
+    monkeypatch.setattr("orchestrator.tracking.uploader.RESTARTS_COUNT_S", 0.0)
+    assert "died; another one continues" in wait_for(uploader.problem)
+    uploader.finish(10)
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path

@@ -265,9 +265,10 @@ class Gang:
 
         New workers, and spares that have not done so, load what every rank needs. Do not call this while a generation
         starts: loading takes CPU time from it. A slot in which :data:`START_ATTEMPTS` workers in a row died counts as
-        one of them.
+        one of them for a while.
         """
         self._spares.prepare()
+        self._spares.retry()
         self._spares.refill(workers - len(self.members))
 
     def ready(self) -> int:

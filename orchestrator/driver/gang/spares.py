@@ -20,6 +20,8 @@ from orchestrator.protocol.messages import WorkerEnvironment, WorkerInfo
 
 START_ATTEMPTS = 3
 """Give a slot up after this many workers in a row died in it while they started."""
+RETRY_AFTER_S = 600.0
+"""Use a slot again that was given up so long ago, because an outage ends."""
 LOOKED_UP_AT_ONCE = 64
 """Look up the nodes of this many slots at a time, because each takes a call to Ray."""
 SPARE_TIMEOUT_S = 1.0
@@ -33,7 +35,7 @@ class Spares:
     has found the node dead and has room for all such slots that were reserved together. A worker that is started there
     may come up late, or never. A worker is started in a slot when Ray has placed it on a node that is admitted.
 
-    ``infos``: the spares that have started, by slot. ``num_given_up``: the number of slots in which no worker starts.
+    ``infos``: the spares that have started, by slot.
     """
 
     def __init__(
@@ -57,13 +59,25 @@ class Spares:
     def forget(self) -> None:
         """Forget all spares and slots, which the gang has released."""
         self.infos: dict[int, WorkerInfo] = {}
-        self.num_given_up = 0
+        self._given_up: dict[int, tuple[float, bool]] = {}  # by slot: when, and whether it was given back
         self._waiting: list[int] = []  # slots in which workers start when their nodes are known and admitted
         self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
         self._unprepared: set[int] = set()
         self._vacant: list[int] = []
         self._node_before: dict[int, str] = {}  # by slot: the id of the node on which it was when it became vacant
         self._failed_starts: Counter[int] = Counter()  # by slot: those in a row
+
+    @property
+    def num_given_up(self) -> int:
+        """The number of slots in which no worker starts."""
+        return len(self._given_up)
+
+    def retry(self) -> None:
+        """Forget the slots that were given up long ago, so that workers are started in their place."""
+        for slot, (at, given_back) in list(self._given_up.items()):
+            if time.monotonic() - at >= RETRY_AFTER_S:
+                del self._given_up[slot], self._failed_starts[slot]
+                self._vacant += [] if given_back else [slot]
 
     def begin(self, infos: Mapping[int, WorkerInfo]) -> None:
         """Take over the spares that were started together with the members, by slot."""
@@ -217,10 +231,9 @@ class Spares:
         if self._failed_starts[slot] < START_ATTEMPTS:
             self._vacant.append(slot)
             return
-        if not self.num_given_up:
+        if not self._given_up:
             self._monitor.warn(
                 f"{START_ATTEMPTS} additional workers in a row died while they started ({describe_error(error)}); the "
                 "run continues with fewer; see Ray's logs"
             )
-        self._withdraw(slot)
-        self.num_given_up += 1
+        self._given_up[slot] = time.monotonic(), self._withdraw(slot)

@@ -251,6 +251,21 @@ def test_a_slot_is_given_up_after_some_workers_have_died_there(parts: Parts) -> 
     assert "died while they started" in parts.warnings[0]
 
 
+def test_a_slot_that_was_given_up_is_used_again_after_a_while(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts.spares.vacate(1, "a")
+    for _ in range(START_ATTEMPTS):
+        parts.spares.seek(1)
+        parts.slots.started[1].result = ray.exceptions.WorkerCrashedError()
+        parts.spares.fit([])
+    parts.spares.retry()
+    assert parts.spares.num_given_up == 1
+    monkeypatch.setattr(spares, "RETRY_AFTER_S", 0.0)
+    parts.spares.retry()
+    assert parts.spares.num_given_up == 0
+    parts.spares.seek(1)
+    assert parts.comes_up(1, "a") == [1]
+
+
 def test_a_replacement_that_cannot_use_its_gpu_keeps_its_slot_and_another_is_sought(parts: Parts) -> None:
     members = [info(0, gpu_uuid="GPU-0")]
     parts.spares.vacate(1, "a")
