@@ -14,6 +14,7 @@ from orchestrator.config.text import first_few
 from orchestrator.display.comparison import Curve, Run, labels
 from orchestrator.display.text import count, number, rate
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
+from orchestrator.protocol.machine_use import describe_sharing
 
 RATE = SAMPLES_PER_S.summaries[0].key
 FINAL_LOSS = LOSS.summaries[0].key
@@ -23,6 +24,9 @@ _EQUAL_LOSS = 1e-3
 
 _CLOSE_SPEED = 0.05
 """Relative difference of speeds below which a single run of each may well be noise."""
+
+_TOO_EFFICIENT = 1.005
+"""A scaling efficiency that is printed as more than 100 %."""
 
 _NO_EFFECT = (
     "name",
@@ -115,10 +119,43 @@ class Comparison:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """Return one sentence for each job: which run that finished was the fastest, and how the losses compare."""
+    """Return one sentence for each job, then one for each reason to doubt the speeds.
+
+    The sentence says which run that finished was the fastest, and how the losses compare.
+    """
     grouped = comparison.grouped
     works = dict.fromkeys(run.work for run in grouped.runs)
-    return [sentence for work in works if (sentence := _verdict(grouped, work))]
+    sentences = [sentence for work in works if (sentence := _verdict(grouped, work))]
+    return [*sentences, *_doubts(comparison)]
+
+
+def _doubts(comparison: Comparison) -> list[str]:
+    """Why the speeds may be wrong."""
+    grouped, doubts = comparison.grouped, []
+    shared = {
+        run.location: text for run in comparison.runs if run.value(RATE) and (text := describe_sharing(run.summary))
+    }
+    if shared:
+        runs = [f"{comparison.names[location]} ({text})" for location, text in shared.items()]
+        doubts.append(
+            f"warning: the speeds may be wrong, because other programs used the machine while these runs were timed: "
+            f"{first_few(runs, 3)}; repeat them on a free machine"
+        )
+    too_high = [
+        f"{grouped.name(run)} ({grouped.scaling_efficiency(run):.0%})"
+        for run in grouped.runs
+        if _is_too_efficient(grouped, run)
+    ]
+    if too_high:
+        doubts.append(
+            f"warning: more than 100% scaling efficiency: {first_few(too_high, 3)}; the smaller run was probably "
+            "slowed down by something: repeat both with -m seed=0,1,2"
+        )
+    return doubts
+
+
+def _is_too_efficient(comparison: Comparison, run: Run) -> bool:
+    return (comparison.scaling_efficiency(run) or 0.0) >= _TOO_EFFICIENT
 
 
 def _verdict(comparison: Comparison, work: str) -> str | None:
@@ -126,7 +163,10 @@ def _verdict(comparison: Comparison, work: str) -> str | None:
     if not runs:
         return None
     fastest = max(runs, key=lambda run: run.value(RATE) or 0.0)
-    text = f"fastest: {comparison.name(fastest)} with {rate(fastest.value(RATE) or 0.0)} samples/s"
+    compared = [*runs, comparison.baselines[work]]
+    doubtful = any(describe_sharing(run.summary) or _is_too_efficient(comparison, run) for run in compared)
+    text = "fastest, if the speeds are right" if doubtful else "fastest"
+    text += f": {comparison.name(fastest)} with {rate(fastest.value(RATE) or 0.0)} samples/s"
     base = comparison.baselines[work]
     if fastest is not base:
         text += f", {comparison.relative_speed(fastest):.2f}x {comparison.name(base)}"

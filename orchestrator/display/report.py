@@ -29,6 +29,7 @@ from orchestrator.display.text import (
 )
 from orchestrator.planning.plan import Node, Plan, WorkerPlan
 from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
+from orchestrator.protocol.machine_use import describe_sharing
 from orchestrator.protocol.metrics import summary_value, waited_s
 
 LONG_WAIT_S = 3.0
@@ -180,6 +181,8 @@ def verdict(
         lines.append(f"run directory: {started.run_dir}")
     if "bubble_pct" in ended.summary:
         lines.append(_bubble(ended.summary))
+    if (others := describe_sharing(ended.summary)) is not None:
+        lines.append(shared_machine(others))
     if "limit" in ended.summary and ended.status == "FINISHED":
         lines.append(ended.summary["limit"])
     if "profile" in ended.summary:
@@ -194,6 +197,11 @@ def verdict(
     if "mlflow_missing" in ended.summary:
         lines.append(f"not in MLflow: {first_line(ended.summary['mlflow_missing'])}")
     return lines
+
+
+def shared_machine(others: str) -> str:
+    """Return the warning about a run; ``others``: see :func:`describe_sharing`."""
+    return f"warning: other programs used {others} while the steps were timed; on a free machine the run may be faster"
 
 
 def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:

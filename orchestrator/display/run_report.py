@@ -6,7 +6,9 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from orchestrator.display.report import shared_machine
 from orchestrator.display.text import count, duration, first_line, number, rate, size
+from orchestrator.protocol.machine_use import describe_sharing
 from orchestrator.protocol.metrics import summary_value, waited_s
 from orchestrator.records.journal import read_lines
 from orchestrator.records.output_dir import OutputDir
@@ -103,6 +105,8 @@ def _speed(summary: Mapping[str, Any]) -> Iterator[str]:
     speed, step_ms = (summary_value(summary, key) for key in ("samples_per_s", "step_ms_p50"))
     if speed is not None:
         yield f"{rate(speed)} samples/s" + ("" if step_ms is None else f", {step_ms:.1f} ms per step")
+    if (others := describe_sharing(summary)) is not None:
+        yield shared_machine(others)
     if (startup_s := summary_value(summary, "startup_s")) is not None:
         yield f"first step after {duration(startup_s)}"
     if limit := summary.get("limit"):

@@ -13,6 +13,7 @@ from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.flight import Enqueued
+from orchestrator.protocol.machine_use import MachineUse
 from orchestrator.protocol.metrics import Metric
 from orchestrator.storage.remote import Remote
 from orchestrator.timeline.spans import Span
@@ -143,6 +144,7 @@ class TrainPoint:
         metrics: the other metrics by name.
         flops: the floating-point operations of this rank in a step; None if unknown.
         flops_at_peak_ms: how long the device of this rank takes for ``flops`` at its peak rate; None if unknown.
+        machine: the use of the machine since the last reading, after warm-up; None if this point has no reading.
     """
 
     step: int
@@ -159,6 +161,7 @@ class TrainPoint:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     flops: float | None = None
     flops_at_peak_ms: float | None = None
+    machine: MachineUse | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ LINES = {
     "val/accuracy", "perf/samples_per_s", "perf/samples_per_s_per_worker", "perf/step_ms",
     "perf/comm_pct", "perf/data_wait_pct",
 }  # fmt: skip
-BARS = {"samples_per_s", "step_ms_p50", "step_ms_p95", "final_loss", "steps", "startup_s", "restarts"}
+BARS = {"samples_per_s", "step_ms_p50", "step_ms_p95", "final_loss", "steps", "startup_s", "restarts", "others_cpu_pct"}
 
 
 @pytest.mark.fast

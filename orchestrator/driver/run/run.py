@@ -93,6 +93,7 @@ class Run:
         self._events = events
         self._stop = stop
         self._plan = spec.sizes.initial
+        self._node_id = ray.get_runtime_context().get_node_id()
         self._environment = WorkerEnvironment(
             working_dir=None if code.working_dir is not None else str(Path.cwd()),
             import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
@@ -375,7 +376,7 @@ class Run:
         """
         failure = generation.outcomes.failure(rank)
         members = self._gang.members
-        nodes = {ray.get_runtime_context().get_node_id(), *(member.info.node_id for member in members)}
+        nodes = {self._node_id, *(member.info.node_id for member in members)}
         where = f" on {members[rank].info.place}" if len(nodes) > 1 else ""
         return kind(
             rank=rank,
@@ -545,6 +546,7 @@ class Run:
     def _result(self, verdict: Verdict) -> RunResult:
         summary: dict[str, Any] = {
             **self._aggregator.summary(),
+            **self._telemetry.machine_summary(driver_node=self._node_id),
             "steps": max(self._telemetry.last_step.values(), default=0),
             **self._transitions.summary(),
         }

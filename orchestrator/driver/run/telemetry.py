@@ -12,6 +12,7 @@ from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
+from orchestrator.policy.shared_machine import SharedMachine
 from orchestrator.policy.straggler import Straggler, StragglerWatch
 from orchestrator.protocol.events import (
     CheckpointSaved,
@@ -69,6 +70,8 @@ class Telemetry:
         self._plan = plan
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
         self._aggregator = aggregator
+        self._machines = SharedMachine()
+        self._driver_s: tuple[float, float] | None = None  # its CPU time at the first and the last reading of machines
         self._events = events
         self._uploads: tuple[tuple[str, str, Callable[[], str | None]], ...] = (
             ("MLflow", "point", uploader.problem),
@@ -153,6 +156,14 @@ class Telemetry:
         """Return whether a step of ``generation``, or of a later one, is complete."""
         return self._trained_generation >= generation
 
+    def machine_summary(self, *, driver_node: str) -> Mapping[str, float]:
+        """Return what other programs used while the run was timed; ``driver_node``: the id of the node of this process.
+
+        It is empty if nothing was measured.
+        """
+        began_s, ended_s = self._driver_s or (0.0, 0.0)
+        return self._machines.summary(driver_node=driver_node, driver_s=ended_s - began_s)
+
     def begin_generation(self, plan: Plan, lost: Collection[int], step: int) -> None:
         """Prepare for a generation under ``plan``: all ranks are at ``step``, those in ``lost`` have new workers."""
         self._aggregator.begin_generation(plan.mesh)
@@ -165,6 +176,10 @@ class Telemetry:
 
     def _add_points(self, rank: int, points: Iterable[TrainPoint | EvalPoint], members: tuple[Member, ...]) -> None:
         for point in points:
+            if isinstance(point, TrainPoint) and point.machine is not None:
+                self._machines.add(rank, members[rank].info.node_id, point.machine)
+                now_s = time.process_time()
+                self._driver_s = (now_s if self._driver_s is None else self._driver_s[0]), now_s
             logged = self._aggregator.add(rank, point)
             if logged is not None:
                 self._events.emit(logged)

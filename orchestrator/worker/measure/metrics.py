@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
+from orchestrator.protocol.machine_use import MachineUse
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.strategies.device_clock import WaitTimer, clock_of
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.measure.flops import StepFlops
 from orchestrator.worker.measure.gpu_meter import GpuMeter
+from orchestrator.worker.measure.machine_meter import MachineMeter
 
 WARM_UP_STEPS = 10
 """Steps that no throughput metric includes; in a short run, a fifth of its steps."""
@@ -86,6 +88,8 @@ class Window:
     def __init__(self, *, device: torch.device, total_steps: int, first_step: int):
         self.timer = StepTimer(device)
         self.data_wait = WaitTimer(device)
+        self._machine = MachineMeter()
+        self._last_step = first_step + total_steps
         self._device = device
         self._warm_at = first_step + min(WARM_UP_STEPS, total_steps // 5)
         self._losses: list[Tensor] = []
@@ -179,10 +183,16 @@ class Window:
             metrics={**measured(own), **metrics},
             flops=None if flops is None else flops.flops,
             flops_at_peak_ms=None if flops is None else flops.at_peak_ms,
+            machine=self._machine_use(step) if warm else None,
         )
         self._losses, self._weights, self._steps, self._updated, self._slowed = [], [], [], [], []
         self.data_wait.restart()
+        if not warm:
+            self._machine.restart()
         return point
+
+    def _machine_use(self, step: int) -> MachineUse | None:
+        return self._machine.read(least_s=0.0) if step == self._last_step else self._machine.read()
 
     def _warm(self, step: int) -> bool:
         return step > self._warm_at and step not in self._slowed

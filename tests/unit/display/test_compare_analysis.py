@@ -181,7 +181,7 @@ def test_verdict_names_the_fastest_run_and_the_losses(losses: tuple[float, float
     start = "fastest: ddp x2 with 170 samples/s, 1.70x single x1 (85% scaling efficiency)"
     assert verdict(Comparison(runs)) == [f"{start}; {end}"]
     assert verdict(Comparison([run("ddp", 2)])) == []
-    failed = dataclasses.replace(run("hogwild", 2, 900.0), state="failed")
+    failed = dataclasses.replace(run("hogwild", 16, 900.0), state="failed")
     assert verdict(Comparison([*runs, failed])) == verdict(Comparison(runs))
 
 
@@ -189,3 +189,27 @@ def test_verdict_names_runs_that_are_as_fast_within_the_noise() -> None:
     repeats = [run("ddp", 2, 150.0), run("ddp", 2, 170.0, seed=1)]
     (sentence,) = verdict(Comparison([*repeats, run("hogwild", 2, 150.0), run("single", 1, 100.0)]))
     assert sentence.endswith("(80% scaling efficiency); within the noise of it: hogwild x2")
+
+
+def test_no_winner_is_named_without_a_warning_if_a_machine_was_shared() -> None:
+    def compared(*, idle_cpu_pct: float) -> list[str]:
+        single, ddp = run("single", 1, 100.0), run("ddp", 2, 170.0)
+        others = {"others_cpu_pct": 32.0, "idle_cpu_pct": idle_cpu_pct}
+        return verdict(Comparison([dataclasses.replace(single, summary={**single.summary, **others}), ddp]))
+
+    fastest, warning = compared(idle_cpu_pct=3.0)
+    assert fastest.startswith("fastest, if the speeds are right: ddp x2 with 170 samples/s")
+    assert warning == (
+        "warning: the speeds may be wrong, because other programs used the machine while these runs were timed: "
+        "single x1 (32% of the CPUs); repeat them on a free machine"
+    )
+    (fastest,) = compared(idle_cpu_pct=60.0)
+    assert fastest.startswith("fastest: ddp x2")
+
+
+def test_more_than_perfect_scaling_is_never_named_without_a_warning() -> None:
+    runs = [run("single", 1, 100.0), run("ddp", 2, 710.0)]
+    fastest, warning = verdict(Comparison(runs))
+    assert fastest.startswith("fastest, if the speeds are right: ddp x2")
+    assert "more than 100% scaling efficiency: ddp x2 (355%)" in warning
+    assert len(verdict(Comparison([run("single", 1, 100.0), run("ddp", 2, 200.0)]))) == 1

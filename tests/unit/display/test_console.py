@@ -326,6 +326,14 @@ def test_verdict_says_what_limited_a_run_that_finished() -> None:
     assert "limited by computation" not in printed(STARTED, FORMED, replace(KILLED, summary=summary))
 
 
+@pytest.mark.parametrize(("idle_pct", "told"), [(3.0, True), (60.0, False)])
+def test_the_end_says_that_the_machine_was_shared(idle_pct: float, told: bool) -> None:
+    summary = {**FINISHED.summary, "others_cpu_pct": 48.2, "idle_cpu_pct": idle_pct}
+    others = "warning: other programs used 48% of the CPUs while the steps were timed"
+    warning = f"{others}; on a free machine the run may be faster"
+    assert (warning in printed(STARTED, FORMED, replace(FINISHED, summary=summary))) == told
+
+
 def test_verdict_says_why_a_run_is_not_in_mlflow() -> None:
     summary = {**FINISHED.summary, "mlflow_missing": "no answer from http://mlflow:5000"}
     lines = printed(STARTED, FORMED, replace(FINISHED, summary=summary))
