@@ -1,10 +1,11 @@
-"""How much of the CPUs of its node this process uses, and how much all processes do. Reads only ``/proc``."""
+"""How much of the CPUs of its node this process uses, and how much all processes do; and others of its GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,9 +21,11 @@ class MachineMeter:
     """Measures intervals, which follow one another.
 
     The CPUs are those that this process may use. A child that ends counts with what it had used at the last reading.
+    ``others_gpu_pct`` returns what others use of its GPU; None if it has none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others_gpu_pct: Callable[[], float | None] = lambda: None) -> None:
+        self._others_gpu_pct = others_gpu_pct
         self.restart()
 
     def restart(self) -> None:
@@ -38,7 +41,12 @@ class MachineMeter:
         own_s, busy_s, idle_s = self._own_s, self._busy_s, self._idle_s
         self.restart()
         own = sum(max(0.0, seconds - own_s.get(pid, 0.0)) for pid, seconds in self._own_s.items())
-        return MachineUse(own_s=own, busy_s=max(0.0, self._busy_s - busy_s), idle_s=max(0.0, self._idle_s - idle_s))
+        return MachineUse(
+            own_s=own,
+            busy_s=max(0.0, self._busy_s - busy_s),
+            idle_s=max(0.0, self._idle_s - idle_s),
+            others_gpu_pct=self._others_gpu_pct(),
+        )
 
 
 def _cpus() -> tuple[float, float]:

@@ -25,6 +25,7 @@ from orchestrator.strategies.device_clock import WaitTimer, clock_of
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.measure.flops import StepFlops
 from orchestrator.worker.measure.gpu_meter import GpuMeter
+from orchestrator.worker.measure.gpu_sharing import GpuSharing
 from orchestrator.worker.measure.machine_meter import MachineMeter
 
 WARM_UP_STEPS = 10
@@ -88,7 +89,7 @@ class Window:
     def __init__(self, *, device: torch.device, total_steps: int, first_step: int):
         self.timer = StepTimer(device)
         self.data_wait = WaitTimer(device)
-        self._machine = MachineMeter()
+        self._machine = _machine_meter(device)
         self._last_step = first_step + total_steps
         self._device = device
         self._warm_at = first_step + min(WARM_UP_STEPS, total_steps // 5)
@@ -196,6 +197,12 @@ class Window:
 
     def _warm(self, step: int) -> bool:
         return step > self._warm_at and step not in self._slowed
+
+
+def _machine_meter(device: torch.device) -> MachineMeter:
+    if device.type != "cuda":
+        return MachineMeter()
+    return MachineMeter(GpuSharing(f"GPU-{torch.cuda.get_device_properties(device).uuid}").others_pct)
 
 
 class CpuMeter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from helpers.runs import wait_for
 from orchestrator.worker.measure import gpu_meter
 from orchestrator.worker.measure.gpu_meter import GpuMeter
+from orchestrator.worker.measure.gpu_sharing import GpuSharing
 
 
 class StandInError(Exception):
@@ -29,6 +32,7 @@ class StandIn:
     def __init__(self, *unreadable: str) -> None:
         self.unreadable = set(unreadable)
         self.xids: Counter[int] = Counter()
+        self.used: list[tuple[int, int, int]] = []  # time, process, percent
         self.initialised = 0
         self.answers = threading.Event()
         self.answers.set()
@@ -46,6 +50,12 @@ class StandIn:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return {"GPU-1": 1}[uuid]
+
+    def nvmlDeviceGetProcessUtilization(self, handle: int, since: int) -> Any:
+        return [SimpleNamespace(pid=pid, timeStamp=at, smUtil=used) for at, pid, used in self.used if at > since]
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         self.answers.wait(timeout=10)
@@ -155,3 +165,25 @@ def test_the_real_library_without_a_driver() -> None:
         assert GpuMeter().read() == {}
     else:
         pytest.skip("this machine has a driver")
+
+
+def others_pct(nvml: StandIn, used: list[tuple[int, int, int]]) -> float | None:
+    """What is told when the GPU was ``used`` like this, after it had been used by others before."""
+    sharing = GpuSharing("GPU-1", lambda: nvml)
+    found = None
+    for samples in ([(1, os.getpid(), 1), (1, 3, 99)], [(1, 3, 99), *used], []):
+        nvml.used = samples
+        found = sharing.others_pct()
+        wait_for(lambda: not any(thread.name == "gpu-sharing" for thread in threading.enumerate()))
+    return found
+
+
+def test_what_others_use_of_a_gpu_is_told() -> None:
+    own = os.getpid()
+    assert others_pct(StandIn(), [(5, own, 60), (5, 1, 40), (6, own, 50), (6, 1, 20), (6, 2, 5)]) == 35
+    assert others_pct(StandIn(), [(5, own, 60)]) == 0
+
+
+@pytest.mark.parametrize("unreadable", ["", "nvmlInit", "nvmlDeviceGetProcessUtilization"])
+def test_processes_that_cannot_be_told_apart_are_not_taken_for_others(unreadable: str) -> None:
+    assert others_pct(StandIn(unreadable), [(5, os.getpid() if unreadable else 2, 40), (5, 1, 40)]) is None
