@@ -39,7 +39,7 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     assert printed.splitlines()[-1].startswith(page)
     assert "run 1 of 2: strategy=single\n" in printed
     assert re.search(r"run 2 of 2: strategy=ddp; about \d+s left\n", printed)
-    assert re.search(r"fastest: \w+ x\d with .* samples/s", printed)
+    assert re.search(r"fastest[^:]*: \w+ x\d with .* samples/s", printed)
     assert re.findall("next: .*", printed) == [f"next: mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db"]
     assert "| strategy | workers | samples/s |" in (sweep / "report.md").read_text()
     assert (sweep / "compare.png").stat().st_size > 10_000
