@@ -70,7 +70,7 @@ class TransitionLog:
             steps_lost=max(0, before.reached - after.step),
             replaced=after.decision.lost,
             in_place=after.decision.sources is not None,
-            seconds=time - before.began,
+            seconds=max(0.0, time - before.began),  # the clock may have been set back
             planned=before.planned,
             num_workers=after.num_workers,
             num_workers_before=before.num_workers,
@@ -103,5 +103,5 @@ class TransitionLog:
         """
         lost_s = sum(r.seconds + r.steps_lost * step_s for r in self._done)
         if self._interruption is not None:
-            lost_s += now - self._interruption.began
+            lost_s += max(0.0, now - self._interruption.began)
         return 100 * max(0.0, 1 - lost_s / max(elapsed_s, 1e-9))

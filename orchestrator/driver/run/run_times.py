@@ -23,6 +23,7 @@ class RunTimes:
         self._queue = queue
         self._gang = gang
         self._first_step_at: float | None = None
+        self._trains_since = 0.0  # by a clock that never steps
         self._waited_before_s = 0.0
 
     @property
@@ -34,6 +35,7 @@ class RunTimes:
         """Record the end of the start, unless it has been recorded."""
         if self._first_step_at is None:
             self._first_step_at = event.time
+            self._trains_since = time.monotonic()
             self._waited_before_s = self.waited_s
             self.startup_s |= event.startup
 
@@ -44,7 +46,6 @@ class RunTimes:
         if self._first_step_at is not None:
             summary["startup_s"] = self._first_step_at - self._started_at - self._waited_before_s
             summary["startup"] = self.startup_s
-            now = time.time()
-            elapsed_s = now - self._first_step_at - (self.waited_s - self._waited_before_s)
-            summary["effective_time_pct"] = transitions.effective_time_pct(elapsed_s, step_s=step_s, now=now)
+            elapsed_s = time.monotonic() - self._trains_since - (self.waited_s - self._waited_before_s)
+            summary["effective_time_pct"] = transitions.effective_time_pct(elapsed_s, step_s=step_s, now=time.time())
         return summary

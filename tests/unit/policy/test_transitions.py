@@ -58,5 +58,15 @@ def test_a_wait_in_vain_takes_time_but_is_no_recovery(found_workers: bool) -> No
     assert log.summary()["restarts"] == 0
 
 
+def test_a_clock_that_is_set_back_makes_no_time_negative() -> None:
+    log = TransitionLog()
+    log.begin(LOSS)
+    log.continue_with(REPLACED)
+    assert log.effective_time_pct(40.0, step_s=0.1, now=50.0) == 100
+    recovered = log.end(2, 50.0)
+    assert recovered is not None
+    assert recovered.seconds == 0
+
+
 def test_a_start_is_no_recovery() -> None:
     assert TransitionLog().end(1, 5.0) is None
