@@ -18,7 +18,7 @@ class Resizing:
         self._sizes = sizes
 
     def refill(self, plan: Plan, *, others_wait: bool) -> None:
-        """Start workers in the background for sizes that the cluster has no room for yet.
+        """Start missing spares in the background, and workers for sizes that the cluster has no room for yet.
 
         If other runs wait, only those of ``plan`` are started, and what is beyond it is given back.
         """
@@ -29,10 +29,9 @@ class Resizing:
 
         None if other runs wait. See :meth:`refill`.
         """
-        if plan is self._sizes.largest:
-            return None
         self.refill(plan, others_wait=others_wait)
-        if others_wait or not (ready := self._gang.ready()):
+        ready = self._gang.ready()
+        if others_wait or not ready or plan is self._sizes.largest:
             return None
         assignment = find_rank_assignment(plan, self._sizes, range(plan.world_size), ready=ready, saved=True)
         is_larger = assignment is not None and assignment.plan.world_size > plan.world_size
