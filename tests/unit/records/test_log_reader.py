@@ -86,8 +86,8 @@ def test_the_verb_says_if_the_ranks_have_written_nothing(run: RunDir, capsys: py
 def test_a_reader_goes_on_in_another_directory_of_the_run(run: RunDir, tmp_path: Path) -> None:
     """As on the host of a driver that has died, when another host continues the run."""
     reader = LogReader(run, [10])
-    reader.read()
+    list(reader.read())
     copy = RunDir(tmp_path / "copy")
     write(copy, 10, "a10\nb10\nc10\n")
     reader.move_to(copy)
-    assert reader.read() == [LogLine(10, "c10")]
+    assert list(reader.read()) == [LogLine(10, "c10")]
