@@ -62,6 +62,7 @@ def tracked(address: str, uri: str) -> Arm:
         f"tracking.uri={uri}",
         "tracking.upload_every_s=1",
         "tracking.flush_timeout_s=2",
+        "tracking.background_timeout_s=0",
         "tracking.log_model=false",
     )
     return ours(WORKLOAD, address=address, tracking=tracking)

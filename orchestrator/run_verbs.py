@@ -12,6 +12,7 @@ from orchestrator.display.text import refuse, writable
 from orchestrator.exit_codes import CONNECTION_LOST, INTERRUPTED
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import is_url
+from orchestrator.tracking.owed import owed_runs
 
 
 def run_verb(
@@ -32,12 +33,12 @@ def run_verb(
     options = parser.parse_args(words)
     options.address = address = _address(options)
     try:
-        if not address:
-            return act(options, RunSearch.of(options.output_dir))
-        if not is_url(address):
-            known = _outputs_of(address) if options.output_dir is None else ()
-            return act(options, RunSearch.of(options.output_dir, known))
-        return run_on_cluster(verb, words, address)
+        if address and is_url(address):
+            return run_on_cluster(verb, words, address)
+        known = _outputs_of(address) if address and options.output_dir is None else ()
+        search = RunSearch.of(options.output_dir, known)
+        _resume_uploads(search)
+        return act(options, search)
     except (OSError, ValueError) as e:
         return refuse(verb, e)
     except KeyboardInterrupt:
@@ -53,6 +54,15 @@ def _address(options: argparse.Namespace) -> str | None:
     has_source = given["output_dir"] is not None or given.get("mlflow") is not None
     is_here = has_source or any(Path(run).exists() for run in named if run)
     return None if is_here else os.environ.get("RAY_API_SERVER_ADDRESS")
+
+
+def _resume_uploads(search: RunSearch) -> None:
+    """Go on in the background with the uploads to MLflow that did not end."""
+    for output in search.outputs:
+        if owed_runs(output.path):
+            from orchestrator.tracking.uploader import resume_uploads  # its import takes a quarter of a second
+
+            resume_uploads(output.path)
 
 
 def _outputs_of(address: str) -> list[str]:

@@ -64,10 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if error := validate_uri(uri):
         return refuse("sync", error)
 
-    backend = MlflowBackend(
-        absolute_uri(uri, Path.cwd()), request_timeout_s=tracking.get("request_timeout_s", _DEFAULT_REQUEST_TIMEOUT_S)
-    )
-    with exclusive(run_dir) as acquired:
+    request_timeout_s = tracking.get("request_timeout_s", _DEFAULT_REQUEST_TIMEOUT_S)
+    backend = MlflowBackend(absolute_uri(uri, Path.cwd()), request_timeout_s=request_timeout_s)
+    with exclusive(run_dir, timeout_s=request_timeout_s) as acquired:
         if not acquired:
             return refuse("sync", "this run is still being uploaded by its own process; try again later")
         driver_alive = run_dir.driver_if_running() is not None

@@ -118,6 +118,10 @@ class TrackingConfig:
         minimum=0,
     )
     flush_timeout_s: float = option("maximum wait for uploads to finish after the last step, in seconds", minimum=0)
+    background_timeout_s: float = option(
+        "maximum time for which an upload goes on without the command, in seconds; then the next command takes it up",
+        minimum=0,
+    )
     log_model: bool = option("upload the final model to MLflow, in the background after the end of the run")
     log_dataset: bool = option("tell MLflow name, digest and size of the training set, in the same way")
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)

@@ -195,7 +195,7 @@ def verdict(
     if "mlflow_page" in ended.summary:
         lines.append(f"charts: {ended.summary['mlflow_page']}")
     if "mlflow_missing" in ended.summary:
-        lines.append(f"not in MLflow: {first_line(ended.summary['mlflow_missing'])}")
+        lines.append(f"not yet in MLflow: {first_line(ended.summary['mlflow_missing'])}")
     return lines
 
 

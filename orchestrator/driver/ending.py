@@ -14,6 +14,7 @@ from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.choice import choice_in_words
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
+from orchestrator.display.text import first_line
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.reporting.profile_report import report_profile
@@ -28,7 +29,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import search_options
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
-from orchestrator.tracking.uploader import Uploader
+from orchestrator.tracking.uploader import Upload, Uploader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +81,15 @@ class RunEnding:
         self.journal.emit(ended)
         stopped = result.status == "KILLED"
         upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self.tracking.flush_timeout_s)
-        summary = {**summary, "mlflow_run_id": upload.run_id}
         if upload.page is not None:
             summary["mlflow_page"] = upload.page
-        if not stopped and not upload.complete:
-            summary["mlflow_missing"] = upload.error or "the upload did not end within tracking.flush_timeout_s"
-        self._record(summary=summary, mlflow_run_id=upload.run_id)
-        commands = self._next_commands(result, is_uploaded=stopped or upload.complete)
+        known = {} if upload.run_id is None else {"mlflow_run_id": upload.run_id}  # the follower may have recorded it
+        self._record(summary={**summary, **known}, **known)
+        summary["mlflow_run_id"] = upload.run_id
+        if is_missed := not stopped and not upload.complete:
+            summary["mlflow_missing"] = _missing(upload)
+        needs_sync = is_missed and not (upload.in_progress and upload.error is None)
+        commands = self._next_commands(result, needs_sync=needs_sync)
         result = self._upload_records(replace(result, summary=summary))
         self.console.emit(replace(ended, exit_code=result.exit_code, summary=summary, next_commands=commands))
         return result
@@ -164,14 +167,22 @@ class RunEnding:
         except OSError:  # a store that does not answer may have one
             return True
 
-    def _next_commands(self, result: RunResult, *, is_uploaded: bool) -> tuple[str, ...]:
+    def _next_commands(self, result: RunResult, *, needs_sync: bool) -> tuple[str, ...]:
         commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
-        if not is_uploaded:
+        if needs_sync:
             commands.append(self.origin.verb("sync", self.run_dir.location))
         if self.in_sweep:
             return tuple(commands)
         commands.append(compare_command(self.origin, OutputDir.containing(self.run_dir)))
         return (*commands, *commands_for_page(self.tracking, self.origin))
+
+
+def _missing(upload: Upload) -> str:
+    """Why MLflow lacks something of a run, and who uploads it."""
+    if not upload.in_progress:
+        return upload.error or "the upload process died"
+    goes_on = "the upload goes on in the background"
+    return goes_on if upload.error is None else f"{first_line(upload.error)}; {goes_on}"
 
 
 def compare_command(origin: Origin, output_dir: OutputDir) -> str:

@@ -48,6 +48,22 @@ def locked(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def locked_if_free(path: Path, *, timeout_s: float = 0.0) -> Iterator[bool]:
+    """Hold the lock as :func:`locked` does; yields False if another process still has it at the timeout.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with contextlib.ExitStack() as stack:
+        acquired = True
+        try:
+            stack.enter_context(locked(path, timeout_s=timeout_s))
+        except TimeoutError:
+            acquired = False
+        yield acquired
+
+
+@contextlib.contextmanager
 def locked_by_existence(path: Path, *, deadline: float) -> Iterator[None]:
     """Create ``path`` exclusively, and remove it after the block.
 

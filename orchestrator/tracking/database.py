@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,9 @@ def create_database(path: Path, migrate: Callable[[Path], None], *, timeout_s: f
     with locked(path.with_name(f".{path.name}.lock"), timeout_s=timeout_s):
         if _exists(path):
             return
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.new*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-        _remove(temporary)
         try:
             migrate(temporary)
             if not _exists(path):  # a process that does not know this lock may have created it

@@ -6,13 +6,17 @@ the run has ended, another child of normal priority takes over: an unprivileged 
 The import of MLflow takes seconds of CPU time. The first upload therefore comes ``tracking.upload_every_s`` after the
 first point, and that of a shorter run after its end.
 
-Given several run directories, of runs whose drivers have died, it uploads one after another, each in a child process:
-a server that does not answer ends its own upload only.
+The driver waits ``tracking.flush_timeout_s`` for the rest of the upload, which then goes on without it. An upload that
+fails after that time leaves the lock of the run to others, and is repeated until ``tracking.background_timeout_s``, by
+one process for each output directory. What is left then, the next command uploads (``owed.py``).
+
+Given several run directories, of runs that have ended, it uploads one after another, each in a child process. None is
+repeated, because it would hold up the others.
 
 stdin: a JSON line (:class:`FollowerOptions`) for each run directory, then nothing; its end means that the driver
 finished or died.
-stdout: the process id on one line; the stream ends when everything is uploaded, or with the process. The pictures and
-the final model, which take seconds to draw and to export, follow after that.
+stdout: nothing; the stream ends when everything is uploaded, or with the process. The pictures and the final model,
+which take seconds to draw and to export, follow after that.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ from orchestrator.records.process import end_with_parent, is_alive
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.extras import missing_extras, upload_extra
 from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed
+from orchestrator.tracking.owed import alone_in_retrying
+from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed, read_cursor
 from orchestrator.tracking.uri import sqlite_path
 
 POLL_S = 1.0
@@ -64,12 +69,18 @@ class FollowerOptions:
     request_timeout_s: float
     upload_every_s: float
     flush_timeout_s: float
+    background_timeout_s: float
     events_offset: int
     driver: Mapping[str, Any]
     secrets: Sequence[str] = ()
     log_model: bool = False
     log_dataset: bool = False
     import_paths: Sequence[str] = ()
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time that an upload may take after the end of the run."""
+        return self.flush_timeout_s + self.background_timeout_s
 
 
 def main() -> int:
@@ -83,20 +94,19 @@ def main() -> int:
     driver_pipe = _detach()
     uploads = list(zip(run_dirs, all_options, strict=True))
     if len(uploads) == 1:
-        return _supervise(*uploads[0], driver_pipe)
-    _yield_cpu()
+        return _supervise(*uploads[0], driver_pipe, repeats=True)
     for upload in uploads:
         if (child := os.fork()) == 0:
-            return _upload(*upload)
+            return _supervise(*upload, driver_pipe, repeats=False)
         os.waitpid(child, 0)
     return 0
 
 
-def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int) -> int:
+def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, repeats: bool) -> int:
     """Upload a run in a child process, or in a second one if the first gets no CPU after the run.
 
     The driver, which need not wait for pictures and the model, sees the end of the upload as that of ``driver_pipe``,
-    which both processes close.
+    which both processes close. ``repeats``: an upload that fails is repeated in the background.
 
     Returns:
         The exit code of the last child.
@@ -107,11 +117,12 @@ def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int) -> i
             end_with_parent(signal.SIGKILL)
             if yields_cpu:
                 _yield_cpu()
-            exit_code = _upload(run_dir, options)
+            is_uploaded = _upload(run_dir, options, repeats=repeats)
             os.close(driver_pipe)
             os.close(child_pipe)
-            _upload_extras(run_dir, options)
-            return exit_code
+            if is_uploaded:
+                _upload_extras(run_dir, options)
+            return 0 if is_uploaded else 1
         os.close(child_pipe)
         if not (yields_cpu and _starves(psutil.Process(child), uploaded)):
             break
@@ -147,7 +158,6 @@ def _read_options(count: int) -> list[FollowerOptions]:
 
 def _detach() -> int:
     """Let go of the driver's pipes; returns a descriptor whose closing tells the driver to go on."""
-    os.write(sys.stdout.fileno(), f"{os.getpid()}\n".encode())  # at once, also with PYTHONUNBUFFERED
     # The duplicate keeps the pipe open as long as this process lives; output of libraries must not fill the pipe.
     driver_pipe = os.dup(sys.stdout.fileno())
     devnull = os.open(os.devnull, os.O_WRONLY)
@@ -162,52 +172,87 @@ def _yield_cpu() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def _upload(run_dir: RunDir, options: FollowerOptions) -> int:
-    """Upload a run until it has ended, and return the exit code."""
-    # The follower of an interrupted launch may still be uploading what precedes the resume.
-    with exclusive(run_dir, timeout_s=options.flush_timeout_s + MAX_PAUSE_S) as acquired:
-        if acquired:
-            _follow(run_dir, options)
-    return 0 if acquired else 1
-
-
-def _follow(run_dir: RunDir, options: FollowerOptions) -> None:
+def _upload(run_dir: RunDir, options: FollowerOptions, *, repeats: bool) -> bool:
+    """Upload a run until it has ended, and return whether the server has everything."""
     database = sqlite_path(options.uri)
     os.chdir(database.parent if database and database.parent.is_dir() else run_dir.path)
     backend = MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s)
-    transfer = Transfer(run_dir, backend, secrets=options.secrets)
+    # The follower of an interrupted launch may still be uploading what precedes the resume.
+    with exclusive(run_dir, timeout_s=options.longest_s if repeats else options.flush_timeout_s) as acquired:
+        if not acquired:
+            return False
+        transfer = Transfer(run_dir, backend, secrets=options.secrets)
+        missing = _follow(run_dir, options, transfer)
+    if missing is not None and not (repeats and _repeat(run_dir, options, transfer, missing)):
+        return False
+    _record_upload(run_dir)
+    return True
+
+
+def _follow(run_dir: RunDir, options: FollowerOptions, transfer: Transfer) -> Ending | None:
+    """Upload a run until it has ended.
+
+    Returns:
+        The end of the run if the server has not accepted everything within ``tracking.flush_timeout_s``; otherwise
+        None, also for a run that has been deleted, or resumed, and has another follower then.
+    """
     driver = _Driver(options.driver)
     ending: Ending | None = None
     offset = options.events_offset
     pause, due = POLL_S, math.inf
-    deadline: threading.Timer | None = None
-    while run_dir.path.is_dir():
-        driver_died = not driver.alive()
-        ending, offset = read_ending(run_dir, offset=offset, before=ending)
-        if driver_died and deadline is None:
-            mark_killed(run_dir, reason="the driver process died without reporting an end (kill -9?)")
-            ending = ending or final_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
-        if ending and deadline is None:
-            pause = POLL_S
-            deadline = _exit_after(options.flush_timeout_s)
-        if due == math.inf and _has_points(run_dir):
-            due = time.monotonic() + options.upload_every_s
-        if ending or time.monotonic() >= due:
-            try:
-                transfer.push(ending)
-            except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
-                pause = min(2 * pause, _MAX_PAUSE_AT_END_S if ending else MAX_PAUSE_S)
-                due = time.monotonic() + pause
-            else:
+    flushed_by: float | None = None
+    with contextlib.ExitStack() as on_return:
+        while run_dir.path.is_dir():
+            driver_died = not driver.alive()
+            if driver_died and _has_other_driver(run_dir, options.driver):
+                return None
+            ending, offset = read_ending(run_dir, offset=offset, before=ending)
+            if flushed_by is None:
+                if driver_died:
+                    mark_killed(run_dir, reason="the driver process died without reporting an end (kill -9?)")
+                    ending = ending or final_ending(run_dir) or Ending(status="KILLED", time=time.time(), summary={})
                 if ending:
-                    break
-                pause, due = POLL_S, time.monotonic() + options.upload_every_s
-        driver.wait(pause if ending else POLL_S)
-    if deadline is not None:
-        deadline.cancel()
-    if not driver.alive():
-        with contextlib.suppress(OSError):
-            run_dir.update_record(mlflow_run_id=transfer.cursor.run_id)
+                    pause, flushed_by = POLL_S, time.monotonic() + options.flush_timeout_s
+                    on_return.callback(_exit_after(options.longest_s).cancel)
+            elif ending is None:
+                return None
+            if due == math.inf and _has_points(run_dir):
+                due = time.monotonic() + options.upload_every_s
+            if ending or time.monotonic() >= due:
+                try:
+                    transfer.push(ending)
+                except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
+                    if flushed_by is not None and time.monotonic() >= flushed_by:
+                        return ending
+                    pause = min(2 * pause, _MAX_PAUSE_AT_END_S if ending else MAX_PAUSE_S)
+                    due = time.monotonic() + pause
+                else:
+                    if ending:
+                        return None
+                    pause, due = POLL_S, time.monotonic() + options.upload_every_s
+            driver.wait(pause if ending else POLL_S)
+    return None
+
+
+def _repeat(run_dir: RunDir, options: FollowerOptions, transfer: Transfer, ending: Ending) -> bool:
+    """Repeat the upload of a run that has ended, if no other process does that; return whether it succeeded.
+
+    Between the attempts, ``orchestrator sync`` or the next driver of the run may upload.
+    """
+    deadline = _exit_after(options.longest_s)
+    pause = POLL_S
+    with alone_in_retrying(run_dir) as alone:
+        while alone:
+            pause = min(2 * pause, MAX_PAUSE_S)
+            time.sleep(pause)
+            with exclusive(run_dir) as acquired, contextlib.suppress(Exception):  # as in _follow
+                if not acquired:
+                    continue
+                if final_ending(run_dir) == ending and read_cursor(run_dir).closed_at != ending.time:
+                    transfer.push(ending)
+                break
+    deadline.cancel()
+    return alone
 
 
 def _upload_extras(run_dir: RunDir, options: FollowerOptions) -> None:
@@ -240,6 +285,23 @@ def _upload_extras(run_dir: RunDir, options: FollowerOptions) -> None:
                 lock_timeout_s=options.flush_timeout_s,
             )
     deadline.cancel()
+
+
+def _has_other_driver(run_dir: RunDir, driver: Mapping[str, Any]) -> bool:
+    """Whether another process than ``driver`` has taken the run over."""
+    try:
+        record = run_dir.read_record().get("driver", {})
+    except ValueError:
+        return False
+    return any(record.get(key) != driver[key] for key in ("pid", "start_ticks"))
+
+
+def _record_upload(run_dir: RunDir) -> None:
+    """Enter the id on the server into the record of a run that has ended: its driver may no longer do that."""
+    cursor, ending = read_cursor(run_dir), final_ending(run_dir)
+    if ending is not None and cursor.closed_at == ending.time:
+        with contextlib.suppress(OSError, ValueError):
+            run_dir.update_record(mlflow_run_id=cursor.run_id)
 
 
 def _has_points(run_dir: RunDir) -> bool:

@@ -18,9 +18,10 @@ from orchestrator.protocol.events import RunEnded
 from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines, read_samples
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.listing import files_below
-from orchestrator.records.lock import locked
+from orchestrator.records.lock import locked_if_free
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.backend import Point, TrackingBackend
+from orchestrator.tracking.owed import settle
 from orchestrator.tracking.sweep_report import find_report
 from orchestrator.tracking.uri import redact_uri
 
@@ -115,6 +116,8 @@ class Transfer:
                 self._advance(closed_at=ending.time, error=None)
             elif self.cursor.error:
                 self._advance(error=None)
+            if ending:
+                settle(self._run_dir)
         except Exception as e:
             self._opened = False  # the run may have been deleted on the server
             self._advance(error=self._describe(e))
@@ -285,19 +288,12 @@ def _start_time(run_dir: RunDir) -> float:
     return float(first[0]["time"]) if first else time.time()
 
 
-@contextlib.contextmanager
-def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> Iterator[bool]:
+def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> contextlib.AbstractContextManager[bool]:
     """Hold the upload lock of a run during the block; yields False if another process still has it at the timeout.
 
     Two uploads at once, as on a file system without locks, also store each point once.
     """
-    with contextlib.ExitStack() as stack:
-        acquired = True
-        try:
-            stack.enter_context(locked(run_dir.path / "tracking.lock", timeout_s=timeout_s))
-        except TimeoutError:
-            acquired = False
-        yield acquired
+    return locked_if_free(run_dir.path / "tracking.lock", timeout_s=timeout_s)
 
 
 def mark_killed(run_dir: RunDir, *, reason: str) -> None:

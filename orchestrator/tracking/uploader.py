@@ -1,4 +1,4 @@
-"""The driver's side of tracking: start the follower, wait for it at the end, clean up after drivers that died.
+"""The driver's side of tracking: start the follower, wait for it at the end, upload what earlier commands have left.
 
 This module neither imports MLflow nor waits for a server; ``follower.py`` does.
 """
@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from orchestrator.records.output_dir import OutputDir, push_records
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.follower import FollowerOptions
+from orchestrator.tracking.owed import owe, owed_runs
 from orchestrator.tracking.transfer import (
     count_points,
     exclusive,
@@ -35,7 +35,6 @@ from orchestrator.tracking.transfer import (
 )
 from orchestrator.tracking.uri import is_redacted
 
-_KILL_TIMEOUT_S = 2.0
 _REAP_TIMEOUT_S = 10.0
 _MAX_RESTARTS = 3
 """How often a follower that died is started again within :data:`RESTARTS_COUNT_S`."""
@@ -48,7 +47,8 @@ class Upload:
 
     ``page`` is the address of the page that compares it with others; None if there is none. ``uploaded`` and
     ``missing`` count values of metrics. ``complete`` is True if the server has every value, the final status and the
-    artifacts. ``error`` says why the last attempt failed, None if it did not.
+    artifacts. ``in_progress``: a process goes on with the upload. ``error`` says why the last attempt failed; None if
+    it did not.
     """
 
     run_id: str | None
@@ -56,10 +56,11 @@ class Upload:
     uploaded: int
     missing: int
     complete: bool
+    in_progress: bool
     error: str | None
 
 
-_NOTHING_TO_UPLOAD = Upload(run_id=None, page=None, uploaded=0, missing=0, complete=True, error=None)
+_NOTHING_TO_UPLOAD = Upload(run_id=None, page=None, uploaded=0, missing=0, complete=True, in_progress=False, error=None)
 
 
 class Uploader:
@@ -69,7 +70,6 @@ class Uploader:
         self._run_dir = run_dir
         self._options = options
         self._process = None if options is None else _spawn({run_dir: options})
-        self._announced = b""  # the process id of the follower, once it has detached
         self._restarted_at: deque[float] = deque(maxlen=_MAX_RESTARTS)
 
     @classmethod
@@ -80,8 +80,9 @@ class Uploader:
         """
         if tracking.uri is None:
             return cls(run_dir, None)
-        options = _options(tracking, secrets, events_offset=_size(run_dir.events_file))
-        return cls(run_dir, options)
+        owe(run_dir)
+        offset = run_dir.events_file.stat().st_size if run_dir.events_file.exists() else 0
+        return cls(run_dir, _options(tracking, secrets, driver=this_process(), events_offset=offset))
 
     def problem(self) -> str | None:
         """Return why the last upload failed, None if it succeeded. Reads one small file.
@@ -99,31 +100,30 @@ class Uploader:
         return None if self._process is None else read_cursor(self._run_dir).page
 
     def finish(self, timeout_s: float) -> Upload:
-        """Wait up to ``timeout_s`` until everything is uploaded, then end the follower.
+        """Wait up to ``timeout_s`` until everything is uploaded; the follower then goes on by itself.
 
         The journal must contain the run's ``RunEnded``.
         """
-        if self._options is None:
+        if self._process is None:
             return _NOTHING_TO_UPLOAD
         deadline = time.monotonic() + timeout_s
         self._close_stdin()
         while self._has_ended(max(0.0, deadline - time.monotonic())):
-            upload = self._result()
+            upload = self._result(in_progress=False)
             has_died = not upload.complete and upload.error is None
             if not has_died or self._is_given_up():
                 return upload
             self._restart()
             self._close_stdin()
-        self._kill()
-        return self._result()
+        return self.leave()
 
     def leave(self) -> Upload:
-        """Let the follower finish on its own, within ``tracking.flush_timeout_s``; return the present state."""
+        """Let the follower finish on its own; return the present state."""
         if self._process is None:
             return _NOTHING_TO_UPLOAD
         self._close_stdin()
         self._process.poll()
-        return self._result()
+        return self._result(in_progress=True)
 
     def _restart(self) -> str:
         """Start another follower for the one that has died, and return what happened."""
@@ -133,7 +133,7 @@ class Uploader:
             return f"the upload process died {_MAX_RESTARTS + 1} times; {remedy}"
         self._restarted_at.append(time.monotonic())
         self._close_stdin()
-        self._process, self._announced = _spawn({self._run_dir: self._options}), b""
+        self._process = _spawn({self._run_dir: self._options})
         return "the upload process died; another one continues"
 
     def _is_given_up(self) -> bool:
@@ -148,19 +148,10 @@ class Uploader:
         deadline = time.monotonic() + timeout_s
         stdout = self._process.stdout.fileno()
         while select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            if not (text := os.read(stdout, 4096)):
+            if not os.read(stdout, 4096):
                 self._process.wait(timeout=_REAP_TIMEOUT_S)
                 return True
-            self._announced += text
         return False
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()  # the follower itself, if it has not detached yet
-        if self._announced.endswith(b"\n"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(self._announced), signal.SIGKILL)
-        self._has_ended(_KILL_TIMEOUT_S)
 
     def _close_stdin(self) -> None:
         assert self._process is not None
@@ -168,7 +159,7 @@ class Uploader:
         with contextlib.suppress(BrokenPipeError):  # close() sends what a process that died has not read
             self._process.stdin.close()
 
-    def _result(self) -> Upload:
+    def _result(self, *, in_progress: bool) -> Upload:
         cursor = read_cursor(self._run_dir)
         missing = count_points(self._run_dir, offset=cursor.offset)
         ending = final_ending(self._run_dir)
@@ -179,6 +170,7 @@ class Uploader:
             uploaded=cursor.points,
             missing=missing,
             complete=closed and missing == 0,
+            in_progress=in_progress,
             error=cursor.error,
         )
 
@@ -190,10 +182,9 @@ def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) 
 
     Runs that are to be ``resumed`` are left alone: their own upload begins at once, and must not wait for another one.
 
-    A follower in the background corrects the status of one after another on the tracking server. Runs whose stored URI
-    has a masked password, or whose server does not answer, need ``orchestrator sync``. Does not wait for anything.
+    Their status on the tracking server is corrected as :func:`resume_uploads` says. Does not wait for anything.
     """
-    orphans: dict[RunDir, Mapping[str, Any]] = {}
+    orphans = []
     for run_dir in output_dir.runs_from_here():
         if run_dir in resumed:
             continue
@@ -206,11 +197,32 @@ def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) 
                     continue
                 mark_killed(run_dir, reason="the driver process died with its machine")
                 push_records(run_dir)
-            orphans[run_dir] = record
-    uploads = {run_dir: options for run_dir, record in orphans.items() if (options := _options_for_orphan(record))}
+            orphans.append(run_dir)
+            if record["tracking"]["uri"] is not None:
+                owe(run_dir)
+    resume_uploads(output_dir.path, resumed=resumed)
+    return orphans
+
+
+def resume_uploads(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> None:
+    """Upload in the background what a server lacks of the runs that have ended, one after another.
+
+    A run that another process uploads is left alone, and so is one that is to be ``resumed``. Runs whose stored URI has
+    a masked password need ``orchestrator sync``. Does not wait for anything.
+    """
+    uploads = {}
+    for run_dir in owed_runs(output_dir):
+        if run_dir in resumed:
+            continue
+        with contextlib.suppress(OSError, ValueError, KeyError):  # an unreadable run is left alone
+            record = run_dir.read_record()
+            if record["state"] in ACTIVE_STATES or (options := _options_of(record)) is None:
+                continue
+            with exclusive(run_dir) as acquired:
+                if acquired:
+                    uploads[run_dir] = options
     if uploads:
         _upload_in_background(uploads)
-    return list(orphans)
 
 
 def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = ()) -> None:
@@ -221,7 +233,9 @@ def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[st
     if tracking.uri is not None:
         # The run's own follower uploads the model and the dataset.
         tracking = replace(tracking, log_model=False, log_dataset=False)
-        _upload_in_background({run_dir: _options(tracking, secrets, events_offset=0)})
+        driver = run_dir.read_record()["driver"]
+        owe(run_dir)
+        _upload_in_background({run_dir: _options(tracking, secrets, driver=driver, events_offset=0)})
 
 
 def _upload_in_background(uploads: Mapping[RunDir, FollowerOptions]) -> None:
@@ -229,7 +243,9 @@ def _upload_in_background(uploads: Mapping[RunDir, FollowerOptions]) -> None:
     threading.Thread(target=_spawn(uploads).communicate, daemon=True).start()
 
 
-def _options(tracking: TrackingConfig, secrets: Sequence[str], *, events_offset: int) -> FollowerOptions:
+def _options(
+    tracking: TrackingConfig, secrets: Sequence[str], *, driver: Mapping[str, Any], events_offset: int
+) -> FollowerOptions:
     """Options for runs that this process drives; ``tracking.uri`` is not None."""
     assert tracking.uri is not None
     return FollowerOptions(
@@ -237,8 +253,9 @@ def _options(tracking: TrackingConfig, secrets: Sequence[str], *, events_offset:
         request_timeout_s=tracking.request_timeout_s,
         upload_every_s=tracking.upload_every_s,
         flush_timeout_s=tracking.flush_timeout_s,
+        background_timeout_s=tracking.background_timeout_s,
         events_offset=events_offset,
-        driver=this_process(),
+        driver=driver,
         secrets=tuple(secrets),
         log_model=tracking.log_model,
         log_dataset=tracking.log_dataset,
@@ -246,8 +263,8 @@ def _options(tracking: TrackingConfig, secrets: Sequence[str], *, events_offset:
     )
 
 
-def _options_for_orphan(record: Mapping[str, Any]) -> FollowerOptions | None:
-    """None if the run cannot be uploaded without the user."""
+def _options_of(record: Mapping[str, Any]) -> FollowerOptions | None:
+    """Options for a run that has ended; None if it cannot be uploaded without the user."""
     tracking = record["tracking"]
     if tracking["uri"] is None or is_redacted(tracking["uri"]):
         return None
@@ -256,8 +273,11 @@ def _options_for_orphan(record: Mapping[str, Any]) -> FollowerOptions | None:
         request_timeout_s=tracking["request_timeout_s"],
         upload_every_s=0.0,
         flush_timeout_s=tracking["flush_timeout_s"],
+        background_timeout_s=tracking.get("background_timeout_s", tracking["flush_timeout_s"]),
         events_offset=0,
         driver=record["driver"],
+        log_model=tracking.get("log_model", False),
+        log_dataset=tracking.get("log_dataset", False),
     )
 
 
@@ -278,7 +298,3 @@ def _spawn(uploads: Mapping[RunDir, FollowerOptions]) -> subprocess.Popen[bytes]
             process.stdin.write(json.dumps(asdict(options)).encode() + b"\n")
         process.stdin.flush()
     return process
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

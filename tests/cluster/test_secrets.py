@@ -122,7 +122,8 @@ def test_a_run_writes_none_of_its_secrets(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_run_that_fails_writes_none_of_its_secrets(tmp_path: Path) -> None:
     uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
-    overrides = (*OVERRIDES, "job.raises=true", uri, "tracking.request_timeout_s=1", "tracking.flush_timeout_s=1")
+    timeouts = [f"tracking.{key}=1" for key in ("request_timeout_s", "flush_timeout_s", "background_timeout_s")]
+    overrides = (*OVERRIDES, "job.raises=true", uri, *timeouts)
     failed = commands.run(*overrides, cwd=tmp_path, timeout_s=150, **planted(tmp_path))
     assert failed.returncode == 1, failed.stdout
     assert "refused by the server: ***" in failed.stdout

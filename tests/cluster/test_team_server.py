@@ -81,7 +81,8 @@ def test_a_run_with_a_wrong_password_finishes_and_is_uploaded_with_the_right_one
     server: TeamServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", WRONG_PASSWORD)
-    words = ("train.steps=20", f"tracking.uri={server.uri}", "tracking.flush_timeout_s=3")
+    words = ("train.steps=20", f"tracking.uri={server.uri}", "tracking.flush_timeout_s=3",
+             "tracking.background_timeout_s=60")  # fmt: skip
     done = commands.run(*RUN, *words, cwd=tmp_path, timeout_s=100)
     assert done.returncode == 0, done.stdout
     run_dir = RunDir(wait_for_step(tmp_path, 20))

@@ -37,6 +37,7 @@ def tracking(
         request_timeout_s=request_timeout_s,
         upload_every_s=upload_every_s,
         flush_timeout_s=flush_timeout_s,
+        background_timeout_s=120.0,
         log_model=False,
         log_dataset=False,
         system_metrics_every_s=0,

@@ -78,6 +78,7 @@ def test_a_process_killed_while_it_creates_the_database_leaves_none(tmp_path):
     victim.communicate(timeout=10)
     assert not (tmp_path / "mlflow.db").exists()
     assert go(opener(uri, "b"))[0]
+    assert sorted(p.name for p in tmp_path.glob("*mlflow.db*")) == [".mlflow.db.lock", "mlflow.db"]
 
 
 def tables_in(path: Path) -> int:

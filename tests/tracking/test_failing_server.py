@@ -3,7 +3,19 @@
 import pytest
 
 from helpers.runs import wait_for
-from helpers.tracked_runs import artifacts, end, expected, history, log, new_run, run_of, save_samples, start, tracking
+from helpers.tracked_runs import (
+    artifacts,
+    end,
+    expected,
+    follower_of,
+    history,
+    log,
+    new_run,
+    run_of,
+    save_samples,
+    start,
+    tracking,
+)
 from orchestrator import sync
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.records.journal import Journal
@@ -68,6 +80,8 @@ def test_a_slow_server_delays_nothing_and_sync_uploads_the_rest(tmp_path, proxy,
     assert (upload.missing, upload.complete) == (1000, False)
 
     proxy.mode = "refuse"
+    assert upload.in_progress
+    follower_of(run_dir).kill()
     assert sync.main([str(run_dir.path)]) == 1
     message = capsys.readouterr().err
     assert "1000 points are not uploaded" in message

@@ -23,19 +23,23 @@ from helpers.tracked_runs import (
     start,
     tracking,
 )
+from orchestrator import sync
 from orchestrator.records.journal import Journal
 from orchestrator.records.process import this_process
 from orchestrator.tracking.follower import FollowerOptions
+from orchestrator.tracking.owed import alone_in_retrying, owed_runs
 from orchestrator.tracking.transfer import exclusive, read_cursor
 from orchestrator.tracking.uploader import Uploader
 
 
-def test_a_follower_yields_the_cpu_waits_for_points_and_ends_in_time_when_left_alone(tmp_path):
+def test_a_follower_yields_the_cpu_waits_for_points_and_repeats_a_failed_upload_alone(tmp_path, empty_database):
+    store = f"sqlite:///{shutil.copy(empty_database, tmp_path)}"
     run_dir = new_run(tmp_path, uri := "http://127.0.0.1:9")  # nothing listens there
     uploader = Uploader.start(run_dir, tracking(uri, flush_timeout_s=3.0))
     journal = Journal(run_dir)
     start(journal)
     follower = wait_for(lambda: follower_of(run_dir))
+    supervisor = follower.parent()
     assert follower.nice() == 19
     time.sleep(1.5)
     assert not has_imported_mlflow(follower), "the import must not compete with the start of a run"
@@ -47,8 +51,27 @@ def test_a_follower_yields_the_cpu_waits_for_points_and_ends_in_time_when_left_a
     uploader.leave()
     with exclusive(run_dir) as free:
         assert not free, "it still works"
-    with exclusive(run_dir, timeout_s=6) as free:
-        assert free, "it has ended"
+    with exclusive(run_dir, timeout_s=10) as free:
+        assert free, "it only repeats the upload now and then"
+    assert supervisor.is_running()
+    assert sync.main([str(run_dir.path), "--uri", store]) == 0
+    wait_for(lambda: not supervisor.is_running())
+    assert run_of(store, run_dir).info.status == "KILLED", "what another process has uploaded is not repeated"
+
+
+def test_of_the_followers_whose_uploads_fail_one_repeats_them(tmp_path):
+    run_dir, other = (new_run(tmp_path, uri := "http://127.0.0.1:9") for _ in range(2))
+    uploader = Uploader.start(run_dir, tracking(uri, flush_timeout_s=0.0))
+    journal = Journal(run_dir)
+    start(journal)
+    end(journal, run_dir)
+    journal.close()
+    with alone_in_retrying(other) as alone:
+        assert alone
+        upload = uploader.finish(60)
+    assert (upload.complete, upload.in_progress) == (False, False)
+    assert "refused" in upload.error
+    assert owed_runs(tmp_path / "outputs") == [run_dir]
 
 
 def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path, uri):
@@ -150,6 +173,7 @@ def test_a_follower_that_does_not_start_is_reported(tmp_path, monkeypatch):
         request_timeout_s=1,
         upload_every_s=0,
         flush_timeout_s=1,
+        background_timeout_s=1,
         events_offset=0,
         driver=this_process(),
         secrets=SlowSecrets(),
@@ -191,6 +215,7 @@ tracking = TrackingConfig(
     request_timeout_s=5,
     upload_every_s=60,
     flush_timeout_s=120,
+    background_timeout_s=120,
     log_model=False,
     log_dataset=False,
     system_metrics_every_s=0,

@@ -29,7 +29,15 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.records.staged import announce, take_over
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
-_RECORDED_TRACKING = ("uri", "experiment", "request_timeout_s", "flush_timeout_s", "log_model", "log_dataset")
+_RECORDED_TRACKING = (
+    "uri",
+    "experiment",
+    "request_timeout_s",
+    "flush_timeout_s",
+    "background_timeout_s",
+    "log_model",
+    "log_dataset",
+)
 
 
 def open_run(

@@ -337,7 +337,7 @@ def test_the_end_says_that_the_machine_was_shared(idle_pct: float, told: bool) -
 def test_verdict_says_why_a_run_is_not_in_mlflow() -> None:
     summary = {**FINISHED.summary, "mlflow_missing": "no answer from http://mlflow:5000"}
     lines = printed(STARTED, FORMED, replace(FINISHED, summary=summary))
-    assert lines[-1] == "not in MLflow: no answer from http://mlflow:5000"
+    assert lines[-1] == "not yet in MLflow: no answer from http://mlflow:5000"
 
 
 def test_verdict_is_said_again_after_a_late_warning() -> None:

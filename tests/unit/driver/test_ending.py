@@ -32,7 +32,7 @@ def commands(run_dir: RunDir, status: Literal["FINISHED", "FAILED"], *, in_sweep
         origin=HERE,
     )
     result = RunResult(status=status, exit_code=1, reason="", run_dir=run_dir.path, url=None)
-    return ending._next_commands(result, is_uploaded=True)
+    return ending._next_commands(result, needs_sync=False)
 
 
 @pytest.mark.parametrize("saved", [False, True])
