@@ -139,9 +139,10 @@ def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(t
     assert main(["--output-dir", str(tmp_path / "outputs")]) == 0
     assert set(psutil.Process().children()) <= before, "a command leaves an upload in progress alone"
     follower.resume()
-    wait_for(lambda: run_dir.read_record().get("mlflow_run_id"))
-    assert run_of(uri, run_dir).info.status == "FINISHED"
-    assert owed_runs(tmp_path / "outputs") == []
+    wait_for(lambda: not owed_runs(tmp_path / "outputs"))
+    run = run_of(uri, run_dir)
+    assert run.info.status == "FINISHED"
+    assert run_dir.read_record()["mlflow_run_id"] == run.info.run_id
 
 
 def test_the_next_command_goes_on_with_an_upload_that_was_killed(tmp_path, uri):
