@@ -12,21 +12,13 @@ import torch.distributed as dist
 import helpers.stage_toys as of
 from helpers.cases import CLUSTER, SINGLE, Case, having
 from helpers.gang import Gang
+from helpers.groups import formed
 from helpers.layouts import LAYOUTS
 from helpers.quick_jobs import digits
 from helpers.toys import Toy
-from helpers.training import make
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.groups import own_group
-
-
-def formed(rank: int, case: Case) -> list[tuple[int, float]]:
-    """The size and the timeout in seconds of each group beside the default one, in the order of their making."""
-    make(case, rank, peer_copy_every=4)
-    groups = [g for g in dist.distributed_c10d._world.pg_names if g is not dist.group.WORLD]
-    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
-    return [(g.size(), timeout.total_seconds()) for g, timeout in zip(groups, timeouts, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +37,7 @@ def test_groups_have_the_timeout_of_the_run_and_more_than_one_rank(
     case = layout.of(Case(job=job, train=having(global_batch_size=32)))
     expected = [(size, CLUSTER.collective_timeout_s) for size in sizes]
     for found in gang.run(formed, case, world_size=layout.world_size):
-        assert sorted(found) == expected
+        assert found == expected
 
 
 def test_with_nccl_all_parts_are_split_from_the_default_group_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import helpers.stage_toys as of
-from helpers.cases import DDP, Case, having
+from helpers.cases import CLUSTER, DDP, Case, having
 from helpers.equal_loss import assert_equal_losses, assert_equal_steps
-from helpers.gang import Gang
-from helpers.layouts import ADAMW, SGD, STAGED, assert_as_alone
+from helpers.gang import Backend, Gang
+from helpers.groups import formed
+from helpers.layouts import ADAMW, LAYOUTS, SGD, STAGED, assert_as_alone
 from helpers.quick_jobs import TinyGPT, digits
 from helpers.stage_toys import Chain, TokenChain
 from helpers.step_toys import STEP_JOBS, NormedGAN
@@ -110,3 +111,15 @@ def test_dp(gang: Gang, devices: int, loss_on: str) -> None:
         (alone,) = gang.run(train, case, world_size=1)
         (parts,) = gang.run(train, Case(job=job, train=case.train, alone=options), world_size=1)
         torch.testing.assert_close(losses([parts]), losses([alone]), rtol=ROUNDING * SGD, atol=0)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("1F1B-2", [2]), ("1F1B-2x2", [2, 2, 2])])
+def test_groups_have_the_timeout_of_the_run_and_more_than_one_rank(
+    gang: Gang, backend: Backend, name: str, sizes: list[int]
+) -> None:
+    """If it fails, NCCL ends an operation after a time of its own, or has communicators that nothing needs."""
+    layout = LAYOUTS[name]
+    sizes = sizes if backend.device == "cpu" else [*sizes, 2]  # one more on the hosts
+    case = layout.of(Case(job=digits(depth=8, hidden=8), train=having(global_batch_size=32)))
+    for found in gang.run(formed, case, world_size=layout.world_size):
+        assert found == [(size, CLUSTER.collective_timeout_s) for size in sizes]

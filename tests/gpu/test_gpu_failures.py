@@ -235,6 +235,17 @@ def test_a_rank_that_hangs_is_found_by_what_it_has_not_enqueued(run: Callable[..
         assert all(json.loads(record.read_text())["entries"] for record in records)
 
 
+def test_a_rank_that_hangs_in_messages_is_found_after_a_recovery(
+    recovered: Callable[..., Any], backend: Backend
+) -> None:
+    """If it fails, the flight recorder does not know the ranks of the default group after the first generation."""
+    result = recovered("pipeline", "recovery.chaos=[raise@6:1,sleep@16:1]", failures=2)
+    _, hung = events(result.run_dir, "worker_lost")
+    assert hung["rank"] == 1
+    if backend.name == "nccl":
+        assert "it has not enqueued " in hung["reason"]
+
+
 @pytest.mark.usefixtures("gpu")
 def test_memory_stays_flat_over_three_recoveries(run: Callable[..., Any]) -> None:
     """If it fails, a recovery leaves tensors or communicators on the GPU."""

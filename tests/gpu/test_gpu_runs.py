@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
 
+from helpers.commands import environment
 from helpers.gang import Backend
 from helpers.runs import events, losses, series
 from orchestrator.records.run_dir import RunDir
@@ -52,7 +56,7 @@ def test_nccl_gets_the_interface_of_the_node_and_the_variables_of_the_shell(
     run: Callable[..., Any], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it fails, NCCL chooses an interface of its own, or ignores the user's settings."""
-    names = (interfaces.GLOO, interfaces.NCCL, "NCCL_DEBUG")
+    names = (interfaces.GLOO, interfaces.NCCL, "NCCL_DEBUG", "NCCL_NVLS_ENABLE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -60,8 +64,26 @@ def test_nccl_gets_the_interface_of_the_node_and_the_variables_of_the_shell(
     result = run("cluster=local", "strategy=single", "train.steps=2", *job)
     assert result.exit_code == 0, result.reason
     log = RunDir(result.run_dir).log_file(0).read_text()
-    of_nccl = "=lo" if backend.name == "nccl" else None
-    assert f"GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME={of_nccl} NCCL_DEBUG=WARN" in log
+    interface, nvls = ("=lo", "0") if backend.name == "nccl" else (None, None)
+    assert f"GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME={interface} NCCL_DEBUG=WARN NCCL_NVLS_ENABLE={nvls}" in log
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_doctor_computes_on_the_gpus_that_ray_manages(tmp_path: Path) -> None:
+    """If it fails, the doctor excludes a machine because of a GPU that the user has hidden."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.doctor", "cluster=local", f"output_dir={tmp_path}"],
+        cwd=tmp_path,
+        env=environment(CUDA_VISIBLE_DEVICES=device),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    (line,) = [line for line in done.stdout.splitlines() if " GPUs " in line]
+    assert line.startswith("OK "), done.stdout
+    assert ": 1 x " in line
 
 
 @pytest.mark.usefixtures("gpu")
