@@ -130,20 +130,25 @@ def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.
     _send_json(_header(state), to=to, device=device, group=group)
     tensors = [_as_bytes(t) for t in (*state.model.values(), *state.optimizer.values())]
     for message in messages_of([t.nbytes for t in tensors]):
-        parts = tensors[message]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        dist.send(whole.to(device), dst=to, group=group)
+        parts = [t.to(device) for t in tensors[message]]
+        dist.send(parts[0] if len(parts) == 1 else torch.cat(parts), dst=to, group=group)
 
 
 def receive_state(
-    sender: int, *, device: torch.device, into: TrainState | None = None, group: dist.ProcessGroup | None = None
+    sender: int,
+    *,
+    device: torch.device,
+    onto: torch.device = CPU,
+    into: TrainState | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> TrainState:
-    """Receive, in host memory, the state that ``sender`` passes to :func:`send_state`.
+    """Receive the state that ``sender`` passes to :func:`send_state`.
 
     Args:
         sender: the sending rank.
         device: the device that the backend receives on.
-        into: an old state whose memory is reused where shapes and dtypes fit.
+        onto: the device on which the state is kept.
+        into: an old state in host memory whose memory is reused where shapes and dtypes fit.
         group: None for the default group.
     """
     header = _receive_json(sender, device=device, group=group)
@@ -151,12 +156,12 @@ def receive_state(
     for part, tensors in parts.items():
         old = getattr(into, part) if into else {}
         for path, shape, dtype in header[part]:
-            tensors[path] = _buffer(old.get(path), shape, dtype)
+            tensors[path] = _buffer(old.get(path), shape, dtype, onto)
     received = [_as_bytes(t) for tensors in parts.values() for t in tensors.values()]
     sizes = [t.nbytes for t in received]
     for message in messages_of(sizes):
         own = received[message]
-        in_place = len(own) == 1 and device.type == "cpu"
+        in_place = len(own) == 1 and device.type == onto.type
         whole = own[0] if in_place else torch.empty(sum(sizes[message]), dtype=torch.uint8, device=device)
         dist.recv(whole, src=sender, group=group)
         if not in_place:
@@ -192,13 +197,13 @@ def _spec(name: str, tensor: Tensor) -> tuple[str, list[int], str]:
     return name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _empty(shape: list[int], dtype: str, device: torch.device = CPU) -> Tensor:
+def _empty(shape: list[int], dtype: str, device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
-def _buffer(old: Tensor | None, shape: list[int], dtype: str) -> Tensor:
+def _buffer(old: Tensor | None, shape: list[int], dtype: str, device: torch.device) -> Tensor:
     fits = old is not None and list(old.shape) == shape and old.dtype == getattr(torch, dtype)
-    return old if fits and old is not None else _empty(shape, dtype)
+    return old if fits and old is not None else _empty(shape, dtype, device)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

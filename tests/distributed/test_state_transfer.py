@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.gang import Gang
-from helpers.passed_state import assert_arrives_as_sent, assert_only_one_rank_receives, broadcast_from_1, state
+from helpers.passed_state import assert_arrives_as_sent, assert_live_tensors_are_sent, broadcast_from_1, state
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of
 from orchestrator.strategies.peer_copies import PeerCopies
 
@@ -32,9 +32,12 @@ def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
     assert_arrives_as_sent(gang, reuse=reuse)
 
 
-@pytest.mark.parametrize("step_of_last", [0, 1], ids=["a new worker", "a survivor that is behind"])
-def test_a_recovery_sends_live_tensors_to_the_rank_that_needs_them(gang: Gang, step_of_last: int) -> None:
-    assert_only_one_rank_receives(gang, step_of_last)
+@pytest.mark.parametrize(("name", "sources"), [("ddp-4", (0, 1, 2, 0)), ("GPipe-2x2", (0, 1, 0, 1))])
+@pytest.mark.parametrize("own_step", [0, 1], ids=["new workers", "survivors that are behind"])
+def test_a_recovery_sends_live_tensors_to_the_ranks_that_need_them(
+    gang: Gang, name: str, sources: tuple[int, ...], own_step: int
+) -> None:
+    assert_live_tensors_are_sent(gang, name, sources, own_step=own_step)
 
 
 def test_tensors_of_any_type_take_the_values_of_one_rank(gang: Gang) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from helpers.cases import Case, having
 from helpers.gang import GLOO, Gang, gang_on, own_device
 from helpers.layouts import ADAMW, LAYOUTS
-from helpers.passed_state import assert_arrives_as_sent, assert_only_one_rank_receives, broadcast_from_1
+from helpers.passed_state import assert_arrives_as_sent, assert_live_tensors_are_sent, broadcast_from_1
 from helpers.quick_jobs import AdamDigits
 from helpers.stage_toys import ScheduledChain, plain
 from helpers.training import losses, piece
@@ -60,10 +60,13 @@ def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
     assert_arrives_as_sent(gang, reuse=reuse)
 
 
-@pytest.mark.parametrize("step_of_last", [0, 1], ids=["a new worker", "a survivor that is behind"])
-def test_a_recovery_sends_live_tensors_to_the_rank_that_needs_them(gang: Gang, step_of_last: int) -> None:
+@pytest.mark.parametrize(("name", "sources"), [("ddp-4", (0, 1, 2, 0)), ("GPipe-2x2", (0, 1, 0, 1))])
+@pytest.mark.parametrize("own_step", [0, 1], ids=["new workers", "survivors that are behind"])
+def test_a_recovery_sends_live_tensors_to_the_ranks_that_need_them(
+    gang: Gang, name: str, sources: tuple[int, ...], own_step: int
+) -> None:
     """If it fails, the time of a recovery grows with the state, or a new worker gets another one."""
-    assert_only_one_rank_receives(gang, step_of_last)
+    assert_live_tensors_are_sent(gang, name, sources, own_step=own_step)
 
 
 def test_tensors_of_any_type_take_the_values_of_one_rank(gang: Gang) -> None:

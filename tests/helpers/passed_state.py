@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from helpers.cases import Case, having
 from helpers.gang import Gang, own_device
+from helpers.layouts import LAYOUTS
 from helpers.quick_jobs import AdamDigits
 from helpers.training import assert_same, make, snapshot, steps
 from orchestrator.compat.torch import TorchDispatchMode, version_of
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import MESSAGE_BYTES, broadcast_tensors, receive_state, send_state
-from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.strategies.optimizer_step import OptimizerStep
 
 
 def state() -> TrainState:
@@ -68,31 +69,31 @@ def assert_arrives_as_sent(gang: Gang, *, reuse: bool) -> None:
         assert [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])] == []
 
 
-def recovered_by(rank: int, case: Case, step_of_last: int) -> tuple[set[int], set[str], dict[str, Tensor]]:
-    """Recover after two steps, of which the last rank has made only the first, or none because it is new.
+def recovered_by(
+    rank: int, case: Case, sources: Sequence[int], own_step: int
+) -> tuple[set[int], set[str], dict[str, Tensor]]:
+    """Recover after two steps. Ranks with another source have made ``own_step`` of them, 0 because they are new.
 
     Returns:
         By how much the version counters of this rank's parameters have grown; the operators that have copied tensors;
         and the model.
     """
     strategy = make(case, rank)
-    assert isinstance(strategy, WholeModel)
-    own, last = 2, dist.get_world_size() - 1
+    assert isinstance(strategy, OptimizerStep)
     for result in steps(strategy, last=2):
         result.loss_sum.item()
-    if rank == last:
-        own = step_of_last
+    step = 2 if sources[rank] == rank else own_step
+    if step < 2:
         with torch.no_grad():
             for parameter in strategy.parameters:
                 parameter.add_(1)
     before = [version_of(parameter) for parameter in strategy.parameters]
-    sources = [*range(last), 0]
     batch = case.train.global_batch_size
     with Copies() as copies:
-        meta = strategy.recover_state(sources, source_step=2, step=own, samples_consumed=own * batch)
+        meta = strategy.recover_state(sources, source_step=2, step=step, samples_consumed=step * batch)
     assert (meta["step"], meta["samples_consumed"]) == (2, 2 * batch)
     grown = {version_of(parameter) - old for parameter, old in zip(strategy.parameters, before, strict=True)}
-    return grown, copies.seen, snapshot(strategy.model)
+    return grown, copies.seen, snapshot(strategy.state_module())
 
 
 class Copies(TorchDispatchMode):
@@ -111,12 +112,14 @@ class Copies(TorchDispatchMode):
         return result
 
 
-def assert_only_one_rank_receives(gang: Gang, step_of_last: int) -> None:
-    case = Case(job=AdamDigits(hidden=24), train=having(steps=2, global_batch_size=24))
-    first, second, last = gang.run(recovered_by, case, step_of_last, world_size=3)
-    for grown, copies, _ in (first, second):
-        assert grown == {0}, "a rank that has the state should keep it"
-        assert copies == set(), "the tensors should be sent from where they are"
-    assert 0 not in last[0]
-    for _, _, model in (second, last):
-        assert_same(model, first[2])
+def assert_live_tensors_are_sent(gang: Gang, name: str, sources: Sequence[int], *, own_step: int) -> None:
+    """Recover in the layout ``name``, in which each rank gets its state from one of the ``sources``."""
+    case = LAYOUTS[name].of(Case(job=AdamDigits(hidden=24), train=having(steps=2, global_batch_size=24)))
+    found = gang.run(recovered_by, case, sources, own_step, world_size=len(sources))
+    for rank, (grown, copies, model) in enumerate(found):
+        if sources[rank] == rank:
+            assert grown == {0}, "a rank that has the state should keep it"
+            assert copies == set(), "the tensors should be sent from where they are"
+        else:
+            assert 0 not in grown
+            assert_same(model, found[sources[rank]][2])

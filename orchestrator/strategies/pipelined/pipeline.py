@@ -266,7 +266,11 @@ class Pipeline(OptimizerStep):
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """Fetch each rank's state from a replica of its stages, from a neighbour's peer copy, or from its own copy."""
+        """Fetch each rank's state from a replica of its stages, from a neighbour's peer copy, or from its own copy.
+
+        A replica sends its tensors from where they are. A new worker receives on its device, a survivor in host memory,
+        because on its device there may be no room for two states.
+        """
         own, device = self.context.global_rank, self.context.device
         here: dict[str, int] = {"step": step, "samples_consumed": samples_consumed}
         meta: dict[str, Any] = here
@@ -274,10 +278,11 @@ class Pipeline(OptimizerStep):
             if own == sender != receiver:
                 send_state(self._state_of(receiver, source_step, **here), to=receiver, device=device)
             elif own == receiver != sender:
-                meta = self._load(receive_state(sender, device=device))
+                onto = device if step == 0 else CPU
+                meta = self._load(receive_state(sender, device=device, onto=onto), consume=True)
         if sources[own] == own and step != source_step:
             assert self._copies is not None
-            meta = self._load(self._copies.own(source_step))
+            meta = self._load(self._copies.own(source_step), consume=False)
         if self._copies is not None:
             self._copies.forget_after(source_step)
         assert meta["step"] == source_step
@@ -286,14 +291,14 @@ class Pipeline(OptimizerStep):
     def _state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
         """Return the state of ``rank`` after the step ``wanted``, from this rank's stages or copies."""
         if self.context.mesh.pp_rank(rank) == self.context.pp_rank and wanted == step:
-            return self.snapshot(step=step, samples_consumed=samples_consumed)
+            return self.snapshot(step=step, samples_consumed=samples_consumed, live=True)
         assert self._copies is not None
         if self.context.mesh.pp_rank(rank) == self.context.pp_rank:
             return self._copies.own(wanted)
         return self._copies.neighbours(wanted)
 
-    def _load(self, state: TrainState) -> dict[str, Any]:
-        self.load(state)
+    def _load(self, state: TrainState, *, consume: bool) -> dict[str, Any]:
+        self.load(state, consume=consume)
         return {name: state.meta[name] for name in ("step", "samples_consumed")}
 
     def _new_gloo_group(self) -> dist.ProcessGroup:
