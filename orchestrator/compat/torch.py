@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -116,6 +117,14 @@ def running_node_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def written_tensors(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a call changes in place; ``operator`` is what ``__torch_dispatch__`` receives."""
+    for argument, value in itertools.zip_longest(operator._schema.arguments, args):
+        given = kwargs.get(argument.name) if value is None else value
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+
+
 def mutates(operator: Any) -> bool:
     """Return whether an operator, as ``__torch_dispatch__`` receives it, changes one of its arguments."""
     return bool(operator._schema.is_mutable)
@@ -194,6 +203,13 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers that are registered directly on ``module``, by attribute name."""
     return module._buffers
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of ``module`` itself runs hooks, before or after its forward or backward pass."""
+    return bool(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:

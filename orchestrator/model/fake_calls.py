@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from orchestrator.compat.generators import kept_generators
 from orchestrator.compat.torch import (
     FakeTensor,
     calls_through,
@@ -55,7 +55,7 @@ def fake_calls(whole: FakeModel, *, opened: Collection[nn.Module] = ()) -> Itera
             return call_real(original, module, args, kwargs)
 
     def call_real(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), filled(module, random_like):
+        with unset_fake_temporarily(), kept_generators(), filled(module, random_like):
             was_active, real_calls.active = real_calls.active, True
             try:
                 real_args, real_kwargs = map_tensors(_real, (args, kwargs))

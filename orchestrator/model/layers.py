@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import version_of
+from orchestrator.compat.torch import TorchDispatchMode, storage_key, version_of, written_tensors
 from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.precision import Precision
@@ -59,19 +59,51 @@ def flow(
     return values
 
 
-def changing_buffers(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> set[str]:
-    """Return the names of the persistent buffers that a forward pass in training changes, such as running statistics.
+def changing_tensors(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> set[str]:
+    """Return the names of the parameters and persistent buffers that a forward pass in training changes.
 
-    Takes the arguments of :func:`flow`.
+    These are running statistics, for example, or the moving average of a layer. Takes the arguments of :func:`flow`.
     """
 
-    def versions() -> dict[str, tuple[int, int]]:
+    def versions() -> dict[str, tuple[int, int, int]]:
         layers = [sequence.tensors_of(i, module) for i, module in enumerate(sequence.modules)]
-        return {name: (id(tensor), version_of(tensor)) for tensors in layers for name, tensor in tensors.items()}
+        return {
+            name: (id(tensor), version_of(tensor), storage_key(tensor.untyped_storage()))
+            for tensors in layers
+            for name, tensor in tensors.items()
+        }
 
-    before = versions()
-    flow(sequence, inputs, precision=precision)
-    return {name for name, version in versions().items() if before[name] != version}
+    before, writes = versions(), _Writes()
+    flow(sequence, inputs, precision=precision, observer=writes)
+    return {name for name, seen in versions().items() if before[name] != seen or seen[-1] in writes.storages}
+
+
+class _Writes(TorchDispatchMode):
+    """Collects the storages that operations change in place, also through ``Tensor.data``, which counts no version."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.storages |= {storage_key(t.untyped_storage()) for t in written_tensors(func, args, kwargs or {})}
+        return func(*args, **(kwargs or {}))
+
+
+def changes_its_input(sequence: LayerSequence, index: int, value: Any, *, precision: Precision) -> bool:
+    """Return whether a layer changes what it is called with in place, as ``nn.ReLU(inplace=True)`` does.
+
+    Args:
+        sequence: the layers, of fake tensors.
+        index: the index of the layer.
+        value: its input, from the result of :func:`flow`.
+        precision: what the forward pass is computed in.
+    """
+    fresh = map_tensors(sequence.whole.fake_like, value)
+    before = [version_of(tensor) for tensor in tensors_in(fresh)]
+    with sequence.whole.mode, fake_calls(sequence.whole), precision.autocast():
+        sequence.modules[index](fresh)
+    return before != [version_of(tensor) for tensor in tensors_in(fresh)]
 
 
 def costs(
@@ -119,9 +151,10 @@ def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[An
         return tensor.detach()
 
     def run() -> tuple[float, float]:
+        fresh = map_tensors(torch.clone, value)  # the layer may change it in place, and a leaf cannot be changed
         began = _now(value)
         with precision.autocast():
-            out = loss(layer(value))
+            out = loss(layer(fresh))
         between = _now(value)
         if out.requires_grad:
             out.backward()

@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.partial_init import build_part
 from orchestrator.model.precision import Precision
@@ -76,11 +77,8 @@ def compare(
         precision: what the forward passes are computed in.
         free_bytes: the memory of ``device`` that may be used.
     """
-    if sequence.runs_modules_as_they_are:
-        return Verdict()
     variants = _VariantBuilder(build=build, sequence=sequence, device=device, seed=seed, precision=precision)
-    generator_state = torch.random.get_rng_state()
-    try:
+    with kept_generators():
         needed = COPIES * _bytes_of(sequence.whole.model.parameters())
         if needed <= free_bytes:
             return Verdict(error=_difference(variants.whole(), variants.pieces(), inputs, loss, seed=seed))
@@ -93,8 +91,6 @@ def compare(
             why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
             return Verdict(note=f"{_NOT_COMPARED}: {reason}, and layer by layer it is impossible ({why})")
         return Verdict(error=error, note=f"{_STREAMED}: {reason}")
-    finally:
-        torch.random.set_rng_state(generator_state)
 
 
 _NOT_COMPARED = "the stages were not compared with the whole model"
@@ -169,7 +165,7 @@ class _VariantBuilder:
 
     def whole(self) -> _Variant:
         """Return the whole model with its initial values."""
-        torch.manual_seed(self.seed)
+        seed_generators(self.seed)
         model = self.build().to(self.device)
         return _Variant(module=model, tensors=lambda: _named_tensors(model), precision=self.precision)
 
@@ -211,7 +207,7 @@ def _difference(
     for number in range(PASSES):
         losses = []
         for variant in (whole, pieces):
-            torch.manual_seed(seed + number)
+            seed_generators(seed + number)
             losses.append(variant.train(inputs, loss))
         if whole.streamed is not None and not losses[0].isfinite():
             raise NotStreamableError("with random parameters, the loss is not finite")
@@ -224,7 +220,7 @@ def _difference(
             return f"the forward pass leaves another value in the buffer {name[1]} than that of the whole model"
     losses = []
     for variant in (whole, pieces):
-        torch.manual_seed(seed)
+        seed_generators(seed)
         losses.append(variant.evaluate(inputs, loss))
     if not _close(*losses):
         values = f"{float(losses[1]):g}, that of the whole model {float(losses[0]):g}"

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.torch import FakeTensor, FakeTensorMode
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
 from orchestrator.model.tensor_slots import move, tensor_slots
@@ -56,7 +57,7 @@ def build_fake(build: Callable[[], nn.Module], device: torch.device) -> FakeMode
     """
     recorder = Recorder(draw=False)
     reason = None
-    with torch.random.fork_rng():
+    with kept_generators(device):
         try:
             try:
                 model = recorder.run(build)
@@ -74,7 +75,7 @@ def build_fake(build: Callable[[], nn.Module], device: torch.device) -> FakeMode
 
 
 def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *, seed: int) -> nn.Module:
-    """Build a model as after ``torch.manual_seed(seed)``, but with memory only for the wanted tensors.
+    """Build a model with the random generators seeded, but with memory only for the wanted tensors.
 
     The generators are left as the full construction would leave them. Peak memory is that of the wanted tensors and of
     the largest tensor that the constructor draws.
@@ -88,7 +89,7 @@ def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *,
     Returns:
         The model. Its other tensors are fake.
     """
-    torch.manual_seed(seed)
+    seed_generators(seed)
     recorder = Recorder(draw=True)
     with contextlib.suppress(Exception):
         model = recorder.run(build)
@@ -100,7 +101,7 @@ def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *,
                 slot.fill(values)
         return model
     # The full construction raises the constructor's own error, if that is why the recording failed.
-    torch.manual_seed(seed)
+    seed_generators(seed)
     return _with_fakes(build(), wanted, recorder.mode)
 
 

@@ -35,9 +35,6 @@ class LayerSequence(abc.ABC):
 
     unused: frozenset[str] = frozenset()
 
-    runs_modules_as_they_are = True
-    """Whether the layers are the model's own modules in their order, so that they train as the whole model does."""
-
     def __init__(self, whole: FakeModel, names: Sequence[str], modules: Sequence[nn.Module]):
         self.whole = whole
         self.names = tuple(names)
@@ -142,8 +139,6 @@ class SequentialLayers(LayerSequence):
 
 class JobStages(LayerSequence):
     """The modules that ``Job.stages`` returns for the model."""
-
-    runs_modules_as_they_are = False
 
     def __init__(self, whole: FakeModel, job: DefinesStages):
         """

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import own_buffers, own_children, own_parameters
+from orchestrator.compat.torch import has_hooks, own_buffers, own_children, own_parameters
+from orchestrator.model.batch import map_tensors
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
+from orchestrator.model.layers import changes_its_input
 from orchestrator.model.partial_init import FakeModel, build_fake
+from orchestrator.model.precision import Precision
 from orchestrator.model.recorded import RecordedLayers
 from orchestrator.model.sequence import DefinesStages, JobStages, LayerSequence, SequentialLayers
 from orchestrator.model.tape import TapeError
@@ -70,8 +73,8 @@ def sequence_of(
 ) -> LayerSequence:
     """Divide a model into layers, with fake tensors.
 
-    ``Job.stages`` decides, if the job defines it. Otherwise an ``nn.Sequential`` is divided into its children. Of any
-    other model the forward pass is recorded.
+    ``Job.stages`` decides, if the job defines it. Otherwise an ``nn.Sequential`` that only calls its children is
+    divided into them. Of any other model the forward pass is recorded.
 
     Args:
         build: the model's constructor.
@@ -88,7 +91,7 @@ def sequence_of(
     if job.stages(whole.model) is not None:
         return JobStages(whole, job)
     splits_a_child = any("." in name for name in split)
-    if isinstance(whole.model, nn.Sequential) and not splits_a_child:
+    if _only_calls_its_children(whole.model) and not splits_a_child:
         sequence = SequentialLayers(whole)
         if split or _has_layers_for(sequence, num_stages):
             return sequence
@@ -99,6 +102,12 @@ def sequence_of(
             f"the model cannot be cut: {e}. Define Job.stages(model), which returns its parts in order, make "
             "job.model() an nn.Sequential, or use strategy=ddp"
         ) from e
+
+
+def _only_calls_its_children(model: nn.Module) -> bool:
+    """Return whether a call of the model is one call of each child, with the result of the one before."""
+    is_sequential = getattr(model.forward, "__func__", None) is nn.Sequential.forward
+    return is_sequential and not has_hooks(model) and not own_parameters(model) and not own_buffers(model)
 
 
 def _recorded(whole: FakeModel, inputs: Any, *, split: Sequence[str], num_stages: int) -> LayerSequence:
@@ -128,6 +137,7 @@ def build_stages(
     *,
     device: torch.device,
     seed: int,
+    precision: Precision,
 ) -> list[Stage]:
     """Build the stages of one worker.
 
@@ -139,6 +149,7 @@ def build_stages(
         own: the indices of the stages to build.
         device: the device for the stages.
         seed: the seed before the constructor runs.
+        precision: what the forward pass is computed in.
 
     Raises:
         ValueError: something other than tensors flows between two stages.
@@ -147,10 +158,16 @@ def build_stages(
     boundaries = [None, *boundaries_of(sequence, values, cut), None]
     indices = {stage: cut.layers_of(stage, num_layers) for stage in sorted(own)}
     layers = sequence.build_layers(build, [i for of_stage in indices.values() for i in of_stage], seed=seed)
+
+    def entrance(first: int) -> list[nn.Module]:
+        # What a stage receives is a leaf of its autograd graph, and may be the output of a stage on the same worker.
+        changed = first > 0 and changes_its_input(sequence, first, values[first], precision=precision)
+        return [Copy()] if changed else []
+
     return [
         Stage(
             index=stage,
-            module=nn.Sequential(*(layers[i] for i in of_stage)).to(device),
+            module=nn.Sequential(*entrance(of_stage[0]), *(layers[i] for i in of_stage)).to(device),
             sequence=sequence,
             layers={i: layers[i] for i in of_stage},
             inputs=boundaries[stage],
@@ -158,6 +175,13 @@ def build_stages(
         )
         for stage, of_stage in indices.items()
     ]
+
+
+class Copy(nn.Module):
+    """Copies what the layers behind it change in place."""
+
+    def forward(self, value: Any) -> Any:
+        return map_tensors(torch.clone, value)
 
 
 def boundaries_of(sequence: LayerSequence, values: Sequence[Any], cut: Cut) -> list[Boundary]:
@@ -204,19 +228,14 @@ def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
     return root
 
 
-def shared_parameters(sequence: LayerSequence, cut: Cut) -> list[Shared]:
-    """Return the parameters that several stages hold."""
-    return _shared(sequence.whole.model.named_parameters(remove_duplicate=False), sequence, cut)
-
-
-def shared_buffers(sequence: LayerSequence, cut: Cut) -> list[Shared]:
-    """Return the persistent buffers that several stages hold."""
-    return _shared(sequence.whole.model.named_buffers(remove_duplicate=False), sequence, cut)
-
-
-def _shared(named: Iterable[tuple[str, Tensor]], sequence: LayerSequence, cut: Cut) -> list[Shared]:
+def shared_tensors(sequence: LayerSequence, cut: Cut) -> list[Shared]:
+    """Return the parameters, and then the persistent buffers, that several stages hold."""
+    model = sequence.whole.model
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
-    for name, tensor in named:
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         names[tensor].append(name)
     n = len(sequence.names)
     in_stage = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import MODEL_PARALLEL, SGD, ddp_pipeline, pipeline
 from helpers.runs import in_campaign
-from helpers.special_modules import SPECIAL, Model, model_with
+from helpers.special_modules import ROOTS, SPECIAL, Model, Teacher, model_with
 from helpers.stage_toys import Chain
 from helpers.training import losses, train
 from orchestrator.config import schema
@@ -75,11 +76,24 @@ class CountsInGlue(Model):
         return self.head(self.third(F.relu(self.special(self.first(x))) * self.calls))
 
 
+class WarmsUp(Model):
+    """Its own ``forward`` behaves otherwise after some steps, which no comparison of the first ones shows."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(16, 16))
+        self.schedule = SimpleNamespace(step=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.schedule.step += 1
+        return super().forward(x) * (1.0 if self.schedule.step < 100 else 0.5)
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
         (CustomFunctionInGlue, "would not train as the whole model does: the gradient of "),
-        (CountsInGlue, "would not train as the whole model does: the loss of the pieces is "),
+        (CountsInGlue, "CountsInGlue: each forward pass changes its attribute calls"),
+        (WarmsUp, "WarmsUp: each forward pass changes its attribute schedule.step"),
     ],
 )
 def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: str) -> None:
@@ -87,6 +101,26 @@ def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: 
     answers = gang.ask(train, case, world_size=2)
     assert said in str(answers[0].error)
     assert "Job.stages" in str(answers[0].error)
+
+
+@pytest.mark.parametrize("name", ROOTS)
+@pytest.mark.parametrize("layout", ["model_parallel", "pipeline"])
+def test_a_root_that_is_more_than_a_list_of_layers(gang: Gang, name: str, layout: str) -> None:
+    """Its own ``forward``, hooks and parameters are part of the model, wherever it is cut."""
+    options, world_size = LAYOUTS[layout]
+    case = Case(job=Chain(build=ROOTS[name]), train=having(steps=4, global_batch_size=16))
+    (alone,) = gang.run(train, case, world_size=1)
+    ranks = gang.run(train, replace(case, options=replace(options, split="auto")), world_size=world_size)
+    torch.testing.assert_close(losses(ranks), losses([alone]), rtol=SGD, atol=0)
+    assert {name for rank in ranks for name in rank.model} == set(alone.model)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_frozen_layer_that_the_forward_pass_changes_elsewhere_is_refused(gang: Gang, through_data: bool) -> None:
+    options = replace(LAYOUTS["model_parallel"][0], split=("middle",))
+    job = Chain(build=functools.partial(Teacher, through_data=through_data))
+    answers = gang.ask(train, Case(job=job, train=having(steps=4), options=options), world_size=2)
+    assert "forward passes change" in str(answers[0].error)
 
 
 class TwoHalves(nn.Module):

@@ -188,3 +188,99 @@ SPECIAL: dict[str, Callable[[], nn.Module]] = {
 
 def model_with(name: str) -> nn.Module:
     return Model(SPECIAL[name])
+
+
+# Roots that are more than a list of layers ---------------------------------------------------------
+
+
+class Scaled(nn.Sequential):
+    """An ``nn.Sequential`` with a ``forward`` and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(*_layers())
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def patched_forward() -> nn.Module:
+    model = nn.Sequential(*_layers())
+    model.forward = lambda x: nn.Sequential.forward(model, x).tanh()  # type: ignore[method-assign]
+    return model
+
+
+def hooked_root() -> nn.Module:
+    model = nn.Sequential(*_layers())
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    model.register_forward_hook(lambda module, args, out: out.tanh() * 2)
+    return model
+
+
+def in_place_layers() -> nn.Module:
+    """Layers that overwrite what they are called with, as in most networks for images."""
+    first, second, third = (nn.Linear(n, m) for n, m in ((10, 16), (16, 16), (16, 4)))
+    return nn.Sequential(first, nn.ReLU(inplace=True), second, nn.ReLU(inplace=True), third)
+
+
+class InPlaceBlock(nn.Module):
+    """A residual block as torchvision writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.relu = nn.Linear(16, 16), nn.Linear(16, 16), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(self.relu(self.first(x)))
+        out += x
+        return self.relu(out)
+
+
+class InPlaceNetwork(nn.Module):
+    """Residual blocks behind a layer that the root's ``forward`` calls in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.relu, self.head = nn.Linear(10, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)
+        self.layer1 = nn.Sequential(InPlaceBlock(), InPlaceBlock())
+        self.layer2 = nn.Sequential(InPlaceBlock(), InPlaceBlock())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.stem(x))
+        x = self.layer2(self.layer1(x))
+        x = x + 0.1
+        x *= 2
+        return self.head(x)
+
+
+class Teacher(nn.Module):
+    """A frozen copy of a layer follows the layer in ``forward``, as in BYOL and MoCo."""
+
+    def __init__(self, *, through_data: bool) -> None:
+        super().__init__()
+        self.through_data = through_data
+        self.student, self.teacher = nn.Linear(10, 16), nn.Linear(10, 16).requires_grad_(False)
+        self.middle, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                if self.through_data:
+                    old.data = old.data * 0.5 + new.data * 0.5
+                else:
+                    old.mul_(0.5).add_(new, alpha=0.5)
+        hidden = self.middle(self.student(x).tanh())
+        return self.head(hidden + self.teacher(x))
+
+
+def _layers() -> list[nn.Module]:
+    return [nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
+
+
+ROOTS: dict[str, Callable[[], nn.Module]] = {
+    "own forward and parameter": Scaled,
+    "patched forward": patched_forward,
+    "hooks": hooked_root,
+    "in-place layers": in_place_layers,
+    "in-place network": InPlaceNetwork,
+}

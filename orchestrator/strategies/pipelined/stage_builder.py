@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orchestrator.job import Job
 from orchestrator.model.cut import Cut
-from orchestrator.model.layers import LayerCost, changing_buffers, costs, flow
+from orchestrator.model.layers import LayerCost, changing_tensors, costs, flow
 from orchestrator.model.parity import compare, free_memory
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
@@ -21,8 +21,7 @@ from orchestrator.model.stages import (
     Stage,
     build_stages,
     sequence_of,
-    shared_buffers,
-    shared_parameters,
+    shared_tensors,
 )
 
 
@@ -120,8 +119,7 @@ class StageBuilder:
     def check_parity(self, *, free_bytes: int | None = None) -> str | None:
         """Check on one micro-batch that the pieces of the model train as the whole model does.
 
-        Layers that are the model's own modules in their order do so by construction. For all others see
-        :func:`~orchestrator.model.parity.compare`, which uses less memory if less is free.
+        See :func:`~orchestrator.model.parity.compare`, which uses less memory if less is free.
 
         Args:
             free_bytes: the memory that may be used; None for half of what the device has free.
@@ -159,27 +157,34 @@ class StageBuilder:
 
         Raises:
             ValueError: something other than tensors flows between two stages, or stages on different ranks share a
-                buffer that forward passes change.
+                parameter or buffer that forward passes change.
         """
-        buffers = shared_buffers(self.sequence, cut)
-        if buffers:
-            changing = changing_buffers(self.sequence, self.inputs, precision=self.precision)
-            _check_shared_buffers(buffers, changing, stage_ranks)
+        shared = shared_tensors(self.sequence, cut)
+        if shared:
+            changing = changing_tensors(self.sequence, self.inputs, precision=self.precision)
+            _check_shared(shared, changing, stage_ranks)
         stages = build_stages(
-            self.constructor, self.sequence, self.values, cut, own, device=self.device, seed=self.seed
+            self.constructor,
+            self.sequence,
+            self.values,
+            cut,
+            own,
+            device=self.device,
+            seed=self.seed,
+            precision=self.precision,
         )
-        return BuiltStages(stages=stages, shared=[*shared_parameters(self.sequence, cut), *buffers])
+        return BuiltStages(stages=stages, shared=shared)
 
     def _loss(self, output: Any) -> Tensor:
         return self.job.loss(self.precision.outputs(output), self.target)
 
 
-def _check_shared_buffers(buffers: Sequence[Shared], changing: Collection[str], stage_ranks: Sequence[int]) -> None:
-    for buffer in buffers:
-        names = [name for of_stage in buffer.stages.values() for name in of_stage]
-        on_several_ranks = len({stage_ranks[stage] for stage in buffer.stages}) > 1
+def _check_shared(shared: Sequence[Shared], changing: Collection[str], stage_ranks: Sequence[int]) -> None:
+    for tensor in shared:
+        names = [name for of_stage in tensor.stages.values() for name in of_stage]
+        on_several_ranks = len({stage_ranks[stage] for stage in tensor.stages}) > 1
         if on_several_ranks and any(name in changing for name in names):
             raise ValueError(
-                f"{names[0]}: forward passes change this buffer, and stages on several workers would each change a "
+                f"{names[0]}: forward passes change this tensor, and stages on several workers would each change a "
                 "copy of their own; use its layer only once, or set strategy.split so that one worker has all its uses"
             )

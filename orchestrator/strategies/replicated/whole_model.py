@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from orchestrator.compat.generators import seed_generators
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows
 from orchestrator.model.modes import evaluation_mode, note_on_dropout
@@ -32,7 +33,7 @@ class WholeModel(OptimizerStep):
     """A strategy that has the whole model, the optimizer and the loss on this worker."""
 
     def setup(self, train_set: Dataset[Any]) -> None:
-        torch.manual_seed(self.context.seed)
+        seed_generators(self.context.seed)
         self.model = constructor_of(self.job, self.context.train, self.precision)().to(self.context.device)
         for model in models_of(self.model).values():
             # Inside of DistributedDataParallel, so that an evaluation runs compiled code too. The compiler knows of the

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import orchestrator
+from orchestrator.compat.generators import kept_generators
 from orchestrator.compat.torch import own_buffers, own_parameters, version_of
 
 Returned = TypeVar("Returned")
@@ -30,7 +31,7 @@ def call_without_effect(
 ) -> Returned:
     """Return what ``call()`` returns, and leave the training as it was.
 
-    Gradients are not recorded. Torch's random generators and the modes of the modules are restored afterwards.
+    Gradients are not recorded. The random generators and the modes of the modules are restored afterwards.
 
     Args:
         call: calls the job.
@@ -44,15 +45,10 @@ def call_without_effect(
     """
     modes = [] if model is None else [(module, module.training) for module in model.modules()]
     before = _versions(model)
-    random = torch.get_rng_state()
-    device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
-        with torch.no_grad():
+        with kept_generators(device), torch.no_grad():
             return call()
     finally:
-        torch.set_rng_state(random)
-        if device_random is not None:
-            torch.cuda.set_rng_state(device_random, device)
         for module, training in modes:
             module.training = training
         if (changed := _first_change(before, model)) is not None:

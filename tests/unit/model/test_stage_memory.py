@@ -46,7 +46,7 @@ def stage(number: int, layers: int, width: int) -> object:
     values = flow(sequence, inputs, precision=Precision())
     fresh = sequence_of(build, inputs, CPU, split=(), num_stages=2, job=NotByHand()).modules
     costs(fresh, values, inputs, precision=Precision(), loss=lambda out: out.square().mean())
-    return build_stages(build, sequence, values, CUT, [number], device=CPU, seed=1)
+    return build_stages(build, sequence, values, CUT, [number], device=CPU, seed=1, precision=Precision())
 
 
 def peak_growth_bytes(build: Callable[..., object], args: Sequence[int]) -> int:

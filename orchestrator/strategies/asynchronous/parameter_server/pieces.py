@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from orchestrator.compat.generators import seed_generators
 from orchestrator.job import Job
 from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_error, touches_rows_alone
 from orchestrator.model.stages import module_of
@@ -55,7 +56,7 @@ class ShardPieces:
         Raises:
             ValueError: shards cannot own parts of this optimizer, or there are more shards than elements.
         """
-        torch.manual_seed(seed)
+        seed_generators(seed)
         model = job.model()
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         if error := optimizer_error(optimizer):

@@ -1,0 +1,40 @@
+"""The random generators of a process: those of Python, of NumPy and of torch.
+
+NumPy's is seeded only in a process that has imported NumPy; torch's bridge to arrays has done so in most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+
+import torch
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all of them, with a seed below 2**63; those of CUDA devices at once if CUDA is in use, and else never."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def kept_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Give all generators back the states that they have now; of CUDA devices that of ``device`` only."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if device is not None and on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
