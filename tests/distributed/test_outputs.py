@@ -194,15 +194,24 @@ class LossOfTheModel(Whole):
         return super().metrics(output["logits"], target)
 
 
-def test_stages_train_on_a_loss_of_the_model_and_refuse_to_evaluate_padding_with_it(gang: Gang) -> None:
-    case = replace(case_of(LossOfTheModel()), train=having(steps=2))
+@dataclass(frozen=True, kw_only=True)
+class PartOfTheLossOfTheModel(LossOfTheModel):
+    """As a model with experts that adds a loss for their balance."""
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return Whole.loss(self, output["logits"], target) + 0.1 * output["loss"]
+
+
+@pytest.mark.parametrize("job", [LossOfTheModel(), PartOfTheLossOfTheModel()], ids=["all of it", "a part"])
+def test_stages_train_on_a_loss_of_the_model_and_refuse_to_evaluate_padding_with_it(gang: Gang, job: Whole) -> None:
+    case = replace(case_of(job), train=having(steps=2))
     (alone,) = gang.run(train, case, world_size=1)
     in_stages = LAYOUTS["GPipe-2"].of(case)
     assert case.train.global_batch_size != SAMPLES, "the last batch of the evaluation is padded"
     torch.testing.assert_close(losses(gang.run(train, in_stages, world_size=2)), losses([alone]), rtol=SGD, atol=0)
     errors = [answer.error for answer in gang.ask(trained, in_stages, world_size=2)]
     (refused,) = [error for error in errors if error]
-    assert "the loss is one that the model has computed, so it counts the padding" in refused
+    assert "the loss has a part that the model has computed over a whole batch, so it counts the padding" in refused
     assert "compute it in Job.loss, or use strategy=ddp" in refused
 
 

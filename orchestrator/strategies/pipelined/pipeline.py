@@ -48,6 +48,7 @@ from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.device_clock import WaitTimer
+from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.groups import new_group, own_group
 from orchestrator.strategies.optimizer_step import OptimizerStep
@@ -108,6 +109,7 @@ class Pipeline(OptimizerStep):
                 f"train.activation_checkpointing=selective: {schedule.name} computes backward passes in halves, and "
                 "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
             )
+        errors += diverging_errors(job, plan)
         return check_stages(config, job, plan, errors, size_key=cls.size_key)
 
     @classmethod

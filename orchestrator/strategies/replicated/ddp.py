@@ -34,6 +34,7 @@ from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.fused_updates import sparse_parameters
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_arguments, bucket_mb_for
@@ -92,6 +93,7 @@ class DDP(WholeModel):
                 f"strategy.bucket_mb={options.bucket_mb:g}: torch.compile cuts the backward pass at the buckets, which "
                 f"have to be larger than the first one; set it to {SMALLEST_COMPILED_BUCKET_MB:g} or more"
             )
+        errors += diverging_errors(job, plan)
         notes = check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
         return (*notes, *_bucket_notes(options, config.train, job, plan))
 

@@ -1,0 +1,30 @@
+"""Modules whose parameters would drift apart on the replicas of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from orchestrator.config.text import first_few
+from orchestrator.job import Job
+from orchestrator.model.meta import on_meta_device
+from orchestrator.planning.plan import Plan
+
+
+def diverging_errors(job: Job, plan: Plan) -> list[str]:
+    """Return why the replicas of a plan would not stay equal; empty if nothing is known to change them.
+
+    ``max_norm`` of an embedding rescales the rows that a replica looks up, and only there.
+    """
+    if plan.mesh.data_parallel_size == 1 or (model := on_meta_device(job.model)) is None:
+        return []
+    tables = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
+    if not tables:
+        return []
+    return [
+        f"max_norm of {first_few(tables, 2)}: each replica would rescale only the rows that its own samples look up, "
+        "and the replicas' weights would drift apart; leave it out, or use strategy=single or strategy=pipeline"
+    ]

@@ -1,0 +1,44 @@
+"""Models whose replicas would drift apart are refused before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from torch import nn
+
+from helpers.plans import GPU_BOX, config_of, plan_of
+from helpers.toys import Toy
+from orchestrator.strategies import registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Toy):
+    max_norm: float | None = 1.0
+
+    def model(self) -> nn.Module:
+        table = nn.EmbeddingBag(10, 16, max_norm=self.max_norm)
+        return nn.Sequential(table, nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+
+
+def errors_of(job: Table, *overrides: str) -> list[str]:
+    config, plan = config_of(*overrides), plan_of(GPU_BOX, *overrides)
+    errors: list[str] = []
+    registry.load(config.strategy.name).check_job(config, job, plan, errors)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("strategy=ddp", "strategy.num_workers=2"),
+        ("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"),
+    ],
+)
+def test_max_norm_of_an_embedding_is_refused_with_replicas(overrides: tuple[str, ...]) -> None:
+    assert [error for error in errors_of(Table(), *overrides) if error.startswith("max_norm of 0: each replica")]
+    assert not [error for error in errors_of(Table(max_norm=None), *overrides) if "max_norm" in error]
+
+
+def test_without_replicas_it_is_not() -> None:
+    assert not [error for error in errors_of(Table(), "strategy=single") if "max_norm" in error]
