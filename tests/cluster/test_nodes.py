@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import socket
@@ -17,6 +16,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from helpers.disks import require_mounts
+from helpers.nodes import node_with_its_own
 from helpers.runs import events_below, last_step, wait_for, wait_for_step
 from helpers.unfit import other_torch
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
@@ -157,7 +157,7 @@ def test_nodes_that_join_later_are_checked_before_a_worker_starts_there(
     run.wait_for(run.warnings)
     cluster.add_node(num_cpus=1)
     run.wait_for_step(1)
-    with node_with_its_own(outputs, cluster):
+    with node_with_its_own(outputs, cluster.address, lambda: len(cluster.global_state._live_node_ids())):
         run.wait_for(lambda: len(run.warnings()) == 2)
         run.stop()
     in_the_wait, in_training = run.warnings()
@@ -193,7 +193,7 @@ def test_an_output_directory_that_a_node_does_not_share_is_refused(
     require_mounts()
     outputs = tmp_path / "outputs"
     outputs.mkdir()
-    with node_with_its_own(outputs, cluster):
+    with node_with_its_own(outputs, cluster.address, lambda: len(cluster.global_state._live_node_ids())):
         output = start("strategy.num_workers=2", "train.steps=30").output(code=1)
     assert f"output_dir={outputs} is not shared: the node {socket.gethostname()} does not see this run there" in output
     assert "Traceback" not in output
@@ -208,7 +208,7 @@ def test_with_a_url_every_node_writes_to_a_directory_of_its_own(
     staging.mkdir()
     url = (f"output_dir=file://{store}", f"storage.staging_dir={staging}", "storage.upload_every_s=0.5")
     faults = "recovery.chaos=[kill@20:0,kill@40:1]"
-    with node_with_its_own(staging, cluster):
+    with node_with_its_own(staging, cluster.address, lambda: len(cluster.global_state._live_node_ids())):
         output = start("strategy.num_workers=2", "train.steps=60", *url, faults).output(code=0)
     (stored,) = store.glob("*/*")
     assert f"run directory: file://{stored}" in output
@@ -222,32 +222,6 @@ def test_with_a_url_every_node_writes_to_a_directory_of_its_own(
     assert of_node.parent.name.startswith(socket.gethostname())
     for log in (of_driver, of_node):
         assert log.read_text().count("worker process ") == 2
-
-
-@contextlib.contextmanager
-def node_with_its_own(folder: Path, cluster: Cluster) -> Iterator[None]:
-    """A node with one CPU on which another file system is mounted at ``folder``."""
-    ray_start = [
-        Path(sys.executable).with_name("ray"),
-        "start",
-        "--address",
-        cluster.address,
-        "--num-cpus=1",
-        "--block",
-    ]
-    num_nodes = len(cluster.global_state._live_node_ids())
-    process = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', folder, *ray_start],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        wait_for(lambda: len(cluster.global_state._live_node_ids()) > num_nodes, "the node")
-        yield
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 @pytest.mark.campaign
