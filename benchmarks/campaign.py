@@ -121,6 +121,7 @@ def run_all(planned: Sequence[TrialId]) -> Iterator[Trial]:
                 folder=folder,
                 rng=random.Random(str(trial_id)),
                 tracking_uri=f"sqlite:///{root}/mlflow.db" if kind.tracked else None,
+                experiment=folder.name,
             )
             expected, shared_before = reference(trial_id.layout), shared_memory()
             trial = run_trial(trial_id, kind, setting, expected)

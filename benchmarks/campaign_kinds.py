@@ -9,31 +9,32 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 
-import ray
 from arms import HERE, kill_tree
-from campaign_trial import CHECKPOINT_EVERY, STEPS, TRIAL_TIMEOUT_S, Ended, Kind, Layout, Setting, ended, train
+from campaign_commands import HEALTHY, IMPORTS, beside, ended_process, last_step, launched, run_dir
+from campaign_company import reader_on_node, second_driver, sweep_and_run, two_resume, two_users
+from campaign_trial import (
+    CHECKPOINT_EVERY,
+    STEPS,
+    STOPPED,
+    TRIAL_TIMEOUT_S,
+    Ended,
+    Kind,
+    Layout,
+    Setting,
+    train,
+    wrong_upload,
+)
 
 from helpers.disks import freezable_disk, mounted
 from helpers.runs import events, wait_for
 from orchestrator.policy.recovery import GENERATIONS_WITHOUT_PROGRESS
-from orchestrator.records.journal import read_metrics
-from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import list_checkpoints
 
 FAULTY = ("recovery.hang_min_s=2", "recovery.hang_max_s=20")
 FAULTS = ("raise", "exit", "kill", "segv", "stop", "sleep")
 PHASES = ("train", "train", "train", "join", "build", "eval", "checkpoint", "end")
-HEALTHY = (
-    "job._target_=stalling_job.Stalling",
-    "recovery.hang_min_s=6",
-    "recovery.hang_max_s=30",
-    "recovery.build_max_s=30",
-    "recovery.max_failures=0",
-)
 STALLS = {
     "job.build_s": (1, 4),
     "job.compile_s": (1, 10),
@@ -46,11 +47,9 @@ CLOCK_STEPS_S = (-86_400, -3600, -60, -2, 2, 60, 3600, 86_400)
 FENCES = {"removed": None, "of another generation": '{"generation": "another"}', "damaged": "{"}
 """What happens to the fence file, and its text then; None if it is gone."""
 SKIPPED = re.compile(r"the checkpoint of step (\d+) is skipped")
-IMPORTS = f"{HERE}:{HERE.parent}"
-"""What a command needs on its path to find the jobs of the benchmarks."""
-FULL_DISK = "size=4m"
-ANOTHER_BOOTTIME = ("unshare", "--map-root-user", "--time", "--boottime", "86400")
-"""Runs a command in a time namespace, whose clock of the time since boot is a day ahead."""
+FULL_DISK, SMALL_DISK = "size=4m", "size=2m"
+BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""A program that uses a core until its parent has ended."""
 
 
 def worker_faults(setting: Setting, drawn: list[str]) -> Ended:
@@ -164,56 +163,44 @@ def full_disk(setting: Setting, drawn: list[str]) -> Ended:
     return replace(run, problems=(f"exit {run.exit_code}, but the last checkpoint is there",) * contradiction)
 
 
-def second_driver(setting: Setting, drawn: list[str]) -> Ended:
-    """A second command with ``resume=auto`` starts while the first one trains.
-
-    In half of the trials it starts in a time namespace, in which every process has another start time.
-    """
-    prefix = setting.rng.choice(((), ANOTHER_BOOTTIME))
-    step = setting.rng.randrange(STEPS // 3)
-    drawn += [f"after step {step}", *prefix]
-    problems = []
-
-    def interfere(over: threading.Event) -> None:
-        wait_for(lambda: over.is_set() or last_step(setting) >= step, f"step {step}")
-        first = run_dir(setting)
-        before = first.read_record()
-        with launched(setting, *slow, prefix=prefix) as second:
-            second.wait(TRIAL_TIMEOUT_S)
-        if over.is_set():
-            problems.append("the first command has ended too early to say anything about the second")
-        elif second.returncode != 2:
-            problems.append(f"the second command: exit {second.returncode}")
-        if any(run_dir(setting).read_record()[key] != before[key] for key in ("uid", "driver", "started")):
-            problems.append("the second command has left a trace")
-
-    slow = (*HEALTHY, "job.loss_s=0.4", "resume=auto")
-    with beside(interfere):
-        run = train(setting, *slow)
-    return replace(run, problems=tuple(problems))
+def busy_machine(setting: Setting, drawn: list[str]) -> Ended:
+    """Other processes use all cores from before the run until its upload has ended."""
+    with other_processes(drawn), launched(setting, *HEALTHY, address="local") as process:
+        return uploaded_process(setting, process)
 
 
-def two_resume(setting: Setting, drawn: list[str]) -> Ended:
-    """The driver is killed, and then two commands with ``resume=auto`` start at the same moment: one of them trains."""
-    step = setting.rng.randrange(CHECKPOINT_EVERY + 2, STEPS - 5)
-    drawn += [f"killed after step {step}"]
-    slow = (*HEALTHY, "job.loss_s=0.1", "resume=auto")
-    with launched(setting, *slow) as process:
-        wait_for(lambda: last_step(setting) >= step, f"step {step}")
-        first = run_dir(setting)
-        wait_for(lambda: list_checkpoints(first.checkpoints), "a checkpoint")
-        process.kill()
-    with launched(setting, *slow) as one, launched(setting, *slow) as other:
-        for process in (one, other):
-            process.wait(TRIAL_TIMEOUT_S)
-    codes = {process.returncode: process for process in (one, other)}
-    problems = []
-    if set(codes) != {0, 2}:
-        problems.append(f"exit codes {one.returncode} and {other.returncode}")
-    if run_dir(setting) != first:
-        problems.append("another run directory")
-    run = ended_process(setting, codes.get(0, one))
-    return replace(run, problems=tuple(problems))
+@contextlib.contextmanager
+def other_processes(drawn: list[str]) -> Iterator[None]:
+    """Keep more processes than there are cores busy during the block."""
+    count = len(os.sched_getaffinity(0)) + 1
+    drawn += [f"{count} other processes"]
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            # In a session of its own, it competes as another user's process does (sched_autogroup).
+            busy = subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True)
+            stack.callback(kill_tree, busy)
+        yield
+
+
+def small_tmpdir(setting: Setting, drawn: list[str]) -> Ended:
+    """TMPDIR is a file system that is smaller than the log of a rank, which the upload copies."""
+    log_kb = setting.rng.randrange(200, 400)
+    drawn += [f"job.log_kb={log_kb}"]
+    folder = setting.folder / "tmp"
+    folder.mkdir()
+    words = (*HEALTHY, f"job.log_kb={log_kb}", f"cluster.env.TMPDIR={folder}")
+    with (
+        mounted(folder, "-t", "tmpfs", "-o", SMALL_DISK, "tmpfs"),
+        launched(setting, *words, environment={"TMPDIR": str(folder)}) as process,
+    ):
+        return uploaded_process(setting, process)
+
+
+def uploaded_process(setting: Setting, process: subprocess.Popen[bytes]) -> Ended:
+    """Wait for the end of a command and for its upload, and read what its run has left behind."""
+    process.wait(TRIAL_TIMEOUT_S)
+    run = ended_process(setting, process)
+    return replace(run, problems=tuple(wrong_upload(setting, [run])))
 
 
 KINDS = {
@@ -224,73 +211,10 @@ KINDS = {
     "full disk": Kind(disturb=full_disk, exit_codes=(0, 3), tracked=True),
     "second driver": Kind(disturb=second_driver, tracked=True),
     "two resume at once": Kind(disturb=two_resume, tracked=True),
+    "reader on a node": Kind(disturb=reader_on_node),
+    "two users": Kind(disturb=two_users, exit_codes=(0, STOPPED), tracked=True),
+    "sweep and run": Kind(disturb=sweep_and_run, tracked=True),
+    "busy machine": Kind(disturb=busy_machine, tracked=True),
+    "small TMPDIR": Kind(disturb=small_tmpdir, tracked=True),
     "stalls": Kind(disturb=stalls),
 }
-
-
-@contextlib.contextmanager
-def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Call ``work(over)`` in a thread during the block; the event ``over`` is set when the block ends.
-
-    Raises:
-        Exception: what ``work`` raised.
-    """
-    over = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work, over)
-        try:
-            yield
-        finally:
-            over.set()
-    future.result()
-
-
-@contextlib.contextmanager
-def launched(
-    setting: Setting,
-    *overrides: str,
-    address: str = "",
-    prefix: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the layout as a command, which is killed with its children if it is still running after the block.
-
-    ``address``: that of the Ray to use; empty for the Ray of this process. ``prefix``: a command that runs the command.
-    """
-    cluster = f"cluster.address={address or ray.get_runtime_context().gcs_address}"
-    with (setting.folder / "output.txt").open("ab") as output:
-        process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "orchestrator.launch", cluster, *setting.overrides, *overrides],
-            cwd=setting.folder,
-            env={**os.environ, "PYTHONPATH": IMPORTS, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield process
-    finally:
-        kill_tree(process)
-
-
-def ended_process(setting: Setting, process: subprocess.Popen[bytes]) -> Ended:
-    """Read what the run of a command has left behind."""
-    last_lines = " ".join((setting.folder / "output.txt").read_text().split()[-60:])
-    return ended(run_dir(setting), exit_code=process.returncode, reason=last_lines)
-
-
-def run_dir(setting: Setting) -> RunDir:
-    """Return the only run of a trial.
-
-    Raises:
-        AssertionError: there are others, or none appears.
-    """
-    runs = wait_for(lambda: list(setting.output_dir.glob("*/*/run.json")), "a run")
-    assert len(runs) == 1, f"{len(runs)} runs"
-    return RunDir(runs[0].parent)
-
-
-def last_step(setting: Setting) -> int:
-    """Return the last step that a trial has logged; 0 before the first."""
-    runs = setting.output_dir.glob("*/*/run.json")
-    return max((step for run in runs for step, _, _ in read_metrics(RunDir(run.parent))), default=0)

@@ -6,9 +6,10 @@ import contextlib
 import functools
 import io
 import random
+import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import orchestrator
 from helpers.runs import losses
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import path_of
+from orchestrator.tracking.uri import sqlite_path
 
 STEPS = 30
 CHECKPOINT_EVERY = 10
@@ -33,7 +35,15 @@ OVERRIDES = (
     "job.depth=3",
     "recovery.backoff_s=0.1",
 )
-TRIAL_TIMEOUT_S = 120.0
+TRIAL_TIMEOUT_S = 300.0
+"""The longest trial, also on a busy machine; on a quiet one, it takes about 30 s."""
+UPLOAD_TIMEOUT_S = 180.0
+"""How long an upload to MLflow may go on after the command, as it does on a busy machine."""
+UPLOAD_POLL_S = 0.5
+SWEEP_TAG = "orchestrator.sweep_id"
+"""The tag of a sweep's own run in MLflow."""
+STOPPED = 128 + signal.SIGTERM
+"""The exit code of a run that was stopped from elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +55,14 @@ class Layout:
 
     overrides: tuple[str, ...]
     ranks: int
+    spares: int = 0
     tolerance: float | None = 1e-5
 
 
 LAYOUTS = {
     "single": Layout(overrides=("strategy=single",), ranks=1),
     "ddp": Layout(overrides=("strategy=ddp",), ranks=2),
-    "ddp with a spare": Layout(overrides=("strategy=ddp", "recovery.spares=1"), ranks=2),
+    "ddp with a spare": Layout(overrides=("strategy=ddp", "recovery.spares=1"), ranks=2, spares=1),
     "ddp, 1 to 3 workers": Layout(overrides=("strategy=ddp", "strategy.num_workers=[1,3]"), ranks=3, tolerance=1e-4),
     "pipeline": Layout(overrides=("strategy=pipeline",), ranks=2),
     "pipeline with copies": Layout(overrides=("strategy=pipeline", "recovery.peer_copy_every=4"), ranks=2),
@@ -78,22 +89,31 @@ class Outcome:
 class Setting:
     """What a kind of trouble may use: a layout, an empty folder, and a generator for what it draws.
 
-    ``tracking_uri`` is MLflow's database, which the trials share; None for runs that upload nothing.
+    ``tracking_uri`` is MLflow's database, which the trials share; None for runs that upload nothing. ``experiment`` is
+    the MLflow experiment of this trial alone. ``scheme`` is ``file://`` if the runs use their directory as a store.
     """
 
     layout: Layout
     folder: Path
     rng: random.Random
     tracking_uri: str | None = None
+    experiment: str = ""
+    scheme: str = ""
 
     @property
     def output_dir(self) -> Path:
         return self.folder / "outputs"
 
     @property
-    def experiment(self) -> str:
-        """The MLflow experiment of this trial alone."""
-        return self.folder.name
+    def location(self) -> str:
+        """The output directory as a path or URL."""
+        return f"{self.scheme}{self.output_dir}"
+
+    def part(self, name: str) -> Setting:
+        """Return the setting of one of several commands of the trial, with a folder of its own."""
+        folder = self.folder / name
+        folder.mkdir()
+        return replace(self, folder=folder)
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -105,18 +125,28 @@ class Setting:
                 f"tracking.experiment={self.experiment}",
                 "tracking.log_model=false",
             )
-        return (*self.layout.overrides, *OVERRIDES, *tracking, f"output_dir={self.output_dir}")
+        return (*self.layout.overrides, *OVERRIDES, *tracking, f"output_dir={self.location}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a disturbed run ended. ``problems``: what was wrong that only its kind of trouble knows of."""
+    """How a disturbed run ended.
+
+    ``problems``: what was wrong that only its kind of trouble knows of. ``others``: the other runs of the trial, of
+    which the same is promised.
+    """
 
     exit_code: int
     reason: str
     record: Mapping[str, Any]
     outcome: Outcome
     problems: tuple[str, ...] = ()
+    others: tuple[Ended, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """The state that ``run.json`` has to have for the exit code."""
+        return {0: "finished", STOPPED: "killed"}.get(self.exit_code, "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +217,11 @@ def train(setting: Setting, *overrides: str) -> Ended:
 
 def ended(run_dir: RunDir, *, exit_code: int, reason: str) -> Ended:
     """Read what a finished run has left behind."""
-    weights = path_of(run_dir.checkpoints, STEPS) / "model.safetensors"
-    outcome = Outcome(losses=losses(run_dir.path), weights=load(weights.read_bytes()) if weights.exists() else None)
+    weights = next(path_of(run_dir.checkpoints, STEPS).glob("model*.safetensors"), None)
+    outcome = Outcome(
+        losses=losses(run_dir.path) if run_dir.metrics_file.exists() else {},
+        weights=load(weights.read_bytes()) if weights else None,
+    )
     return Ended(exit_code=exit_code, reason=reason, record=run_dir.read_record(), outcome=outcome)
 
 
@@ -210,9 +243,11 @@ def run_trial(trial_id: TrialId, kind: Kind, setting: Setting, expected: Outcome
     except Exception as e:
         return Trial(id=trial_id, drawn=tuple(drawn), problems=(f"{type(e).__name__}: {e}",))
     seconds = time.monotonic() - start
-    problems = [*run.problems, *broken_promises(kind, run, expected, setting.layout.tolerance)]
-    if setting.tracking_uri is not None:
-        problems += wrong_upload(setting.tracking_uri, setting.experiment, run)
+    runs = (run, *run.others)
+    problems = list(run.problems)
+    for each in runs:
+        problems += broken_promises(kind, each, expected, setting.layout.tolerance)
+    problems = problems or wrong_upload(setting, runs)
     problems += leaks()
     problems += [f"it took {seconds:.0f} s"] * (seconds > TRIAL_TIMEOUT_S)
     summary = run.record.get("summary", {})
@@ -234,32 +269,50 @@ def broken_promises(kind: Kind, run: Ended, expected: Outcome, tolerance: float 
     problems = []
     if run.exit_code == 0 and run.outcome.weights is None:
         problems.append("exit 0 without the last checkpoint")
-    state = "finished" if run.exit_code == 0 else "failed"
-    if run.record.get("state") != state:
-        problems.append(f"run.json says {run.record.get('state')}, not {state}")
+    if run.record.get("state") != run.state:
+        problems.append(f"run.json says {run.record.get('state')}, not {run.state}")
     summary = run.record.get("summary", {})
     restarts, steps_lost = summary.get("restarts", 0), summary.get("steps_lost", 0)
     if restarts and not kind.loses_workers:
         problems.append(f"{restarts} recoveries, but no worker was harmed")
     if steps_lost > restarts * kind.max_steps_lost:
         problems.append(f"{steps_lost} steps lost in {restarts} recoveries")
-    if not kind.loses_workers and (missing := expected.losses.keys() - run.outcome.losses.keys()):
+    keeps_all = not kind.loses_workers and run.exit_code != STOPPED
+    if keeps_all and (missing := expected.losses.keys() - run.outcome.losses.keys()):
         problems.append(f"no loss of the steps {sorted(missing)}")
     return problems + differences(run.outcome, expected, tolerance)
 
 
-def wrong_upload(tracking_uri: str, experiment: str, run: Ended) -> list[str]:
-    """Describe how what MLflow has of a trial differs from the one run that it had."""
+def wrong_upload(setting: Setting, runs: Sequence[Ended]) -> list[str]:
+    """Describe how what MLflow has of the runs of a trial differs from them, after a wait for the upload."""
+    if setting.tracking_uri is None:
+        return []
+    expected = sorted((run.state.upper(), sorted(run.outcome.losses.items())) for run in runs)
+    deadline = time.monotonic() + UPLOAD_TIMEOUT_S
+    while (found := uploaded(setting)) != expected and time.monotonic() < deadline:
+        time.sleep(UPLOAD_POLL_S)
+    states, expected_states = ([state for state, _ in each] for each in (found, expected))
+    if states != expected_states:
+        return [f"MLflow has {states}, not {expected_states}"]
+    return ["the losses in MLflow differ from those of the journal"] * (found != expected)
+
+
+def uploaded(setting: Setting) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Return the status of each run of a trial in MLflow, and its losses by step. A sweep's own run is left out."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(tracking_uri)
-    found = client.get_experiment_by_name(experiment)
-    uploaded = client.search_runs([found.experiment_id]) if found else []
-    status = "FINISHED" if run.exit_code == 0 else "FAILED"
-    if (statuses := [one.info.status for one in uploaded]) != [status]:
-        return [f"MLflow has {statuses}, not {[status]}"]
-    points = {point.step: point.value for point in client.get_metric_history(uploaded[0].info.run_id, "train/loss")}
-    return ["the losses in MLflow differ from those of the journal"] * (points != run.outcome.losses)
+    assert setting.tracking_uri is not None
+    database = sqlite_path(setting.tracking_uri)
+    if database is None or not database.exists():  # a client would create it, while the upload does too
+        return []
+    client = MlflowClient(setting.tracking_uri)
+    experiment = client.get_experiment_by_name(setting.experiment)
+    found = client.search_runs([experiment.experiment_id]) if experiment else []
+    return sorted(
+        (run.info.status, sorted((p.step, p.value) for p in client.get_metric_history(run.info.run_id, "train/loss")))
+        for run in found
+        if SWEEP_TAG not in run.data.tags
+    )
 
 
 def differences(found: Outcome, expected: Outcome, tolerance: float | None) -> list[str]:

@@ -21,7 +21,8 @@ class Stalling(Digits):
     ``build_s`` is that of building the model, ``compile_s`` that of the first loss with and the first without
     gradients, ``open_s`` that of the first sample that a process reads from each dataset object, ``disk_s`` that of
     each sample whose index is a multiple of 151, and ``val_s`` that of each validation sample that is one of 10.
-    ``loss_s`` is that of each training loss, which leaves time for something to happen during a run.
+    ``loss_s`` is that of each training loss, which leaves time for something to happen during a run. ``log_kb`` is what
+    each training loss prints, in kB.
     """
 
     build_s: float = 0.0
@@ -30,6 +31,7 @@ class Stalling(Digits):
     disk_s: float = 0.0
     val_s: float = 0.0
     loss_s: float = 0.0
+    log_kb: int = 0
     compiled: set[bool] = field(default_factory=set, init=False, repr=False)
 
     def model(self) -> nn.Module:
@@ -45,6 +47,8 @@ class Stalling(Digits):
             time.sleep(self.compile_s)
         if mode:
             time.sleep(self.loss_s)
+            for _ in range(self.log_kb):
+                print("." * 999)
         return super().loss(output, target)
 
 

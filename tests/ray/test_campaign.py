@@ -10,11 +10,23 @@ import pytest
 from helpers.runs import ROOT, in_campaign
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "kind",
     [
         "slow file system",
-        *in_campaign("clock step", "lost fence", "full disk", "second driver", "two resume at once"),
+        *in_campaign(
+            "clock step",
+            "lost fence",
+            "full disk",
+            "second driver",
+            "two resume at once",
+            "reader on a node",
+            "two users",
+            "sweep and run",
+            "busy machine",
+            "small TMPDIR",
+        ),
     ],
 )
 def test_a_disturbed_run_ends_as_promised(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +39,7 @@ def test_a_disturbed_run_ends_as_promised(kind: str, tmp_path: Path, monkeypatch
         folder = tmp_path / name
         folder.mkdir()
         uri = f"sqlite:///{tmp_path}/mlflow.db" if KINDS[kind].tracked else None
-        return Setting(layout=LAYOUTS["ddp"], folder=folder, rng=random.Random(0), tracking_uri=uri)
+        return Setting(layout=LAYOUTS["ddp"], folder=folder, rng=random.Random(0), tracking_uri=uri, experiment=name)
 
     undisturbed = train(setting("undisturbed"))
     trial = run_trial(TrialId(0, 0, kind, "ddp"), KINDS[kind], setting("disturbed"), undisturbed.outcome)
