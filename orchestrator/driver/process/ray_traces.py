@@ -48,8 +48,9 @@ def _listeners(ports: set[int]) -> dict[int, str]:
     found: dict[int, str] = {}
     with contextlib.suppress(psutil.AccessDenied):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
-                found[connection.laddr.port] = _program(connection.pid)
+            address = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and address and address.port in ports:
+                found[address.port] = _program(connection.pid)
     return found
 
 
