@@ -38,12 +38,20 @@ class LineWriter:
             self.write("\n")
 
 
+class _MarkingWriter(LineWriter):
+    """A text stream that writes its lines with a mark to the stream ``below``."""
+
+    def __init__(self, mark: str, below: TextIO):
+        super().__init__(lambda line: print(mark + line, file=below, flush=True))
+        self.fileno = below.fileno
+        """For :mod:`faulthandler`, which ``ray.init`` enables; lines that are written to it have no mark."""
+
+
 @contextlib.contextmanager
 def marked_output() -> Iterator[None]:
     """Mark what Python code writes to stdout and stderr in this context, and write both to stdout."""
     stdout = sys.stdout
-    out = LineWriter(lambda line: print(_OUT + line, file=stdout, flush=True))
-    error = LineWriter(lambda line: print(_ERROR + line, file=stdout, flush=True))
+    out, error = _MarkingWriter(_OUT, stdout), _MarkingWriter(_ERROR, stdout)
     try:
         with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, error)):
             yield

@@ -264,6 +264,8 @@ def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
     listed = verb("runs", "--state", "running", "--json")
     assert listed.returncode == 0, listed.stderr
     assert [(run["location"], run["state"]) for run in json.loads(listed.stdout)] == [(str(run_dir), "running")]
+    queued = verb("queue", "list")
+    assert (queued.returncode, run_dir.name in queued.stdout) == (0, True), queued.stdout + queued.stderr
     program = (sys.executable, "-m", "orchestrator.logs", run_dir.name, "--rank", "0", "--follow")
     env = {**head.env, **elsewhere, "RAY_API_SERVER_ADDRESS": head.dashboard}
     followed = subprocess.Popen(program, cwd=laptop, env=env, text=True, stdout=subprocess.PIPE)

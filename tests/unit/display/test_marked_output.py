@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 
 import pytest
@@ -40,3 +41,12 @@ def test_a_command_that_does_not_start_leaves_its_reason(capsys: pytest.CaptureF
     log.end()
     assert (log.preamble, log.has_marks) == (["No module named rich", "exit"], False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_library_may_write_below_as_faulthandler_does_which_ray_enables(capfd: pytest.CaptureFixture[str]) -> None:
+    with marked_output():
+        print("a warning", file=sys.stderr)
+        faulthandler.dump_traceback()
+    marked, *stack = capfd.readouterr().out.split("\n")
+    assert marked.endswith(" a warning")
+    assert "(most recent call first)" in stack[0]
