@@ -112,7 +112,7 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, drive
         return 1
     cursor = transfer.cursor
     with contextlib.suppress(OSError):  # a full disk: the upload is complete
-        run_dir.update_record(mlflow_run_id=cursor.run_id)
+        run_dir.record_upload(cursor.run_id)
     start = before.points if before.run_id == cursor.run_id else 0
     print(f"uploaded {cursor.points - start} points; all {cursor.points} are on {server}")
     if driver_alive:

@@ -248,6 +248,16 @@ class RunDir:
         with self.edit_record() as record:
             record.update(values)
 
+    def record_upload(self, mlflow_run_id: str | None) -> None:
+        """Enter the id on the tracking server, also into the summary of a run that has ended.
+
+        Raises as :meth:`edit_record`.
+        """
+        with self.edit_record() as record:
+            record["mlflow_run_id"] = mlflow_run_id
+            if record.get("summary"):
+                record["summary"] = {**record["summary"], "mlflow_run_id": mlflow_run_id}
+
     @contextlib.contextmanager
     def edit_record(self) -> Iterator[dict[str, Any]]:
         """Yield the contents of ``run.json``, and write them back if the block changes them.

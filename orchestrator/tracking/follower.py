@@ -301,7 +301,7 @@ def _record_upload(run_dir: RunDir) -> None:
     cursor, ending = read_cursor(run_dir), final_ending(run_dir)
     if ending is not None and cursor.closed_at == ending.time:
         with contextlib.suppress(OSError, ValueError):
-            run_dir.update_record(mlflow_run_id=cursor.run_id)
+            run_dir.record_upload(cursor.run_id)
 
 
 def _has_points(run_dir: RunDir) -> bool:

@@ -156,7 +156,8 @@ log = Path(sys.argv[1])
 Output(lambda stream: stream, most_bytes=1000, check_every_s=0.01).redirect(log)
 for number in range(200_000):
     print("line", number)
-    if log.with_name("rank-0.2.log").exists():
+    part = log.with_name("rank-0.2.log")
+    if part.exists() and part.stat().st_size:  # the output goes there: it begins with a line that says whose it is
         break
     time.sleep(0.001)
 ctypes.string_at(0)
