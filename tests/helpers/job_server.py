@@ -1,6 +1,6 @@
 """A stand-in for the job server of Ray's dashboard, which takes packages and jobs and runs none of them.
 
-Each job has written the same log, and goes on or has succeeded.
+Each job has written the same log, and goes on until it is stopped or has ended.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import ray
 
 @dataclass(frozen=True)
 class JobServerStandIn:
-    """``packages``: the uploaded ones by URI path. ``jobs``: the requests for jobs, in order."""
+    """``packages``: the uploaded ones by URI path. ``jobs``: what was submitted. ``requests``: those on these jobs."""
 
     url: str
     packages: dict[str, bytes] = field(default_factory=dict)
     jobs: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
     def files(self) -> list[list[str]]:
         """Return the names in each zip among the packages."""
@@ -34,9 +35,27 @@ class JobServerStandIn:
 
 
 @contextlib.contextmanager
-def job_server(log: str = "", *, goes_on: bool = False) -> Iterator[JobServerStandIn]:
-    """Serve on a free port of this machine. ``log``: that of each job, up to 64 KiB."""
+def job_server(
+    log: str = "", *, later: str = "", exit_code: int = 0, goes_on: bool = False
+) -> Iterator[JobServerStandIn]:
+    """Serve on a free port of this machine.
+
+    Args:
+        log: what each job has written, up to 64 KiB.
+        later: what each job writes next, which only those see who follow its log; as long at most.
+        exit_code: that of each job.
+        goes_on: the jobs run until they are stopped.
+    """
     ended = threading.Event()
+    stopped: set[str] = set()
+
+    def job_info(submission_id: str) -> dict[str, Any]:
+        info = {"type": "SUBMISSION", "entrypoint": "true"}
+        if submission_id in stopped:
+            return info | {"status": "STOPPED"}
+        if goes_on:
+            return info | {"status": "RUNNING"}
+        return info | {"status": "FAILED" if exit_code else "SUCCEEDED", "driver_exit_code": exit_code}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -44,9 +63,10 @@ def job_server(log: str = "", *, goes_on: bool = False) -> Iterator[JobServerSta
                 self._answer(200, {"version": "4", "ray_version": ray.__version__})
             elif self.path.endswith("/logs/tail"):
                 self._send_log()
+            elif self.path.endswith("/logs"):
+                self._answer(200, {"logs": log})
             elif self.path.startswith("/api/jobs/"):
-                status = "RUNNING" if goes_on else "SUCCEEDED"
-                self._answer(200, {"type": "SUBMISSION", "status": status, "entrypoint": "true"})
+                self._answer(200, job_info(self.path.split("/")[3]))
             else:
                 self._answer(200 if self.path in stand_in.packages else 404, {})
 
@@ -56,6 +76,7 @@ def job_server(log: str = "", *, goes_on: bool = False) -> Iterator[JobServerSta
 
         def do_POST(self) -> None:
             if self.path.endswith("/stop"):
+                stopped.update([self.path.split("/")[3]] if goes_on else [])
                 self._answer(200, {"stopped": goes_on})
                 return
             job = json.loads(self._body())
@@ -66,7 +87,7 @@ def job_server(log: str = "", *, goes_on: bool = False) -> Iterator[JobServerSta
             self._answer(200, {"deleted": True})
 
         def _send_log(self) -> None:
-            """Send the log as a frame of a WebSocket, and close it at the end of the job."""
+            """Send the log as frames of a WebSocket, and close it at the end of the job."""
             key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
             accept = base64.b64encode(hashlib.sha1(key.encode()).digest()).decode()
             self.send_response_only(101)
@@ -77,10 +98,12 @@ def job_server(log: str = "", *, goes_on: bool = False) -> Iterator[JobServerSta
             }.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(b"\x81\x7e" + len(log.encode()).to_bytes(2, "big") + log.encode())
+            for text in filter(None, (log, later)):
+                self.wfile.write(b"\x81\x7e" + len(text.encode()).to_bytes(2, "big") + text.encode())
             if goes_on:
                 ended.wait(60)
             self.wfile.write(b"\x88\x02\x03\xe8")
+            self.rfile.read(8)  # the answer; a connection that is closed before it is a lost one
             self.close_connection = True
 
         def _body(self) -> bytes:
@@ -95,6 +118,12 @@ def job_server(log: str = "", *, goes_on: bool = False) -> Iterator[JobServerSta
 
         def log_message(self, *_: Any) -> None:
             """Print nothing."""
+
+        def parse_request(self) -> bool:
+            parsed = super().parse_request()
+            if parsed and self.path.startswith("/api/jobs/"):
+                stand_in.requests.append(f"{self.command} {self.path}")
+            return parsed
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     stand_in = JobServerStandIn(f"http://127.0.0.1:{server.server_port}")

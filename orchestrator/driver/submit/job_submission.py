@@ -35,6 +35,8 @@ _RETRY_EVERY_S = 2.0
 _STATUS_TIMEOUT_S = 20.0
 """The time between the end of a job's output and its final status."""
 _POLL_S = 0.2
+_NEW_S, _NEW_SIZE = 20.0, 1 << 15
+"""For so many seconds and characters, the log of a new job is read whole at each poll."""
 _TOKEN_MODE = "RAY_AUTH_MODE"
 _STOPPED = 143
 """The exit code of a command that SIGTERM has stopped."""
@@ -174,10 +176,15 @@ class JobServer:
         except (RuntimeError, ValueError) as e:
             raise ConfigError([f"the cluster refused the job: {_one_line(e)}"]) from e
 
-    def follow(self, submission_id: str, out: TextIO) -> int:
+    def follow(self, submission_id: str, out: TextIO, *, is_new: bool = False) -> int:
         """Copy the output of a job to ``out`` until it ends.
 
         A lost connection is opened again, for up to ``RECONNECT_TIMEOUT_S``.
+
+        Args:
+            submission_id: the job.
+            out: receives the output.
+            is_new: the job has just been submitted, so its log is short and may soon be complete.
 
         Returns:
             The exit code of the job's command; 143 if the job was stopped.
@@ -193,7 +200,8 @@ class JobServer:
         written, deadline = 0, math.inf
         while True:
             try:
-                for text in self._output(submission_id, skip=written):
+                output = self._output_of_new if is_new and not written else self._output
+                for text in output(submission_id, skip=written):
                     out.write(text)
                     out.flush()
                     written += len(text)
@@ -216,6 +224,19 @@ class JobServer:
             while not self._client.get_job_status(submission_id).is_terminal() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             self._client.delete_job(submission_id)
+
+    def _output_of_new(self, submission_id: str, *, skip: int) -> Iterator[str]:
+        """Yield as :meth:`_output`, but early: Ray's tail shows new lines, and the end of a job, seconds late."""
+        until = time.monotonic() + _NEW_S
+        while skip < _NEW_SIZE and time.monotonic() < until:
+            has_ended = self._client.get_job_status(submission_id).is_terminal()
+            log = self._client.get_job_logs(submission_id)
+            yield log[skip:]
+            skip = len(log)
+            if has_ended:
+                return
+            time.sleep(_POLL_S)
+        yield from self._output(submission_id, skip=skip)
 
     def _output(self, submission_id: str, *, skip: int) -> Iterator[str]:
         """Yield what the job writes, without its first ``skip`` characters, until the job or the connection ends."""

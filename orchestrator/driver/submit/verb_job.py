@@ -49,9 +49,9 @@ def run_as_job(verb: str, words: Sequence[str], address: str) -> int:
         env={**origin.variables(), **_terminal()},
     )
     log = MarkedLog()
-    server.submit(job)
     try:
-        exit_code = server.follow(job.id, cast(TextIO, log))
+        server.submit(job)
+        exit_code = server.follow(job.id, cast(TextIO, log), is_new=True)
     finally:
         server.remove(job.id)
     log.end()

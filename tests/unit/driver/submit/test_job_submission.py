@@ -226,3 +226,42 @@ def test_a_verb_brings_the_package_and_the_doctor_uses_that_of_the_cluster(monke
         assert ["py_modules" in job["runtime_env"] for job in dashboard.jobs] == [True, True, False]
         origin = json.loads(dashboard.jobs[0]["runtime_env"]["env_vars"]["ORCHESTRATOR_ORIGIN"])
         assert origin["user"] == who_asks()
+
+
+def test_a_verb_ends_with_its_job_without_rays_tail_of_the_log_which_is_seconds_late(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with job_server("INFO of Ray\n\x1eout a table\n\x1eerr a note\n") as dashboard:
+        assert queue.main(["list", "--address", dashboard.url]) == 0
+        *requests, last = dashboard.requests
+    assert capsys.readouterr() == ("a table\n", "a note\n")
+    assert not [request for request in requests if request.endswith("/tail")]
+    assert last.startswith("DELETE /api/jobs/orchestrator-queue-")
+
+
+def test_a_verb_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with job_server("No module named rich\n", exit_code=3) as dashboard:
+        assert queue.main(["list", "--address", dashboard.url]) == 3
+    assert capsys.readouterr() == ("", "No module named rich\n")
+
+
+def test_a_verb_that_writes_much_is_followed_and_ctrl_c_ends_its_job(tmp_path: Path) -> None:
+    """No line of it is lost or shown twice."""
+    words = [sys.executable, "-m", "orchestrator", "logs", "mine", "--follow"]
+    lines = [f"line {number}\n" for number in range(4_000)]
+    log, later = ("".join(f"\x1eout {line}" for line in some) for some in (lines[:-1], lines[-1:]))
+    with job_server(log, later=later, goes_on=True) as dashboard:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        verb = subprocess.Popen([*words, "--address", dashboard.url], cwd=tmp_path, env=environment(), **pipes)
+        try:
+            assert verb.stdout is not None
+            assert [verb.stdout.readline() for _ in lines] == lines
+            verb.send_signal(signal.SIGINT)
+            rest, errors = verb.communicate(timeout=60)
+        finally:
+            verb.kill()
+        last_requests = [
+            request.replace(dashboard.jobs[0]["submission_id"], "ID") for request in dashboard.requests[-3:]
+        ]
+    assert (verb.returncode, rest, errors) == (130, "", "")
+    assert last_requests == ["POST /api/jobs/ID/stop", "GET /api/jobs/ID", "DELETE /api/jobs/ID"]
