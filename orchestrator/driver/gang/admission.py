@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 import ray
@@ -53,6 +53,11 @@ class Admission:
             **dict.fromkeys(self._late, "does not answer"),
             **self._refused,
         }
+
+    def has_changed(self, avoided: Set[str]) -> bool:
+        """Return whether the nodes with trouble are others than those in ``avoided``, by the reports until now."""
+        self._collect_reports()
+        return self.trouble().keys() != avoided
 
     def admits(self, node_id: str) -> bool | None:
         """Return whether workers may start on the node; None until it has reported. Asks it at the first call."""

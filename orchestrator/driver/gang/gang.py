@@ -182,7 +182,7 @@ class Gang:
     def _patience(self, patience_s: float, avoided: Set[str]) -> Callable[[], bool]:
         """Return whether to give up a reservation: after a time, or if the nodes to avoid are others by now."""
         deadline = time.monotonic() + patience_s
-        return lambda: time.monotonic() > deadline or self._admission.trouble().keys() != avoided
+        return lambda: time.monotonic() > deadline or self._admission.has_changed(avoided)
 
     def lose(self, ranks: Collection[int]) -> None:
         """Take back the slots of workers that are lost or must leave, and kill what is left of them."""

@@ -61,6 +61,7 @@ class Spares:
         self.infos: dict[int, WorkerInfo] = {}
         self._given_up: dict[int, tuple[float, bool]] = {}  # by slot: when, and whether it was given back
         self._waiting: list[int] = []  # slots in which workers start when their nodes are known and admitted
+        self._avoided: dict[int, frozenset[str]] = {}  # by slot that waits for a node: those it must not get
         self._starting: dict[Any, int] = {}  # by the reference to a worker's info, which is not ready yet: its slot
         self._unprepared: set[int] = set()
         self._vacant: list[int] = []
@@ -133,10 +134,10 @@ class Spares:
         for slot in filter(self._is_stranded, list(self._vacant)):
             self._vacant.remove(slot)
             self._waiting.append(slot)
+        self._withdraw_outdated()
         hopeful = sum(not self._is_stranded(slot) for slot in self._unready())
         for _ in range(missing - hopeful):
-            slot = self._vacant.pop() if self._vacant else self._slots.reserve(avoid=self._admission.trouble())
-            self._waiting.append(slot)
+            self._waiting.append(self._vacant.pop() if self._vacant else self._reserve())
         self._start_admitted()
 
     def wait(self, timeout_s: float) -> None:
@@ -178,6 +179,21 @@ class Spares:
     def _unready(self) -> list[int]:
         """Return the slots of workers that start, or will."""
         return [*self._waiting, *self._starting.values()]
+
+    def _reserve(self) -> int:
+        avoided = frozenset(self._admission.trouble())
+        slot = self._slots.reserve(avoid=avoided)
+        self._avoided[slot] = avoided
+        return slot
+
+    def _withdraw_outdated(self) -> None:
+        """Give back the slots without a node that avoid others than they would now: a late node may have answered."""
+        self._avoided = {slot: avoided for slot, avoided in self._avoided.items() if slot in self._waiting}
+        changed = {avoided for avoided in set(self._avoided.values()) if self._admission.has_changed(avoided)}
+        outdated = [slot for slot, avoided in self._avoided.items() if avoided in changed]
+        for slot in set(outdated).difference(self._slots.placed(outdated)):
+            self._waiting.remove(slot)
+            self._withdraw(slot)
 
     def _start_admitted(self) -> None:
         """Start workers in the slots on admitted nodes, and leave those on refused ones."""

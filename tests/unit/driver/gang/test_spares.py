@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +72,9 @@ class FakeAdmission:
 
     def trouble(self) -> dict[str, str]:
         return {**self._nodes.trouble(), **dict.fromkeys(self.refused, "is left out")}
+
+    def has_changed(self, avoided: Set[str]) -> bool:
+        return self.trouble().keys() != avoided
 
     def admits(self, node_id: str) -> bool | None:
         return None if node_id in self.unknown else node_id not in self.refused
@@ -178,6 +181,19 @@ def test_the_slot_on_a_node_that_is_refused_is_given_back_and_another_is_sought(
     parts.spares.seek(1)
     assert parts.slots.avoided == [{"unfit"}, {"unfit"}]
     assert parts.comes_up(4, "a") == [4]
+
+
+def test_a_slot_that_has_no_node_yet_may_be_on_a_late_one_that_has_answered(parts: Parts) -> None:
+    parts.slots.nodes, parts.admission.refused = {3: None, 4: None}, {"late"}
+    parts.spares.seek(1)
+    parts.spares.seek(1)
+    assert (parts.slots.avoided, parts.slots.withdrawn) == ([{"late"}], [])
+    parts.admission.refused.clear()
+    parts.spares.seek(1)
+    assert (parts.slots.avoided, parts.slots.withdrawn) == ([{"late"}, set()], [3])
+    parts.slots.nodes[4] = "late"
+    parts.spares.seek(1)
+    assert parts.comes_up(4, "late") == [4]
 
 
 def test_a_worker_that_ray_has_moved_to_a_node_without_a_report_starts_again_after_it(parts: Parts) -> None:

@@ -1,0 +1,59 @@
+"""Which nodes a run avoids while they do not answer, with reports that need no Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.driver.gang import admission
+from orchestrator.driver.gang.admission import Admission
+from orchestrator.driver.nodes.node_reports import driver_report
+from orchestrator.driver.nodes.node_watch import NodeWatch
+from orchestrator.planning.plan import Node
+from orchestrator.records.run_dir import RunDir
+
+NODE = Node(node_id="b", name="other", address="10.0.0.2", cpus=2.0, gpus=0)
+
+
+def test_a_reservation_ends_when_a_node_that_was_late_has_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers: dict[Node, Any] = {}
+
+    def reports_in_time(pending: dict[Any, Node], timeout_s: float) -> dict[Node, Any]:
+        if answers:
+            pending.clear()
+        return answers
+
+    monkeypatch.setattr(admission, "_living", lambda node_id: NODE)
+    monkeypatch.setattr(admission, "ask_nodes", lambda nodes, **question: dict(enumerate(nodes)))
+    monkeypatch.setattr(admission, "reports_in_time", reports_in_time)
+    monkeypatch.setattr(admission, "check_sharing", lambda report, output_dir: ())
+    warnings: list[str] = []
+    spec: Any = SimpleNamespace(
+        checked_nodes=(),
+        config=SimpleNamespace(
+            cluster=SimpleNamespace(exclude_nodes=(), rendezvous_timeout_s=0.0), job_module="job", output_dir=""
+        ),
+        run_dir=RunDir(tmp_path),
+        pickled_job=None,
+    )
+    monitor: Any = SimpleNamespace(warn=warnings.append)
+    code: Any = None
+    nodes = Admission(spec, code, NodeWatch(timeout_s=1.0), monitor)
+
+    assert nodes.admits("b") is None
+    assert nodes.admits("b") is False
+    assert warnings == [
+        "other (10.0.0.2) has not answered for 0 s (cluster.rendezvous_timeout_s); no worker starts there until it does"
+    ]
+    avoided = frozenset(nodes.trouble())
+    assert avoided == {"b"}
+    assert not nodes.has_changed(avoided)
+
+    answers[NODE] = driver_report()
+    assert nodes.has_changed(avoided)
+    assert nodes.admits("b") is True
