@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,19 +90,23 @@ class _Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def changes_its_input(sequence: LayerSequence, index: int, value: Any, *, precision: Precision) -> bool:
-    """Return whether a layer changes what it is called with in place, as ``nn.ReLU(inplace=True)`` does.
+def change_their_input(sequence: LayerSequence, layers: Iterable[int], value: Any, *, precision: Precision) -> bool:
+    """Return whether some layers change what the first is called with in place, as ``nn.ReLU(inplace=True)`` does.
+
+    A later one may do so: the first may return its input, or a view of it.
 
     Args:
         sequence: the layers, of fake tensors.
-        index: the index of the layer.
-        value: its input, from the result of :func:`flow`.
+        layers: the indices of the layers, which follow one another.
+        value: the input of the first, from the result of :func:`flow`.
         precision: what the forward pass is computed in.
     """
     fresh = map_tensors(sequence.whole.fake_like, value)
     before = [version_of(tensor) for tensor in tensors_in(fresh)]
+    out = fresh
     with sequence.whole.mode, fake_calls(sequence.whole), precision.autocast():
-        sequence.modules[index](fresh)
+        for index in layers:
+            out = sequence.modules[index](out)
     return before != [version_of(tensor) for tensor in tensors_in(fresh)]
 
 

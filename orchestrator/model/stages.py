@@ -14,7 +14,7 @@ from orchestrator.compat.torch import has_hooks, own_buffers, own_children, own_
 from orchestrator.model.batch import map_tensors
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
-from orchestrator.model.layers import changes_its_input
+from orchestrator.model.layers import change_their_input
 from orchestrator.model.partial_init import FakeModel, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.recorded import RecordedLayers
@@ -159,15 +159,16 @@ def build_stages(
     indices = {stage: cut.layers_of(stage, num_layers) for stage in sorted(own)}
     layers = sequence.build_layers(build, [i for of_stage in indices.values() for i in of_stage], seed=seed)
 
-    def entrance(first: int) -> list[nn.Module]:
+    def entrance(of_stage: Sequence[int]) -> list[nn.Module]:
         # What a stage receives is a leaf of its autograd graph, and may be the output of a stage on the same worker.
-        changed = first > 0 and changes_its_input(sequence, first, values[first], precision=precision)
+        first = of_stage[0]
+        changed = first > 0 and change_their_input(sequence, of_stage, values[first], precision=precision)
         return [Copy()] if changed else []
 
     return [
         Stage(
             index=stage,
-            module=nn.Sequential(*entrance(of_stage[0]), *(layers[i] for i in of_stage)).to(device),
+            module=nn.Sequential(*entrance(of_stage), *(layers[i] for i in of_stage)).to(device),
             sequence=sequence,
             layers={i: layers[i] for i in of_stage},
             inputs=boundaries[stage],

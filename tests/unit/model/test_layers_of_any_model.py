@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from helpers.stage_toys import Chain
 from orchestrator.model.calls import first_modules
+from orchestrator.model.cut import Cut
+from orchestrator.model.layers import flow
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.stages import sequence_of
+from orchestrator.model.stages import build_stages, sequence_of
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 
 CPU = torch.device("cpu")
@@ -153,3 +155,20 @@ def test_code_that_needs_values_is_refused_by_its_name() -> None:
         ValueError, match=r"SelectsByValue: its forward\(\) fails with tensors that have a shape and no"
     ):
         layers_of(SelectsByValue, num_stages=2)
+
+
+@pytest.mark.parametrize("passes_on", [nn.Identity, nn.Flatten, lambda: nn.Dropout(0.0)])
+def test_a_stage_may_change_its_input_behind_a_layer_that_passes_it_on(passes_on: Callable[[], nn.Module]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 10), passes_on(), nn.ReLU(inplace=True), nn.Linear(10, 4))
+
+    inputs, precision = torch.randn(2, 10), Precision.named("fp32", "cpu")
+    sequence = layers_of(build, num_stages=2, inputs=inputs)
+    values = flow(sequence, inputs, precision=precision)
+    cut = Cut(starts=(0, 1))
+    (stage,) = build_stages(build, sequence, values, cut, own=[1], device=CPU, seed=0, precision=precision)
+    received = torch.randn(2, 10, requires_grad=True)
+    before = received.detach().clone()
+    stage.module(received).sum().backward()
+    assert torch.equal(received, before)
+    assert received.grad is not None
