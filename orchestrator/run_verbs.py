@@ -59,10 +59,10 @@ def _address(options: argparse.Namespace) -> str | None:
 def _resume_uploads(search: RunSearch) -> None:
     """Go on in the background with the uploads to MLflow that did not end."""
     for output in search.outputs:
-        if owed_runs(output.path):
+        if owed_runs(output):
             from orchestrator.tracking.uploader import resume_uploads  # its import takes a quarter of a second
 
-            resume_uploads(output.path)
+            resume_uploads(output)
 
 
 def _outputs_of(address: str) -> list[str]:

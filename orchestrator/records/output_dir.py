@@ -235,6 +235,15 @@ def refresh(run_dir: RunDir) -> RunDir | None:
     return copy
 
 
+def is_present(run_dir: RunDir) -> bool:
+    """Return whether a run exists and its last driver has written this directory; on a store, it may be another one.
+
+    Raises:
+        StorageError: the store cannot be used.
+    """
+    return (present := refresh(run_dir)) is not None and present.path == run_dir.path
+
+
 def fetch(run_dir: RunDir, names: Collection[str] | None = None) -> None:
     """Bring the files of a run here that it has on a store. :func:`refresh` comes first.
 
@@ -285,7 +294,7 @@ def _is_orphan(run_dir: RunDir) -> bool:
     try:
         if run_dir.read_record().get("state") not in ACTIVE_STATES or run_dir.driver_if_running():
             return False
-        return (present := refresh(run_dir)) is not None and present.path == run_dir.path
+        return is_present(run_dir)
     except (OSError, ValueError):  # an unreadable run is left alone
         return False
 

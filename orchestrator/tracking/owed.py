@@ -9,6 +9,7 @@ import contextlib
 from pathlib import Path
 
 from orchestrator.records.lock import locked_if_free
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
 
 _FOLDER = ".uploads"
@@ -29,16 +30,16 @@ def settle(run_dir: RunDir) -> None:
         _note(run_dir).unlink(missing_ok=True)
 
 
-def owed_runs(output_dir: Path) -> list[RunDir]:
-    """Return the runs below ``output_dir`` of which a server may lack something, the newest first."""
+def owed_runs(output: OutputDir) -> list[RunDir]:
+    """Return the runs of this machine in ``output`` of which a server may lack something, the newest first."""
     try:
-        notes = sorted((output_dir / _FOLDER).iterdir(), reverse=True)
+        notes = sorted((output.path / _FOLDER).iterdir(), reverse=True)
     except OSError:
         return []
     runs = []
     for note in notes:
         day, _, name = note.name.partition(".")
-        run_dir = RunDir((output_dir / day / name).resolve())
+        run_dir = output.staged(f"{day}/{name}")
         if run_dir.path.is_dir():
             runs.append(run_dir)
         else:

@@ -21,7 +21,7 @@ from typing import Any
 
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.records.output_dir import OutputDir, push_records
+from orchestrator.records.output_dir import OutputDir, is_present, push_records
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.follower import FollowerOptions
@@ -200,15 +200,24 @@ def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) 
             orphans.append(run_dir)
             if record["tracking"]["uri"] is not None:
                 owe(run_dir)
-    resume_uploads(output_dir.path, resumed=resumed)
+    resume_uploads(output_dir, resumed=resumed)
     return orphans
 
 
-def resume_uploads(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> None:
+def resume_uploads(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) -> None:
     """Upload in the background what a server lacks of the runs that have ended, one after another.
 
-    A run that another process uploads is left alone, and so is one that is to be ``resumed``. Runs whose stored URI has
-    a masked password need ``orchestrator sync``. Does not wait for anything.
+    Which ones: see :func:`uploads_to_resume`. Waits for no upload.
+    """
+    if uploads := uploads_to_resume(output_dir, resumed=resumed):
+        _upload_in_background(uploads)
+
+
+def uploads_to_resume(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) -> dict[RunDir, FollowerOptions]:
+    """Return the runs that have ended and of which a server may lack something.
+
+    A run that another process uploads is left alone, and so is one that is to be ``resumed``, or that a driver on
+    another host has continued on a store. Runs whose stored URI has a masked password need ``orchestrator sync``.
     """
     uploads = {}
     for run_dir in owed_runs(output_dir):
@@ -218,11 +227,12 @@ def resume_uploads(output_dir: Path, *, resumed: Collection[RunDir] = ()) -> Non
             record = run_dir.read_record()
             if record["state"] in ACTIVE_STATES or (options := _options_of(record)) is None:
                 continue
+            if not is_present(run_dir):
+                continue
             with exclusive(run_dir) as acquired:
                 if acquired:
                     uploads[run_dir] = options
-    if uploads:
-        _upload_in_background(uploads)
+    return uploads
 
 
 def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = ()) -> None:

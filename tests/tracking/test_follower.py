@@ -25,6 +25,7 @@ from helpers.tracked_runs import (
 )
 from orchestrator import sync
 from orchestrator.records.journal import Journal
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.process import this_process
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.owed import alone_in_retrying, owed_runs
@@ -71,7 +72,7 @@ def test_of_the_followers_whose_uploads_fail_one_repeats_them(tmp_path):
         upload = uploader.finish(60)
     assert (upload.complete, upload.in_progress) == (False, False)
     assert "refused" in upload.error
-    assert owed_runs(tmp_path / "outputs") == [run_dir]
+    assert owed_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
 
 
 def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path, uri):
@@ -201,6 +202,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunStarted
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.journal import Journal

@@ -35,6 +35,7 @@ from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.runs import main
 from orchestrator.tracking.owed import owe, owed_runs
 from orchestrator.tracking.transfer import read_cursor
@@ -134,12 +135,12 @@ def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(t
     (ended,) = console.seen
     assert ended.summary["mlflow_missing"] == "the upload goes on in the background"
     assert not any("orchestrator.sync" in command for command in ended.next_commands)
-    assert owed_runs(tmp_path / "outputs") == [run_dir]
+    assert owed_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
     before = set(psutil.Process().children())
     assert main(["--output-dir", str(tmp_path / "outputs")]) == 0
     assert set(psutil.Process().children()) <= before, "a command leaves an upload in progress alone"
     follower.resume()
-    wait_for(lambda: not owed_runs(tmp_path / "outputs"))
+    wait_for(lambda: not owed_runs(OutputDir(tmp_path / "outputs")))
     run = run_of(uri, run_dir)
     assert run.info.status == "FINISHED"
     assert run_dir.read_record()["mlflow_run_id"] == run.info.run_id
@@ -170,7 +171,7 @@ def test_the_next_command_goes_on_with_an_upload_that_was_killed(tmp_path, uri):
     wait_for(lambda: run_dir.read_record().get("mlflow_run_id"))
     run = run_of(uri, run_dir)
     assert (run.info.status, history(uri, run.info.run_id)) == ("FINISHED", expected(run_dir))
-    assert owed_runs(tmp_path / "outputs") == [damaged]
+    assert owed_runs(OutputDir(tmp_path / "outputs")) == [damaged]
     assert not (run_dir.path / ".upload").exists()
 
 

@@ -38,7 +38,8 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import capture
 from orchestrator.storage.remote import Remote
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader
+from orchestrator.tracking.owed import owe
+from orchestrator.tracking.uploader import Uploader, uploads_to_resume
 
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
@@ -308,6 +309,18 @@ def test_a_driver_on_the_node_of_a_worker_keeps_what_that_has_written(tmp_path: 
     logs = {str(p.relative_to(second.logs)): p.read_text() for p in second.logs.rglob("*.log")}
     assert logs == {"rank-0.log": "of the first", f"{of_node}/rank-1.log": "of the worker"}
     assert (second.checkpoints / "step-00000003" / "manifest.json").is_file()
+
+
+def test_an_upload_is_left_to_the_host_that_has_continued_the_run(tmp_path: Path) -> None:
+    run_dir = start(config_of(tmp_path, "here", "tracking.uri=http://127.0.0.1:1"))
+    run_dir.update_record(state="failed")
+    owe(run_dir)
+    output = output_of(tmp_path, "here")
+    (found,) = uploads_to_resume(output)
+    assert found.path == run_dir.path
+    assert not uploads_to_resume(output, resumed=[found])
+    set_driver(stored(run_dir, tmp_path), ELSEWHERE)
+    assert not uploads_to_resume(output)
 
 
 def test_what_a_dead_driver_has_left_goes_before_others_write_there(tmp_path: Path) -> None:
