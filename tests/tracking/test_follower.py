@@ -52,7 +52,7 @@ def test_a_follower_yields_the_cpu_waits_for_points_and_repeats_a_failed_upload_
     uploader.leave()
     with exclusive(run_dir) as free:
         assert not free, "it still works"
-    with exclusive(run_dir, timeout_s=10) as free:
+    with exclusive(run_dir, timeout_s=60) as free:
         assert free, "it only repeats the upload now and then"
     assert supervisor.is_running()
     assert sync.main([str(run_dir.path), "--uri", store]) == 0
