@@ -1,8 +1,8 @@
 """The log of a rank: its parts, its last lines, and the report of a process that crashed.
 
 A log continues in another part when one has become large: ``rank-0.log``, ``rank-0.1.log``, ``rank-0.2.log``, ... No
-part is ever renamed, so that readers keep their place and the upload of a large part is not repeated. Only the end of
-the newest part is read here, however long the log is.
+part is ever renamed, so that readers keep their place and the upload of a large part is not repeated. Only the newest
+part is searched here, and only the end of what its last process wrote is decoded.
 """
 
 from __future__ import annotations
