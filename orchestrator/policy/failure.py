@@ -174,7 +174,7 @@ def standstill(config: ClusterConfig, phase: Phase | None, *, time: float) -> Fa
 
 
 def cannot_leave_nccl(phases: Mapping[int, Phase | None], *, lost: int) -> str | None:
-    """Say which ranks are lost with rank ``lost`` because they were connecting with NCCL; None if none is.
+    """Return a note on the ranks to replace because they were connecting with NCCL to rank ``lost``; None if none was.
 
     ``phases``: the phase of each rank that has not ended, at its last heartbeat.
     """

@@ -16,10 +16,10 @@ MOST_KEPT = 16384
 class RunningValues:
     """Summarises all values so far.
 
-    The harmonic mean is exact. The percentiles are exact for up to :data:`MOST_KEPT` values. Of
-    more values, each is equally likely to be in the sample (reservoir sampling): what is returned as the median is
-    then, in 997 of 1,000 cases, between the percentiles 48.8 and 51.2, and as the 95th, between 94.5 and 95.5. The
-    generator has a fixed seed, so equal values give equal summaries.
+    The harmonic mean is exact. The percentiles are exact for up to :data:`MOST_KEPT` values. Beyond that, each value is
+    equally likely to be in the sample (reservoir sampling). In 997 of 1,000 cases, the returned median is then between
+    the percentiles 48.8 and 51.2, and the returned 95th percentile is between 94.5 and 95.5. The generator has a fixed
+    seed, so equal values give equal summaries.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The wait for answers of nodes, which says what it is for: a busy machine may need minutes to start a process."""
+"""Wait for answers of nodes and report which are missing: a busy machine may need minutes to start a process."""
 
 from __future__ import annotations
 

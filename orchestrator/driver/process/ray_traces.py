@@ -1,4 +1,4 @@
-"""The look for what earlier Rays have left on this machine."""
+"""Find what earlier Rays have left on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SESSION = re.compile(r"session_\d{4}-[\w.-]+")
 
 
 def ray_traces(ports: Iterable[int] = (GCS_PORT, DASHBOARD_PORT)) -> RayTraces:
-    """Return what is left of Rays on this machine, as far as this user can see it; ``ports``: those of a head."""
+    """Return what is left of Rays on this machine as far as this user sees it; ``ports``: those that a head uses."""
     folder = session_folder()
     recorded = address_of_ray_start()
     in_use = {name for words in _command_lines() for word in words for name in _SESSION.findall(word)}

@@ -139,7 +139,7 @@ class RunQueue:
             run.priority, run.entry = priority, replace(run.entry, priority=priority)
 
     def _look(self) -> tuple[list[QueueEntry], Mapping[str, NodeResources]]:
-        """Return the entries, those that have no or a later place marked, and the nodes.
+        """Return the entries, marked if unfit or over the share of their user, and the nodes.
 
         The nodes are only looked up if a run waits.
         """

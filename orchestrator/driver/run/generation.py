@@ -240,7 +240,7 @@ class Generation:
         return max([self.outcomes.last_step, *self._telemetry.last_step.values()])
 
     def note_of_lost_with(self, rank: int) -> str | None:
-        """Say which ranks have to be replaced with one that failed, though they have not; None if none has to be."""
+        """Return a note on the ranks to replace that have not failed themselves; None if there are none."""
         if self._backend != "nccl":
             return None
         phases = {unfinished: self.health.phase(unfinished) for unfinished in self.outcomes.unfinished}

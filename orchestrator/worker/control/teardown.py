@@ -110,8 +110,8 @@ class Teardown:
             return
         if not self._word.wait(None if clean else self._word_timeout_s):
             print(
-                f"generation {self._generation} has failed here, and the driver has said nothing for "
-                f"{self._word_timeout_s:g} s (cluster.heartbeat_timeout_s), so this process ends",
+                f"generation {self._generation} has failed here, and no order to abort it came from the driver within "
+                f"{self._word_timeout_s:g} s (cluster.heartbeat_timeout_s); this process exits",
                 file=sys.stderr,
                 flush=True,
             )

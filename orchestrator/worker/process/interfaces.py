@@ -25,7 +25,7 @@ def choose(gloo: str, *, nccl: str | None) -> None:
     Raises:
         LookupError: no interface has the address.
     """
-    # Without the sign, NCCL takes the name for the beginning of a name.
+    # Without the sign, NCCL takes the name as a prefix.
     for name, address, sign in ((GLOO, gloo, ""), (NCCL, nccl, "=")):
         if address is not None and os.environ.get(name) == _chosen.get(name):
             os.environ[name] = _chosen[name] = f"{sign}{interface_of(address)}"
