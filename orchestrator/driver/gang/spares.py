@@ -208,8 +208,7 @@ class Spares:
                 self._slots.start(slot)
                 self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
             else:
-                self._slots.withdraw(slot)
-                self._node_before.pop(slot, None)
+                self._withdraw(slot)
 
     def _end_starts(self, missing: int) -> None:
         """Have at most ``missing`` workers starting, besides those in stranded slots, or none if none is missing."""
