@@ -37,6 +37,9 @@ _NO_EFFECT = (
     "checkpoint.keep",
     "cluster.dashboard",
     "cluster.address",
+    "cluster.queue",
+    "cluster.priority",
+    "cluster.user_share",
 )
 """Keys that change neither speed nor loss; and all timeouts."""
 

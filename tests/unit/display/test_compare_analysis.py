@@ -97,7 +97,8 @@ def test_repeats_become_their_mean_in_the_place_of_the_first() -> None:
 )
 def test_runs_that_differ_in_more_than_the_seed_are_no_repeats(other: Run) -> None:
     assert not Comparison([run("ddp", 2, 200.0), other]).has_repeats
-    assert Comparison([run("ddp", 2, 200.0), run("ddp", 2, 200.0, seed=1, tracking__uri="x")]).has_repeats
+    without_effect = {"tracking__uri": "x", "cluster__queue": False, "cluster__priority": 3, "cluster__user_share": 0.5}
+    assert Comparison([run("ddp", 2, 200.0), run("ddp", 2, 200.0, seed=1, **without_effect)]).has_repeats
 
 
 def test_a_difference_is_within_the_noise_if_the_repeats_overlap() -> None:
