@@ -292,8 +292,6 @@ def _run(
         config, candidate.job, plan, resume, seen=candidate.seen, command=command, sweep=sweep, redactor=redactor
     )
     measures = console is not None
-    if not measures:
-        report_run(run_dir)
     add_job_metadata({"run_dir": run_dir.location})
     enter_output(run_dir, redactor)
     if candidate.decision is not None:
@@ -347,6 +345,7 @@ def _run(
     ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     with contextlib.ExitStack() as at_end:
         if not measures:
+            report_run(run_dir)
             at_end.callback(report_end)
         at_end.enter_context(contextlib.closing(console))
         at_end.enter_context(contextlib.closing(journal))
