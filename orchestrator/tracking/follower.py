@@ -245,7 +245,7 @@ def _repeat(run_dir: RunDir, options: FollowerOptions, transfer: Transfer, endin
         while alone:
             pause = min(2 * pause, MAX_PAUSE_S)
             time.sleep(pause)
-            with exclusive(run_dir) as acquired, contextlib.suppress(Exception):  # as in _follow
+            with contextlib.suppress(Exception), exclusive(run_dir) as acquired:  # as in _follow
                 if not acquired:
                     continue
                 if final_ending(run_dir) == ending and read_cursor(run_dir).closed_at != ending.time:

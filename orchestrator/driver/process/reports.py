@@ -11,7 +11,10 @@ from pathlib import Path
 from orchestrator.records.run_dir import RunDir
 
 LEFT_RUN = "ORCHESTRATOR_LEFT_RUN"
-"""The environment variable that tells a driver which run the one before it has left: a directory or a URL."""
+"""The environment variable that tells a driver which run the one before it has left: a directory or a URL.
+
+The value begins with the id of the process that has set it, because what the driver starts inherits the variable.
+"""
 _DESCRIPTOR = "ORCHESTRATOR_REPORTS_FD"
 _MAX_BYTES = 1 << 16
 
@@ -49,19 +52,26 @@ def report_end() -> None:
 
 
 def _report(text: str) -> None:
-    if (descriptor := os.environ.get(_DESCRIPTOR)) is not None:
+    if (descriptor := _given(_DESCRIPTOR)) is not None:
         with contextlib.suppress(OSError):  # the other process has died
             os.write(int(descriptor), text.encode())
 
 
 def left_run() -> str | None:
     """Return the directory or URL of the run that the driver before this one has left; None if there was none."""
-    return os.environ.get(LEFT_RUN)
+    return _given(LEFT_RUN)
+
+
+def _given(name: str) -> str | None:
+    """Return what the parent of this process has set for it; None if nobody, or another process for another one."""
+    parent, _, value = os.environ.get(name, "").partition(":")
+    return value if parent == str(os.getppid()) else None
 
 
 def variables(descriptor: int, left: ReportedRun | None) -> Mapping[str, str]:
     """Return the environment variables of a driver that reports to ``descriptor``, and continues the run ``left``."""
-    return {_DESCRIPTOR: str(descriptor), **({} if left is None else {LEFT_RUN: left.location})}
+    values = {_DESCRIPTOR: str(descriptor), **({} if left is None else {LEFT_RUN: left.location})}
+    return {name: f"{os.getpid()}:{value}" for name, value in values.items()}
 
 
 def read_reports(descriptor: int) -> tuple[ReportedRun | None, bool]:

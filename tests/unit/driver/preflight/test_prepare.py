@@ -27,7 +27,7 @@ from orchestrator.config.schema import Config, JobSpec
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.preflight.resume import Resume, find_resume
-from orchestrator.driver.process.reports import LEFT_RUN
+from orchestrator.driver.process.reports import LEFT_RUN, left_run
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records import run_dir as rundir
@@ -186,7 +186,9 @@ def test_a_restarted_driver_continues_its_own_run_or_starts_afresh(
     an_earlier_run(tmp_path, steps=[7], state="killed")
     own = an_earlier_run(tmp_path, steps=[], state="running")
     an_earlier_run(tmp_path, steps=[9], state="killed")
-    monkeypatch.setenv(LEFT_RUN, own.location)
+    monkeypatch.setenv(LEFT_RUN, f"{os.getpid()}:{own.location}")
+    assert left_run() is None, "set by the driver's own process, for one that it starts"
+    monkeypatch.setenv(LEFT_RUN, f"{os.getppid()}:{own.location}")
     for words in ([], ["resume=never"], ["resume=auto"]):
         restarted = f"{own.path} has no checkpoint yet; this is a new run"
         assert resume(config_of(tmp_path, *words)) == (None, [restarted])
