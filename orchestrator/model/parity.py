@@ -77,6 +77,8 @@ def compare(
         precision: what the forward passes are computed in.
         free_bytes: the memory of ``device`` that may be used.
     """
+    if sequence.trains_as_the_whole:
+        return Verdict()
     variants = _VariantBuilder(build=build, sequence=sequence, device=device, seed=seed, precision=precision)
     with kept_generators():
         needed = COPIES * _bytes_of(sequence.whole.model.parameters())

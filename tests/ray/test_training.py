@@ -135,10 +135,10 @@ def test_stop_and_resume_is_the_same_run(
     assert (resumed.status, resumed.run_dir) == ("FINISHED", stopped.run_dir)
     assert {name: series(resumed.run_dir, name) for name in uninterrupted} == uninterrupted
 
-    run_id = resumed.summary["mlflow_run_id"]
-    assert run_id == json.loads((stopped.run_dir / "run.json").read_text())["mlflow_run_id"]
+    run_dir = RunDir(resumed.run_dir)
+    run_id = wait_for(lambda: run_dir.read_record().get("mlflow_run_id"), "the upload, which may outlast the run")
     client = MlflowClient(f"sqlite:///{Path.cwd()}/mlflow.db")
-    assert client.get_run(run_id).info.status == "FINISHED"
+    wait_for(lambda: client.get_run(run_id).info.status == "FINISHED", "the end of the run in MLflow")
     points = [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")]
     assert sorted(points) == sorted(uninterrupted["train/loss"].items())
 
