@@ -79,6 +79,7 @@ def test_a_report_in_markdown_shows_names_as_they_are(comparison: Comparison) ->
     assert {line.replace(r"\\", "").replace(r"\|", "").count("|") for line in table} == {table[0].count("|")}
 
 
+@pytest.mark.slow
 def test_pictures_show_names_as_they_are(comparison: Comparison, tmp_path: Path) -> None:
     draw(comparison, tmp_path / "compare.png")
     run_dir, *_ = recorded_sweep(tmp_path, "http://127.0.0.1:9")

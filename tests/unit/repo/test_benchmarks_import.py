@@ -55,6 +55,7 @@ def test_every_benchmark_imports() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_the_benchmark_of_a_gpu_needs_one() -> None:
     script = ROOT / "benchmarks" / "gpu.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)

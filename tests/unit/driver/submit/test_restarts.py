@@ -55,6 +55,7 @@ def test_wrong_numbers_are_refused(words: list[str], error: str, capsys: pytest.
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_command_that_ends_by_itself_is_not_started_again(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "orchestrator.launch", "--restarts=3", "strategy=ddpp"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
