@@ -11,7 +11,7 @@ import pytest
 import digits_job
 from helpers import commands
 from helpers.job_trials import trained
-from helpers.runs import losses
+from helpers.runs import losses, run_dirs
 
 
 @pytest.mark.campaign
@@ -23,7 +23,7 @@ def test_a_copied_port_trains_as_it_does_without_ray(tmp_path: Path) -> None:
     ended = commands.run(*words, cwd=tmp_path, timeout_s=100)
     assert ended.returncode == 0, ended.stdout
     assert "finished: 20 steps" in ended.stdout
-    (run_dir,) = tmp_path.glob("outputs/*/*")
+    (run_dir,) = run_dirs(tmp_path)
     assert json.loads((run_dir / "run.json").read_text())["state"] == "finished"
     _, expected = trained(digits_job.Digits(), steps=20, batch=60)
     assert list(losses(run_dir).values()) == pytest.approx(expected, rel=1e-5)

@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from helpers.faulty_jobs import Slow
-from helpers.runs import events, events_below, in_campaign, last_step, losses, wait_for, wait_for_step
+from helpers.runs import events, events_below, in_campaign, last_step, losses, run_dirs, wait_for, wait_for_step
 from orchestrator import stop
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.json_file import read_json
@@ -35,7 +35,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 def killed_run(folder: Path) -> tuple[MlflowClient, Any]:
     """The run that MLflow has as killed, once the follower is done with it."""
-    (run_dir,) = folder.glob("outputs/*/*")
+    (run_dir,) = run_dirs(folder)
     # Two processes that both find no tables would both make them: the follower comes first.
     wait_for(lambda: read_json(run_dir / "tracking.json").get("run_id"), timeout_s=60)
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
@@ -135,7 +135,7 @@ def test_a_killed_driver_is_started_again(launch: Callable[..., Any], tmp_path: 
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "killed by SIGKILL; starting it again (1 of 1)" in output
-    assert list(tmp_path.glob("outputs/*/*")) == [run_dir]
+    assert run_dirs(tmp_path) == [run_dir]
     assert events(run_dir, "run_started")[-1]["resumed_from_step"] >= unseen
     assert sorted(losses(run_dir)) == [1, *range(10, 121, 10)]
     assert not (run_dir / ".spools").exists()
@@ -149,13 +149,13 @@ def test_a_driver_that_died_after_the_last_step_is_ended_by_the_next(
     process = launch(*words)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    (run_dir,) = map(rundir.RunDir, tmp_path.glob("outputs/*/*"))
+    (run_dir,) = map(rundir.RunDir, run_dirs(tmp_path))
     run_dir.update_record(state="running", driver={**run_dir.read_record()["driver"], "pid": process.pid})
     process = launch(*words, "resume=auto")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert run_dir.read_record()["state"] == "finished"
-    assert list(tmp_path.glob("outputs/*/*")) == [run_dir.path]
+    assert run_dirs(tmp_path) == [run_dir.path]
 
 
 @pytest.mark.campaign

@@ -50,6 +50,11 @@ def events_below(folder: Path, kind: str) -> Sequence[dict[str, Any]]:
     return [event for file in folder.glob("outputs/*/*/events.jsonl") for event in events(file.parent, kind)]
 
 
+def run_dirs(folder: Path) -> list[Path]:
+    """The directories of the runs below ``folder``, the oldest first."""
+    return [record.parent for record in sorted(folder.glob("outputs/*/*/run.json"))]
+
+
 def last_step(folder: Path) -> int:
     """The last step that the run below ``folder`` has logged; 0 before the first."""
     files = folder.glob("outputs/*/*/metrics.jsonl")
