@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_SEEN
 from orchestrator.protocol.metrics import MetricSpec, from_record, summary_value
 from orchestrator.records.journal import read_metrics
@@ -142,8 +142,7 @@ def _workers(plan: object) -> int | None:
     mesh = plan.get("mesh") if isinstance(plan, Mapping) else None
     if not isinstance(plan, Mapping) or not isinstance(mesh, Mapping):
         return None
-    sizes = (mesh.get("data_parallel_size", 1), mesh.get("pipeline_parallel_size", 1), plan.get("devices_per_worker"))
-    return math.prod(int(size or 1) for size in sizes)
+    return recorded_mesh(mesh).num_workers * int(plan.get("devices_per_worker") or 1)
 
 
 def _machine(record: Mapping[str, Any]) -> dict[str, str]:

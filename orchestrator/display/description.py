@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.config.markdown import plain
 from orchestrator.display.text import count, duration, first_line, number, rate
+from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.protocol.metrics import summary_value, waited_s
 
 _DEVICES = {"cuda": "GPU worker", "cpu": "CPU worker"}
@@ -36,11 +37,10 @@ def describe(record: Mapping[str, Any], summary: Mapping[str, Any], *, status: s
 
 
 def _outcome(record: Mapping[str, Any], summary: Mapping[str, Any], status: str) -> str:
-    mesh = (record.get("plan") or {}).get("mesh") or {}
-    workers = mesh.get("data_parallel_size", 1) * mesh.get("pipeline_parallel_size", 1)
+    mesh = recorded_mesh((record.get("plan") or {}).get("mesh") or {})
     noun = _DEVICES.get((record.get("plan") or {}).get("device", ""), "worker")
-    shards = mesh.get("num_shards", 0)
-    where = count(workers, noun) + (f" and {count(shards, 'shard')} of the parameters" if shards else "")
+    shards = mesh.num_servers
+    where = count(mesh.num_workers, noun) + (f" and {count(shards, 'shard')} of the parameters" if shards else "")
     what = f"Job **{record.get('job')}** with strategy **{record.get('strategy')}** on {where}"
     steps = summary_value(summary, "steps")
     length = "" if steps is None else f" {'' if status == 'FINISHED' else 'after '}{count(int(steps), 'step')}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.planning.microbatch_size import growth, remedy
 from orchestrator.protocol.metrics import summary_value
 
@@ -82,7 +83,7 @@ class _Settings:
         if not isinstance(microbatches, int) or not isinstance(batch, int):
             return "a larger strategy.num_microbatches"
         pieces = 2 * microbatches * (self.get("train.grad_accumulation") or 1)
-        replicas = (self._plan.get("mesh") or {}).get("data_parallel_size", 1)
+        replicas = recorded_mesh(self._plan.get("mesh") or {}).data_parallel_size
         if batch % (pieces * replicas):
             return self.times(_BATCH)
         return f"strategy.num_microbatches={2 * microbatches}"

@@ -47,7 +47,7 @@ def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
     for name, value in _facts(plan, nodes):
         facts.add_row(name, value)
     shares = plain_table(unicode=unicode)
-    staged = plan.mesh.pipeline_parallel_size > 1
+    staged = plan.mesh.pipeline > 1
     workers = plan.workers[: plan.mesh.num_workers]
     shares.add_column("ranks" if len(workers) > MOST_ROWS else "rank", no_wrap=True)
     if staged:
@@ -74,8 +74,8 @@ def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
 def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
     accumulation = f", gradients accumulated over {plan.grad_accumulation} slices" if plan.grad_accumulation > 1 else ""
     grid = f"data parallel {plan.mesh.data_parallel_size}"
-    if plan.mesh.pipeline_parallel_size > 1:
-        grid += f" x pipeline {plan.mesh.pipeline_parallel_size}"
+    if plan.mesh.pipeline > 1:
+        grid += f" x pipeline {plan.mesh.pipeline}"
     return [
         (
             "request",
@@ -103,9 +103,9 @@ def _of_each(plan: Plan) -> list[str]:
 
 
 def _shards(plan: Plan) -> list[tuple[str, str]]:
-    if not plan.mesh.num_shards:
+    if not plan.mesh.num_servers:
         return []
-    return [("shards", f"{count(plan.mesh.num_shards, 'shard')} of the parameters, {plan.cpus_per_worker:g} CPU each")]
+    return [("shards", f"{count(plan.mesh.num_servers, 'shard')} of the parameters, {plan.cpus_per_worker:g} CPU each")]
 
 
 def _pipeline(plan: Plan) -> list[tuple[str, str]]:

@@ -81,7 +81,7 @@ class LayoutRules:
             errors: receives a line for each reason why there is no such layout, which names the key to change. The
                 layout that is then returned only serves to continue the checks.
         """
-        return Layout(mesh=Mesh(data_parallel_size=num_workers))
+        return Layout(mesh=Mesh(replicate=num_workers))
 
     @classmethod
     def extra_processes(cls, options: StrategyConfig, num_workers: int) -> int:

@@ -2,79 +2,146 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Dimension = Literal["pipeline", "replicate", "shard", "context", "tensor"]
+DIMENSIONS: tuple[Dimension, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
+"""From the outermost to the innermost: consecutive ranks differ in the last of them."""
+
+_FORMER_NAMES = {
+    "data_parallel_size": "replicate",
+    "pipeline_parallel_size": "pipeline",
+    "num_shards": "num_servers",
+}
+"""The names of the fields in the records of earlier versions."""
+
+
+class Coords(NamedTuple):
+    """The position of a rank in each dimension of a mesh."""
+
+    pipeline: int = 0
+    replicate: int = 0
+    shard: int = 0
+    context: int = 0
+    tensor: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The grid of ``data_parallel_size`` x ``pipeline_parallel_size`` workers, followed by parameter shards.
+    """The grid of workers, followed by servers that hold parameters for them.
 
-    By default the ranks of one pipeline are consecutive: ``global_rank = dp_rank * pipeline_parallel_size + pp_rank``.
-    With ``replicas_close`` the replicas of one stage are: ``global_rank = pp_rank * data_parallel_size + dp_rank``.
-    The last ``num_shards`` ranks hold parameters for the workers.
+    Attributes:
+        pipeline: the number of workers that the layers of the model are divided over.
+        replicate: the number of copies of each parameter; each copy trains on a part of the batch.
+        shard: the number of workers that the parameters are divided over; each trains on a part of the batch.
+        context: the number of workers that the positions of a sample are divided over.
+        tensor: the number of workers that the dimensions of a parameter are divided over.
+        replicas_close: whether ``pipeline`` is the outermost dimension, so that the replicas of a stage are consecutive
+            ranks. By default, it is the innermost one, and the stages of a pipeline are.
+        num_servers: the number of ranks after the workers that hold parameters.
     """
 
-    data_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
     replicas_close: bool = False
-    num_shards: int = 0
+    num_servers: int = 0
 
     @property
     def num_workers(self) -> int:
         """The number of ranks that train."""
-        return self.data_parallel_size * self.pipeline_parallel_size
+        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
 
     @property
     def world_size(self) -> int:
-        """The number of workers and shards."""
-        return self.num_workers + self.num_shards
+        """The number of workers and servers."""
+        return self.num_workers + self.num_servers
 
     @property
-    def shards(self) -> range:
+    def data_parallel_size(self) -> int:
+        """The number of parts of the batch."""
+        return self.replicate * self.shard
+
+    @property
+    def servers(self) -> range:
         """The global ranks that hold parameters."""
         return range(self.num_workers, self.world_size)
 
-    def shard(self, global_rank: int) -> int | None:
-        """Return the index of the shard on ``global_rank``; None if the rank is a worker."""
-        return global_rank - self.num_workers if global_rank in self.shards else None
+    def server(self, global_rank: int) -> int | None:
+        """Return the index of the server on ``global_rank``; None if the rank is a worker."""
+        return global_rank - self.num_workers if global_rank in self.servers else None
+
+    def coords(self, global_rank: int) -> Coords:
+        """Return the position of ``global_rank`` in the grid; that of rank 0 for a server, which is outside of it."""
+        if global_rank in self.servers:
+            return Coords()
+        found: dict[str, int] = {}
+        for dimension in reversed(self._order):
+            global_rank, found[dimension] = divmod(global_rank, self.size(dimension))
+        return Coords(**found)
+
+    def group(self, dimension: Dimension, global_rank: int) -> list[int]:
+        """Return the global ranks that differ from a worker's at most in ``dimension``, in its order."""
+        own = self.coords(global_rank)
+        return [self._rank(own._replace(**{dimension: place})) for place in range(self.size(dimension))]
+
+    def groups(self, dimension: Dimension) -> list[list[int]]:
+        """Return the groups of all workers along ``dimension``, in the order of their places in the others."""
+        places = (range(1 if other == dimension else self.size(other)) for other in DIMENSIONS)
+        return [self.group(dimension, self._rank(Coords(*first))) for first in itertools.product(*places)]
 
     def dp_rank(self, global_rank: int) -> int:
-        """Return the index of the replica that ``global_rank`` belongs to; 0 for a shard, which reads no data."""
-        if global_rank in self.shards:
-            return 0
-        if self.replicas_close:
-            return global_rank % self.data_parallel_size
-        return global_rank // self.pipeline_parallel_size
+        """Return the index of the part of the batch that ``global_rank`` reads; 0 for a server, which reads none."""
+        coords = self.coords(global_rank)
+        return coords.replicate * self.shard + coords.shard
 
-    def pp_rank(self, global_rank: int) -> int:
-        """Return the position of ``global_rank`` in its pipeline."""
-        if self.replicas_close:
-            return global_rank // self.data_parallel_size
-        return global_rank % self.pipeline_parallel_size
-
-    def global_rank(self, *, dp_rank: int, pp_rank: int) -> int:
-        """Return the rank at a position of the grid."""
-        if self.replicas_close:
-            return pp_rank * self.data_parallel_size + dp_rank
-        return dp_rank * self.pipeline_parallel_size + pp_rank
-
-    def pipeline(self, dp_rank: int) -> list[int]:
-        """Return the global ranks of a pipeline, ordered by ``pp_rank``."""
-        return [self.global_rank(dp_rank=dp_rank, pp_rank=p) for p in range(self.pipeline_parallel_size)]
-
-    def replicas(self, pp_rank: int) -> list[int]:
-        """Return the global ranks of the replicas of a stage, ordered by ``dp_rank``."""
-        return [self.global_rank(dp_rank=d, pp_rank=pp_rank) for d in range(self.data_parallel_size)]
+    def seed_rank(self, global_rank: int) -> int:
+        """Return a number that is equal on the ranks which compute the same layers of the same samples together."""
+        if global_rank in self.servers:
+            return global_rank
+        first = self.coords(global_rank)._replace(context=0, tensor=0)
+        return dataclasses.replace(self, context=1, tensor=1)._rank(first)
 
     @property
     def close_groups(self) -> list[list[int]]:
-        """The groups of ranks that should share a node: pipelines, or with ``replicas_close`` the replicas of a stage.
+        """The groups of ranks that should share a node: pipelines, or with ``replicas_close`` the workers of a stage.
 
         Consecutive ranks, in ascending order.
         """
-        if self.replicas_close:
-            return [self.replicas(pp_rank) for pp_rank in range(self.pipeline_parallel_size)]
-        return [self.pipeline(dp_rank) for dp_rank in range(self.data_parallel_size)]
+        size = self.num_workers // self.pipeline if self.replicas_close else self.pipeline
+        return [list(range(first, first + size)) for first in range(0, self.num_workers, size)]
+
+    def size(self, dimension: Dimension) -> int:
+        """Return the number of places in ``dimension``."""
+        found: int = getattr(self, dimension)
+        return found
+
+    @property
+    def _order(self) -> tuple[Dimension, ...]:
+        return DIMENSIONS if self.replicas_close else (*DIMENSIONS[1:], DIMENSIONS[0])
+
+    def _rank(self, coords: Coords) -> int:
+        rank = 0
+        for dimension in self._order:
+            rank = rank * self.size(dimension) + getattr(coords, dimension)
+        return rank
+
+
+def recorded_mesh(record: Mapping[str, Any]) -> Mesh:
+    """Return the mesh in the plan of a run, as this or an earlier version has recorded it.
+
+    Raises:
+        TypeError, ValueError: it is not a mapping.
+    """
+    named = {_FORMER_NAMES.get(key, key): value for key, value in dict(record).items()}
+    known: dict[str, Any] = {f.name: named[f.name] for f in dataclasses.fields(Mesh) if f.name in named}
+    return Mesh(**known)
 
 
 def even_shares(total: int, parts: int) -> tuple[int, ...]:

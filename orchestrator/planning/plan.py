@@ -131,13 +131,13 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     faults = _faults_to_inject(config, layout.mesh.world_size, [])
     train, cluster = config.train, config.cluster
     # Not mesh.world_size: for strategy=dp, num_workers counts the devices of its one process.
-    num_processes = num_workers + layout.mesh.num_shards
+    num_processes = num_workers + layout.mesh.num_servers
     num_cores = sum(n.cpus for n in nodes)
     num_threads = int(num_cores // num_processes if oversubscribe_cpus else cluster.cpus_per_worker)
     samples = even_shares(train.global_batch_size, layout.mesh.data_parallel_size)
     notes = _notes(layout, samples, faults) + _device_notes(config, rules, nodes, device)
     if device == "cpu" and oversubscribe_cpus and num_processes > num_cores:
-        processes = "workers and shards" if layout.mesh.num_shards else "workers"
+        processes = "workers and shards" if layout.mesh.num_servers else "workers"
         notes.insert(0, f"{num_processes} {processes} share {num_cores:g} cores: expect no speed-up")
     loader_processes = _loader_processes(config, nodes, device)
     if loader_processes and config.data.num_workers == "auto":
@@ -180,7 +180,7 @@ def find_layout(
     num_workers = _num_workers(config, rules, nodes, device)
     layout = rules.plan_layout(config, num_workers, errors)
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
-    if layout.mesh.pipeline_parallel_size == 1:
+    if layout.mesh.pipeline == 1:
         errors += _batch_errors(config, num_workers)
     _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:
@@ -228,10 +228,10 @@ def _worker_plans(layout: Layout, samples: tuple[int, ...]) -> tuple[WorkerPlan,
         WorkerPlan(
             global_rank=rank,
             dp_rank=mesh.dp_rank(rank),
-            pp_rank=mesh.pp_rank(rank),
-            samples_per_step=0 if rank in mesh.shards else samples[mesh.dp_rank(rank)],
-            stages=stages.get(mesh.pp_rank(rank), ()),
-            shard=mesh.shard(rank),
+            pp_rank=mesh.coords(rank).pipeline,
+            samples_per_step=0 if rank in mesh.servers else samples[mesh.dp_rank(rank)],
+            stages=stages.get(mesh.coords(rank).pipeline, ()),
+            shard=mesh.server(rank),
         )
         for rank in range(mesh.world_size)
     )
@@ -324,7 +324,7 @@ def _capacity_errors(
     mesh, devices = layout.mesh, layout.devices_per_worker
     needed, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
     resources = [node.resources for node in nodes]
-    keys = _requested(config, mesh.num_workers * devices, num_shards=mesh.num_shards)
+    keys = _requested(config, mesh.num_workers * devices, num_shards=mesh.num_servers)
     if gpus_per_worker and total_room({"GPU": gpus_per_worker}, resources) < needed:
         gpus = f"{needed * gpus_per_worker} GPUs"
         if devices > 1:

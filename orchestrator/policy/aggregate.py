@@ -145,7 +145,7 @@ class Aggregator:
         if self._tokens_per_sample:
             metrics[TOKENS_PER_S.name] = rate * self._tokens_per_sample
             self._record(TOKENS_PER_S, (r * self._tokens_per_sample for r in rates))
-        workers = [p for rank, p in parts.items() if rank not in self._mesh.shards]
+        workers = [p for rank, p in parts.items() if rank not in self._mesh.servers]
         metrics |= self._compute_metrics(workers, steps_ms)
         waits = {DATA_WAIT_PCT: 100 * statistics.fmean(p.data_wait_ms for p in workers) / step_ms}
         comm = [p.comm_share for p in workers if p.comm_share is not None]
@@ -198,10 +198,7 @@ class Aggregator:
 
     def _timeline_of(self, parts: Mapping[int, TrainPoint]) -> Timeline:
         """Keep and return what the stages did in a step."""
-        mesh = self._mesh
-        replicas = [
-            aligned([parts[r].spans for r in mesh.pipeline(dp_rank)]) for dp_rank in range(mesh.data_parallel_size)
-        ]
+        replicas = [aligned([parts[rank].spans for rank in ranks]) for ranks in self._mesh.groups("pipeline")]
         if self._theoretical_bubble is None:  # every step has the same order of actions
             self._theoretical_bubble = theoretical_bubble(replicas[0])
         self.timeline = Timeline(step=parts[0].step, replicas=replicas, theoretical_bubble=self._theoretical_bubble)

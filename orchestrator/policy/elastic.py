@@ -146,7 +146,7 @@ def _largest_in_place(old: Mesh, larger_first: Sequence[Mesh], alive: Collection
     """Return the first mesh in which every worker can keep its stage, with at most ``ready`` new workers."""
     of_stage = [len(ranks) for ranks in _alive_by_stage(old, alive)]
     for mesh in larger_first:
-        if mesh.pipeline_parallel_size == old.pipeline_parallel_size:
+        if mesh.pipeline == old.pipeline:
             new_workers = sum(max(0, mesh.data_parallel_size - present) for present in of_stage)
             if new_workers <= ready:
                 return mesh
@@ -155,9 +155,9 @@ def _largest_in_place(old: Mesh, larger_first: Sequence[Mesh], alive: Collection
 
 def _alive_by_stage(mesh: Mesh, alive: Collection[int]) -> list[list[int]]:
     """Return the ranks in ``alive`` of each stage, in ascending order."""
-    ranks: list[list[int]] = [[] for _ in range(mesh.pipeline_parallel_size)]
+    ranks: list[list[int]] = [[] for _ in range(mesh.pipeline)]
     for rank in sorted(alive):
-        ranks[mesh.pp_rank(rank)].append(rank)
+        ranks[mesh.coords(rank).pipeline].append(rank)
     return ranks
 
 
@@ -167,10 +167,10 @@ def _assign_in_place(old: Mesh, plan: Plan, alive: Collection[int]) -> RankAssig
     before: list[int | None] = []
     state_sources: list[int] = []
     for rank in range(new.world_size):
-        stage, dp_rank = new.pp_rank(rank), new.dp_rank(rank)
+        stage, dp_rank = new.coords(rank).pipeline, new.dp_rank(rank)
         own = of_stage[stage][dp_rank] if dp_rank < len(of_stage[stage]) else None
         before.append(own)
-        state_sources.append(old.global_rank(dp_rank=0, pp_rank=stage) if own is None else own)
+        state_sources.append(old.groups("pipeline")[0][stage] if own is None else own)
     return RankAssignment(plan=plan, before=tuple(before), state_sources=tuple(state_sources))
 
 

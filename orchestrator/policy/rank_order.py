@@ -48,7 +48,7 @@ def placement_note(mesh: Mesh, workers: Sequence[WorkerInfo]) -> str | None:
         mesh: the grid of ranks.
         workers: the worker of each rank.
     """
-    if mesh.data_parallel_size == 1 or mesh.pipeline_parallel_size == 1:
+    if mesh.data_parallel_size == 1 or mesh.pipeline == 1:
         return None
     crossing: list[str] = []
     for number, group in enumerate(mesh.close_groups):

@@ -66,7 +66,7 @@ class Context:
     @property
     def pp_rank(self) -> int:
         """The position of this rank in its pipeline."""
-        return self.mesh.pp_rank(self.global_rank)
+        return self.mesh.coords(self.global_rank).pipeline
 
 
 @dataclass(frozen=True, kw_only=True)

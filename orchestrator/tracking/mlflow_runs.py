@@ -74,7 +74,7 @@ def _record(run: Any) -> dict[str, Any]:
         "job": tags.get("job"),
         "params": params,
         "tags": tags,
-        "plan": {"mesh": {"data_parallel_size": num_workers}},
+        "plan": {"mesh": {"replicate": num_workers}},
         "started": run.info.start_time / 1000,
         "summary": {k.removeprefix(_SUMMARY): v for k, v in values.items() if k.startswith(_SUMMARY)},
     }

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from orchestrator.config.markdown import code
+from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.records.journal import clean_name
 
 SWEEP_ID = "sweep_id"
@@ -50,7 +51,7 @@ def run_tags(record: Mapping[str, Any], run_id: str) -> dict[str, str]:
     """
     tags = {clean_name(key): str(value) for key, value in record.get("tags", {}).items()}
     if mesh := (record.get("plan") or {}).get("mesh"):
-        tags["workers"] = str(mesh["data_parallel_size"] * mesh["pipeline_parallel_size"])
+        tags["workers"] = str(recorded_mesh(mesh).num_workers)
     if precision := record.get("precision"):
         tags["precision"] = precision
     if color := _COLORS.get(str(record.get("strategy"))):

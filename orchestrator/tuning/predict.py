@@ -57,7 +57,7 @@ def predict(profile: Profile, plan: Plan, orders: Orders) -> Prediction:
     """
     if plan.pipeline is not None:
         return _pipeline(profile, plan, plan.pipeline, orders(plan.pipeline))
-    if plan.mesh.num_shards:
+    if plan.mesh.num_servers:
         return _servers(profile, plan)
     return _devices(profile, plan) if plan.devices_per_worker > 1 else _replicas(profile, plan)
 
@@ -116,7 +116,7 @@ def _devices(profile: Profile, plan: Plan) -> Prediction:
 
 def _servers(profile: Profile, plan: Plan) -> Prediction:
     """``parameter_server``: shards wait for the gradients of all workers, update, and send the parameters."""
-    n, shards = plan.mesh.num_workers, plan.mesh.num_shards
+    n, shards = plan.mesh.num_workers, plan.mesh.num_servers
     threads, slices = plan.threads_per_worker, plan.grad_accumulation
     share = plan.workers[0].samples_per_step
     rows = share / slices
@@ -156,8 +156,7 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
     slices, schedule_ms = plan.grad_accumulation, extent_s(spans)
     compute_ms = max(busy_s(worker) for worker in spans)
     of_rank = [
-        [layer for stage in layout.stages_of(rank) for layer in stages[stage]]
-        for rank in range(plan.mesh.pipeline_parallel_size)
+        [layer for stage in layout.stages_of(rank) for layer in stages[stage]] for rank in range(plan.mesh.pipeline)
     ]
     largest_bytes = max(sum(layer.parameter_bytes for layer in layers) for layers in of_rank)
     part = largest_bytes / max(1, profile.parameter_bytes)

@@ -233,7 +233,7 @@ class Loop:
         return False
 
     def _train_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
-        seed_step(self.config.seed, step, self.rank)
+        seed_step(self.config.seed, step, self.strategy.context.mesh.seed_rank(self.rank))
         with window.data_wait.waiting():
             batch = next(batches)
         self._inject_fault("train", step)

@@ -35,7 +35,7 @@ def measured(rank: int, job: Any, world_size: int, batch: int) -> Any:
     )
     auto = Auto(
         Context(
-            mesh=Mesh(data_parallel_size=world_size),
+            mesh=Mesh(replicate=world_size),
             global_rank=rank,
             device=torch.device("cpu"),
             seed=0,

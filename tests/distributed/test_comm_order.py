@@ -40,7 +40,7 @@ def everything(rank: int, case: Case) -> list[Launch]:
         mesh, done, samples = strategy.context.mesh, case.train.steps, case.train.steps * case.train.global_batch_size
         state = strategy.capture(step=done, samples_consumed=samples, into=None)
         strategy.restore(state, source=0)
-        first_replica = [mesh.global_rank(dp_rank=0, pp_rank=mesh.pp_rank(r)) for r in range(mesh.world_size)]
+        first_replica = [mesh.groups("pipeline")[0][mesh.coords(r).pipeline] for r in range(mesh.world_size)]
         strategy.recover_state(first_replica, source_step=done, step=done, samples_consumed=samples)
     return launches
 

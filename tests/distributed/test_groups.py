@@ -43,7 +43,7 @@ def test_groups_have_the_timeout_of_the_run_and_more_than_one_rank(
 def test_with_nccl_all_parts_are_split_from_the_default_group_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "split_group", lambda **arguments: calls.append(arguments))
-    mesh = Mesh(data_parallel_size=2, pipeline_parallel_size=2)
+    mesh = Mesh(replicate=2, pipeline=2)
     context = Context(
         mesh=mesh,
         global_rank=1,
@@ -53,6 +53,6 @@ def test_with_nccl_all_parts_are_split_from_the_default_group_at_once(monkeypatc
         options=SINGLE,
         collective_timeout_s=41,
     )
-    own_group(context, [mesh.replicas(p) for p in range(2)])
+    own_group(context, mesh.groups("replicate"))
     assert own_group(context, [[0], [1], [2], [3]]) is None
     assert calls == [{"split_ranks": [[0, 2], [1, 3]], "timeout": timedelta(seconds=41)}]

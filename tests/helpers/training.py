@@ -111,7 +111,7 @@ def steps(
         read=strategy.reads_data,
     )
     for step, batch in zip(range(first, last + 1), batches, strict=True):
-        seed_step(context.seed, step, context.global_rank)
+        seed_step(context.seed, step, context.mesh.seed_rank(context.global_rank))
         yield strategy.train_step(batch, want_grad_norm=want_grad_norm, want_metrics=True)
 
 

@@ -142,7 +142,7 @@ class Gang:
         self._check_devices(infos)
         group_size = len(plan.mesh.close_groups[0])
         order = groups_on_one_node(infos, rank_order(infos), group_size=group_size)
-        by_rank = shards_last(infos, order[: plan.world_size], num_shards=plan.mesh.num_shards)
+        by_rank = shards_last(infos, order[: plan.world_size], num_shards=plan.mesh.num_servers)
         self._assign_ranks([(slots[index], infos[index]) for index in by_rank])
         self._spares.begin({slots[index]: infos[index] for index in order[plan.world_size :]})
         return plan

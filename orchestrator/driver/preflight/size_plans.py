@@ -114,8 +114,8 @@ class _PlannedSizes:
         if not self._config.strategy.elastic:
             return []
         layouts = [self._layout(number, []) for number in range(1, smallest.num_workers)]
-        stages = smallest.pipeline_parallel_size
-        return [layout.mesh for layout in layouts if layout and layout.mesh.pipeline_parallel_size == stages]
+        stages = smallest.pipeline
+        return [layout.mesh for layout in layouts if layout and layout.mesh.pipeline == stages]
 
     def _layout(self, number: int, errors: list[str]) -> Layout | None:
         """Return the layout for this number of workers, whether there is room for them or not; None if impossible."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from orchestrator.driver.gang.gang import Member
-from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.protocol.events import Event, FirstStepDone, MetricsLogged
@@ -56,7 +56,7 @@ def _read(run_dir: RunDir) -> list[Event]:
         ranks = read_json(run_dir.ranks_file)
         spools = [run_dir.spool(process["node_id"], process["pid"]) for process in ranks.get("processes", ())]
         aggregator = Aggregator(
-            mesh=Mesh(**ranks.get("mesh", {})),
+            mesh=recorded_mesh(ranks.get("mesh", {})),
             global_batch_size=ranks.get("global_batch_size", 0),
             tokens_per_sample=ranks.get("tokens_per_sample"),
         )

@@ -163,7 +163,7 @@ class Run:
                 strategy=plan.strategy,
                 job=plan.job,
                 world_size=plan.world_size,
-                num_shards=plan.mesh.num_shards,
+                num_shards=plan.mesh.num_servers,
                 steps=plan.steps,
                 resumed_from_step=spec.resumed_from_step,
                 notes=plan.notes,

@@ -183,7 +183,7 @@ class Telemetry:
             logged = self._aggregator.add(rank, point)
             if logged is not None:
                 self._events.emit(logged)
-            if rank in self._plan.mesh.shards or not isinstance(point, TrainPoint):
+            if rank in self._plan.mesh.servers or not isinstance(point, TrainPoint):
                 continue
             if (straggler := self._stragglers.add(rank, point)) is not None:
                 self.straggler = straggler

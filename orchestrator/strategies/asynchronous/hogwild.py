@@ -69,7 +69,7 @@ class Hogwild(WholeModel):
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
-        return Layout(mesh=Mesh(data_parallel_size=num_workers), one_node=True)
+        return Layout(mesh=Mesh(replicate=num_workers), one_node=True)
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:

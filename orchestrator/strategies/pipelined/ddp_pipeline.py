@@ -1,4 +1,4 @@
-"""``ddp_pipeline``: replicas of a pipeline, on a grid of data_parallel_size x pipeline_parallel_size workers.
+"""``ddp_pipeline``: replicas of a pipeline, on a grid of replicas x strategy.pipeline_parallel_size workers.
 
 Each replica is a separate pipeline with its share of the global batch. After the last backward pass of a step, the
 gradients of each stage are summed over its replicas.
@@ -58,8 +58,8 @@ class DDPPipeline(Pipeline):
                 f"set it to {nearest}"
             )
         mesh = Mesh(
-            data_parallel_size=max(1, num_workers // p),
-            pipeline_parallel_size=p,
+            replicate=max(1, num_workers // p),
+            pipeline=p,
             replicas_close=options.close == "replicas",
         )
         return staged(config, mesh, errors, valid_mesh=divisible, notes=(_placement(options),))

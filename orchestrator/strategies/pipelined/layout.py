@@ -45,7 +45,7 @@ def one_pipeline(config: Config, num_workers: int, errors: list[str]) -> Layout:
             f"strategy.num_workers={num_workers}: strategy={config.strategy.name} needs at least 2, one per stage; "
             "use strategy=single for one"
         )
-    return staged(config, Mesh(pipeline_parallel_size=num_workers), errors, valid_mesh=num_workers >= 2)
+    return staged(config, Mesh(pipeline=num_workers), errors, valid_mesh=num_workers >= 2)
 
 
 def staged(config: Config, mesh: Mesh, errors: list[str], *, valid_mesh: bool, notes: tuple[str, ...] = ()) -> Layout:
@@ -73,7 +73,7 @@ def staged(config: Config, mesh: Mesh, errors: list[str], *, valid_mesh: bool, n
 
 def _pipeline(config: Config, mesh: Mesh, errors: list[str], *, valid_mesh: bool) -> PipelineLayout | None:
     """Return stages and micro-batches; None if they are impossible, with the reasons appended to ``errors``."""
-    strategy, train, p = config.strategy, config.train, mesh.pipeline_parallel_size
+    strategy, train, p = config.strategy, config.train, mesh.pipeline
     before = len(errors)
     requested: int | Literal["auto"] = 1
     schedule, per_rank = SCHEDULES["GPipe"], 1

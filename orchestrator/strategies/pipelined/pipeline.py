@@ -165,8 +165,8 @@ class Pipeline(OptimizerStep):
     def attach(self) -> None:
         context = self.context
         mesh = context.mesh
-        pipeline = own_group(context, [mesh.pipeline(d) for d in range(mesh.data_parallel_size)])
-        replicas = own_group(context, [mesh.replicas(p) for p in range(mesh.pipeline_parallel_size)])
+        pipeline = own_group(context, mesh.groups("pipeline"))
+        replicas = own_group(context, mesh.groups("replicate"))
         assert pipeline is not None
         cut = self._agree_on_cut()
         if self._builder is not None:
@@ -177,7 +177,7 @@ class Pipeline(OptimizerStep):
             self._builder = None
         super().attach()
         if self._copies is not None:
-            ring = mesh.pipeline(context.dp_rank)
+            ring = mesh.group("pipeline", context.global_rank)
             self._copies.attach(self._new_gloo_group(), ring, rank=context.global_rank)
         sharing = Sharing(
             self._shared,
@@ -232,7 +232,7 @@ class Pipeline(OptimizerStep):
         host = self._connected.host
         states = gather_states(
             without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere),
-            ranks=context.mesh.pipeline(0),
+            ranks=context.mesh.groups("pipeline")[0],
             rank=context.global_rank,
             device=context.device if host is None else CPU,
             into=into,
@@ -262,8 +262,9 @@ class Pipeline(OptimizerStep):
             of_stage[pp_rank] = (step,)
         if self._copies is not None:
             of_stage[pp_rank] = (*of_stage.get(pp_rank, ()), *self._copies.own_steps)
-            of_stage[(pp_rank - 1) % mesh.pipeline_parallel_size] = self._copies.neighbours_steps
-        return {rank: steps for stage, steps in of_stage.items() for rank in mesh.replicas(stage)}
+            of_stage[(pp_rank - 1) % mesh.pipeline] = self._copies.neighbours_steps
+        replicas = mesh.groups("replicate")
+        return {rank: steps for stage, steps in of_stage.items() for rank in replicas[stage]}
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
@@ -292,10 +293,10 @@ class Pipeline(OptimizerStep):
 
     def _state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
         """Return the state of ``rank`` after the step ``wanted``, from this rank's stages or copies."""
-        if self.context.mesh.pp_rank(rank) == self.context.pp_rank and wanted == step:
+        if self.context.mesh.coords(rank).pipeline == self.context.pp_rank and wanted == step:
             return self.snapshot(step=step, samples_consumed=samples_consumed, live=True)
         assert self._copies is not None
-        if self.context.mesh.pp_rank(rank) == self.context.pp_rank:
+        if self.context.mesh.coords(rank).pipeline == self.context.pp_rank:
             return self._copies.own(wanted)
         return self._copies.neighbours(wanted)
 
@@ -306,7 +307,7 @@ class Pipeline(OptimizerStep):
     def _new_gloo_group(self) -> dist.ProcessGroup:
         """Return a gloo group of this rank's pipeline. Collective: every rank creates the groups of all pipelines."""
         mesh = self.context.mesh
-        groups = [new_group(self.context, mesh.pipeline(d), backend="gloo") for d in range(mesh.data_parallel_size)]
+        groups = [new_group(self.context, ranks, backend="gloo") for ranks in mesh.groups("pipeline")]
         return groups[self.context.dp_rank]
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
 
 def _too_few_layers_error(plan: Plan, reason: str, size_key: str) -> str:
     assert plan.pipeline is not None
-    size = plan.mesh.pipeline_parallel_size
+    size = plan.mesh.pipeline
     remedy = f"lower {size_key}" + (" or strategy.stages_per_rank" if plan.pipeline.num_stages > size else "")
     return f"{size_key}={size}: the model has {reason}; {remedy}, or give the model more layers"
 

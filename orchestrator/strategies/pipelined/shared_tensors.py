@@ -50,16 +50,16 @@ class Sharing:
         mesh, global_rank = context.mesh, context.global_rank
         for tensor in shared:
             ranks = [stage_ranks[stage] for stage in tensor.stages]
-            for dp_rank in range(mesh.data_parallel_size if len(set(ranks)) > 1 else 0):
-                holders = tuple(sorted({mesh.global_rank(dp_rank=dp_rank, pp_rank=rank) for rank in ranks}))
+            for pipeline in mesh.groups("pipeline") if len(set(ranks)) > 1 else ():
+                holders = tuple(sorted({pipeline[rank] for rank in ranks}))
                 if holders not in groups:
                     groups[holders] = new_group(context, holders)
                 if global_rank in holders:
-                    names = tensor.names_on(stage_ranks, mesh.pp_rank(global_rank))
+                    names = tensor.names_on(stage_ranks, mesh.coords(global_rank).pipeline)
                     parameter = own[names[0]]
                     if isinstance(parameter, nn.Parameter):
                         self._parameters.append((parameter, groups[holders]))
-                    if mesh.pp_rank(global_rank) != ranks[0]:
+                    if mesh.coords(global_rank).pipeline != ranks[0]:
                         self._leave_to_first(parameter, names, tensor.names_on(stage_ranks, ranks[0]))
 
     def _leave_to_first(self, tensor: Tensor, names: Sequence[str], names_there: Sequence[str]) -> None:

@@ -107,7 +107,7 @@ def machinery_cost(context: Context, control: dist.ProcessGroup, *, with_shards:
     job = _TinyJob(layers=n)
     measured = functools.partial(_step_ms, rank=context.global_rank, ranks=n, control=control)
     single_ms = measured(Single(alone, job), rows=ROWS * n)
-    ddp_ms = measured(DDP(dataclasses.replace(tiny, mesh=Mesh(data_parallel_size=n), options=ddp), job), rows=ROWS)
+    ddp_ms = measured(DDP(dataclasses.replace(tiny, mesh=Mesh(replicate=n), options=ddp), job), rows=ROWS)
     few, many = ((_passes_in_a_row(n, m), measured(Pipeline(_staged(tiny, m), job), rows=ROWS * n)) for m in (n, 4 * n))
     action_ms = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return MachineryCost(
@@ -130,7 +130,7 @@ def _server_cost(context: Context, alone: Context, measured: Callable[..., float
         max_staleness=0,
         compression="none",
     )
-    served = dataclasses.replace(context, mesh=Mesh(data_parallel_size=workers, num_shards=1), options=options)
+    served = dataclasses.replace(context, mesh=Mesh(replicate=workers, num_servers=1), options=options)
     points = []
     for width in SERVED_WIDTHS:
         job = _TinyJob(layers=1, width=width)
@@ -152,7 +152,7 @@ def _staged(context: Context, microbatches: int) -> Context:
         split=tuple(f"layer{i}" for i in range(1, n)),
     )
     layout = PipelineLayout(schedule="1F1B", num_stages=n, num_microbatches=microbatches, stage_ranks=tuple(range(n)))
-    return dataclasses.replace(context, mesh=Mesh(pipeline_parallel_size=n), options=options, pipeline=layout)
+    return dataclasses.replace(context, mesh=Mesh(pipeline=n), options=options, pipeline=layout)
 
 
 def _passes_in_a_row(workers: int, microbatches: int) -> float:

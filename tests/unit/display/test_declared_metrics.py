@@ -47,7 +47,7 @@ def logged(aggregator: Aggregator, step: int, *values: float) -> MetricsLogged:
 
 @pytest.fixture
 def aggregator() -> Aggregator:
-    return Aggregator(mesh=Mesh(data_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    return Aggregator(mesh=Mesh(replicate=2), global_batch_size=64, tokens_per_sample=None)
 
 
 def test_a_declared_metric_is_reduced_and_summarised_as_its_spec_says(aggregator: Aggregator) -> None:

@@ -26,7 +26,7 @@ SERVER = ("strategy=parameter_server", "strategy.num_workers=3", "strategy.num_s
 
 def test_shards_come_after_the_workers_and_read_no_data() -> None:
     plan = plan_of(LAPTOP, *SERVER, "train.global_batch_size=10", embedded=True)
-    assert (plan.world_size, plan.mesh) == (5, Mesh(data_parallel_size=3, num_shards=2))
+    assert (plan.world_size, plan.mesh) == (5, Mesh(replicate=3, num_servers=2))
     assert [w.samples_per_step for w in plan.workers] == [4, 3, 3, 0, 0]
     assert [w.shard for w in plan.workers] == [None, None, None, 0, 1]
     assert [plan.display_name(rank) for rank in (2, 3, 4)] == ["rank 2", "rank 3 (shard 0)", "rank 4 (shard 1)"]

@@ -35,7 +35,7 @@ def point(**changes: Any) -> TrainPoint:
 
 
 def aggregator(world_size: int = 2) -> Aggregator:
-    return Aggregator(mesh=Mesh(data_parallel_size=world_size), global_batch_size=64, tokens_per_sample=None)
+    return Aggregator(mesh=Mesh(replicate=world_size), global_batch_size=64, tokens_per_sample=None)
 
 
 def test_loss_is_global_sum_over_global_weight() -> None:
@@ -85,7 +85,7 @@ def test_the_parts_of_a_step_add_up_to_it_under_every_strategy() -> None:
     assert replicas.summary()["comm_ms"] == pytest.approx(3.0)
     alone = parts_of(aggregator(1).add(0, point(comm_share=None)))
     assert alone == pytest.approx({"compute": 9.0, "comm": 0.0, "data_wait": 1.0, "idle": 0.0})
-    stages = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    stages = Aggregator(mesh=Mesh(pipeline=2), global_batch_size=64, tokens_per_sample=None)
     step = {"step_ms": (10_000.0,), "comm_share": None, "data_wait_ms": 1000.0}
     stages.add(0, staged(0, **step))
     assert parts_of(stages.add(1, staged(1, **step))) == pytest.approx(
@@ -105,7 +105,7 @@ def test_the_memory_of_each_rank_is_logged_unless_there_are_many() -> None:
 
 
 def test_shards_count_neither_as_workers_nor_in_their_wait_for_data() -> None:
-    parts = Aggregator(mesh=Mesh(data_parallel_size=2, num_shards=1), global_batch_size=64, tokens_per_sample=None)
+    parts = Aggregator(mesh=Mesh(replicate=2, num_servers=1), global_batch_size=64, tokens_per_sample=None)
     parts.add(0, point())
     parts.add(1, point())
     logged = parts.add(2, point(loss_sum=0.0, weight=0.0, data_wait_ms=0.0, comm_share=None))
@@ -184,7 +184,7 @@ def test_utilization_is_left_out_unless_every_worker_knows_its_part(
 
 
 def test_shards_have_no_part_in_the_utilization() -> None:
-    parts = Aggregator(mesh=Mesh(data_parallel_size=1, num_shards=1), global_batch_size=64, tokens_per_sample=None)
+    parts = Aggregator(mesh=Mesh(replicate=1, num_servers=1), global_batch_size=64, tokens_per_sample=None)
     parts.add(1, point(flops=0.0))
     logged = parts.add(0, point(flops=64.0, flops_at_peak_ms=1.0))
     assert logged is not None
@@ -216,9 +216,7 @@ def staged(pp_rank: int, later_s: float = 0.0, **changes: Any) -> TrainPoint:
 
 
 def test_bubble_of_replicas_beside_that_of_theory() -> None:
-    parts = Aggregator(
-        mesh=Mesh(data_parallel_size=2, pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None
-    )
+    parts = Aggregator(mesh=Mesh(replicate=2, pipeline=2), global_batch_size=64, tokens_per_sample=None)
     parts.add(0, staged(0, peak_memory_mb=100.0))
     parts.add(1, staged(1, peak_memory_mb=300.0))
     parts.add(2, staged(0, 1.0, peak_memory_mb=200.0))
@@ -240,7 +238,7 @@ def test_bubble_of_replicas_beside_that_of_theory() -> None:
 
 
 def test_bubble_of_stages_on_hosts_whose_clocks_differ() -> None:
-    parts = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    parts = Aggregator(mesh=Mesh(pipeline=2), global_batch_size=64, tokens_per_sample=None)
     parts.add(0, staged(0))
     ahead = tuple(replace(s, start=s.start + 60, end=s.end + 60) for s in staged(1).spans)
     logged = parts.add(1, point(spans=ahead))
@@ -251,7 +249,7 @@ def test_bubble_of_stages_on_hosts_whose_clocks_differ() -> None:
 
 
 def test_summary_has_the_median_bubble_and_the_largest_memory() -> None:
-    parts = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    parts = Aggregator(mesh=Mesh(pipeline=2), global_batch_size=64, tokens_per_sample=None)
     for step, later_s in ((10, 9.0), (20, 1.0), (30, 0.0)):
         parts.add(0, staged(0, later_s, step=step, peak_memory_mb=100.0 + step))
         parts.add(1, staged(1, later_s, step=step, peak_memory_mb=50.0))
@@ -262,7 +260,7 @@ def test_summary_has_the_median_bubble_and_the_largest_memory() -> None:
 
 
 def test_no_bubble_before_every_rank_is_warm_or_where_nothing_is_cut() -> None:
-    parts = Aggregator(mesh=Mesh(pipeline_parallel_size=2), global_batch_size=64, tokens_per_sample=None)
+    parts = Aggregator(mesh=Mesh(pipeline=2), global_batch_size=64, tokens_per_sample=None)
     parts.add(0, point())
     logged = parts.add(1, staged(1))
     assert logged is not None
@@ -476,19 +474,19 @@ def test_groups_of_ranks_share_a_node_where_one_has_room(nodes: str, group_size:
 
 
 def test_what_crosses_nodes_is_named_after_the_start() -> None:
-    pipelines = Mesh(data_parallel_size=3, pipeline_parallel_size=2)
+    pipelines = Mesh(replicate=3, pipeline=2)
     assert placement_note(pipelines, on_nodes("aabbcc")) is None
     assert placement_note(pipelines, on_nodes("aabbac")) == (
         "activations go through the network in 1 of 3 pipelines: 2 (gpu-a, gpu-c)"
     )
-    stages = Mesh(data_parallel_size=2, pipeline_parallel_size=2, replicas_close=True)
+    stages = Mesh(replicate=2, pipeline=2, replicas_close=True)
     assert placement_note(stages, on_nodes("aabb")) is None
     assert placement_note(stages, on_nodes("abab")) == (
         "gradients go through the network in 2 of 2 stages: 0 (gpu-a, gpu-b), 1 (gpu-a, gpu-b)"
     )
-    assert placement_note(Mesh(data_parallel_size=4), on_nodes("abab")) is None
-    assert placement_note(Mesh(pipeline_parallel_size=4), on_nodes("abab")) is None, "one pipeline is where it can be"
-    many = placement_note(Mesh(data_parallel_size=99, pipeline_parallel_size=2), on_nodes("ab" * 99))
+    assert placement_note(Mesh(replicate=4), on_nodes("abab")) is None
+    assert placement_note(Mesh(pipeline=4), on_nodes("abab")) is None, "one pipeline is where it can be"
+    many = placement_note(Mesh(replicate=99, pipeline=2), on_nodes("ab" * 99))
     assert many is not None
     assert many.endswith("3 (gpu-a, gpu-b), and 95 more")
 

@@ -71,7 +71,7 @@ def point(sums: dict[str, float], step_weight: float) -> TrainPoint:
 
 
 def test_a_train_metric_is_the_sum_over_ranks_by_the_weight_of_its_step() -> None:
-    parts = Aggregator(mesh=Mesh(data_parallel_size=3), global_batch_size=8, tokens_per_sample=None)
+    parts = Aggregator(mesh=Mesh(replicate=3), global_batch_size=8, tokens_per_sample=None)
     parts.add(0, point({"correct": 1.0}, 3.0))
     parts.add(1, point({"correct": 4.0, "rare": 1.0}, 5.0))
     logged = parts.add(2, point({}, 0.0))  # such as a stage without the loss

@@ -35,7 +35,7 @@ RULES = {
     "strategies":   ("job config planning timeline protocol compat state model tuning",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "export":       ("job compat config records state model strategies",                       "torch mlflow"),
-    "tracking":     ("config protocol records",                                                "(mlflow)"),
+    "tracking":     ("config planning protocol records",                                       "(mlflow)"),
     "display":      ("config planning protocol records",                                       ""),
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),

@@ -44,7 +44,7 @@ def plan(
         loader_processes=0,
         spares=0,
         workers=tuple(
-            WorkerPlan(global_rank=r, dp_rank=mesh.dp_rank(r), pp_rank=mesh.pp_rank(r), samples_per_step=share)
+            WorkerPlan(global_rank=r, dp_rank=mesh.dp_rank(r), pp_rank=mesh.coords(r).pipeline, samples_per_step=share)
             for r in range(mesh.world_size)
         ),
         pipeline=pipeline,
@@ -102,7 +102,7 @@ def test_single_is_a_pass_an_update_and_the_input() -> None:
 
 
 def test_ddp_computes_its_share_beside_the_others_and_exchanges_gradients() -> None:
-    prediction = predict(PROFILE, plan("ddp", Mesh(data_parallel_size=2)), gpipe)
+    prediction = predict(PROFILE, plan("ddp", Mesh(replicate=2)), gpipe)
     assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0)
     assert prediction.exchange_ms == pytest.approx(1.0 + 7.0), "one message, whose overhead ddp_ms has"
     assert prediction.input_ms == pytest.approx(0.5 + 3.2)
@@ -110,18 +110,18 @@ def test_ddp_computes_its_share_beside_the_others_and_exchanges_gradients() -> N
 
 def test_on_gpus_gradients_are_exchanged_during_the_backward_pass() -> None:
     profile = dataclasses.replace(PROFILE, device="cuda")
-    assert predict(profile, plan("ddp", Mesh(data_parallel_size=2)), gpipe).exchange_ms == pytest.approx(1.0)
+    assert predict(profile, plan("ddp", Mesh(replicate=2)), gpipe).exchange_ms == pytest.approx(1.0)
 
 
 def test_model_parallel_computes_one_stage_at_a_time() -> None:
-    grid = Mesh(pipeline_parallel_size=2)
+    grid = Mesh(pipeline=2)
     prediction = predict(PROFILE, plan("model_parallel", grid, pipeline=two_stages(1)), gpipe)
     assert prediction.compute_ms + prediction.idle_ms == pytest.approx(64 + 1.5), "half of the update on each worker"
     assert prediction.idle_ms == pytest.approx(32)
 
 
 def test_a_pipeline_is_slower_while_its_workers_compute_at_once() -> None:
-    grid = Mesh(pipeline_parallel_size=2)
+    grid = Mesh(pipeline=2)
     alone = dataclasses.replace(PROFILE, passes=tuple(p for p in PASSES if p.busy == 1))
     quick, slow = (predict(p, plan("pipeline", grid, pipeline=two_stages(4)), gpipe) for p in (alone, PROFILE))
     assert quick.compute_ms + quick.idle_ms == pytest.approx(64 * 5 / 8 + 1.5)
@@ -129,7 +129,7 @@ def test_a_pipeline_is_slower_while_its_workers_compute_at_once() -> None:
 
 
 def test_a_pipeline_pays_for_a_step_once_and_for_its_own_work_at_each_pass() -> None:
-    grid = Mesh(pipeline_parallel_size=2)
+    grid = Mesh(pipeline=2)
     alone = dataclasses.replace(PROFILE, passes=tuple(p for p in PASSES if p.busy == 1), base_ms=4.0, action_ms=0.5)
     step = predict(alone, plan("pipeline", grid, pipeline=two_stages(4)), gpipe)
     passes_in_a_row = 2 * (4 + 1)
@@ -137,7 +137,7 @@ def test_a_pipeline_pays_for_a_step_once_and_for_its_own_work_at_each_pass() -> 
 
 
 def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -> None:
-    grid = Mesh(pipeline_parallel_size=2)
+    grid = Mesh(pipeline=2)
     prediction = predict(PROFILE, plan("pipeline", grid, pipeline=two_stages(4)), gpipe)
     assert prediction.memory_bytes == pytest.approx(1000 * 3 + 4 * 10 * 16)
 
@@ -145,7 +145,7 @@ def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_parameter_server_receives_the_gradients_of_all_workers(shards: int) -> None:
     """Two workers compute at once; shards divide the gradients and the update among them."""
-    prediction = predict(PROFILE, plan("parameter_server", Mesh(data_parallel_size=2, num_shards=shards)), gpipe)
+    prediction = predict(PROFILE, plan("parameter_server", Mesh(replicate=2, num_servers=shards)), gpipe)
     assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0 / shards)
     assert prediction.exchange_ms == pytest.approx(4.0 + 5.0 * 2 / shards)
     assert prediction.input_ms == pytest.approx(0.5 + 3.2)
@@ -160,7 +160,7 @@ def test_a_model_that_is_too_large_for_a_worker_is_predicted_from_its_layers() -
 
 
 def test_memory_is_shared_by_the_workers_of_a_node_on_a_cpu() -> None:
-    replicas = plan("ddp", Mesh(data_parallel_size=2))
+    replicas = plan("ddp", Mesh(replicate=2))
     prediction = predict(PROFILE, replicas, gpipe)
     assert memory_error(PROFILE, replicas, prediction, num_nodes=2) is None
     assert "2 workers of a node" in (memory_error(PROFILE, replicas, prediction, num_nodes=1) or "")

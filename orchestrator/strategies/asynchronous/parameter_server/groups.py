@@ -39,8 +39,8 @@ class Groups:
         mesh = context.mesh
         return Groups(
             workers=new_group(context, range(mesh.num_workers)),
-            shards=new_group(context, mesh.shards),
+            shards=new_group(context, mesh.servers),
             long_timeout=dist.new_group(timeout=LONG_TIMEOUT),
             pushes=dist.new_group(timeout=LONG_TIMEOUT),
-            copies=new_group(context, mesh.shards),
+            copies=new_group(context, mesh.servers),
         )

@@ -71,7 +71,7 @@ class Shard(Strategy):
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
-        options, shard = context.options, context.mesh.shard(context.global_rank)
+        options, shard = context.options, context.mesh.server(context.global_rank)
         assert isinstance(options, ParameterServerConfig)
         assert shard is not None
         self._options, self._shard = options, shard
@@ -79,7 +79,7 @@ class Shard(Strategy):
         self._sync = options.consistency == "sync"
         self._step: int | None = None  # the last completed step of the run; None before there is a state
         self._connections: _Connected | None = None
-        self._copies = PeerCopies() if context.peer_copy_every and context.mesh.num_shards > 1 else None
+        self._copies = PeerCopies() if context.peer_copy_every and context.mesh.num_servers > 1 else None
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._build(None)
@@ -95,7 +95,7 @@ class Shard(Strategy):
             receiver=None if self._sync else PushReceiver(pushes, groups.pushes),
         )
         if self._copies is not None:
-            self._copies.attach(groups.copies, mesh.shards, rank=self.context.global_rank)
+            self._copies.attach(groups.copies, mesh.servers, rank=self.context.global_rank)
         self._updates = 0
         self._answered_at = dict.fromkeys(self._workers, 0)  # updates contained in the parameters of each worker
         self._staleness: list[int] = []
@@ -129,7 +129,7 @@ class Shard(Strategy):
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         """Send this shard's part of the optimizer to worker 0, which saves."""
-        ranks = [0, *self.context.mesh.shards]
+        ranks = [0, *self.context.mesh.servers]
         state = TrainState(model={}, optimizer=self._pieces.optimizer_tensors(), meta={})
         gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU, into=None)
         return None
@@ -148,7 +148,7 @@ class Shard(Strategy):
         found: dict[int, tuple[int, ...]] = {}
         if self._copies is not None:
             own = (*own, *self._copies.own_steps)
-            found[self.context.mesh.shards[self._shard - 1]] = self._copies.neighbours_steps
+            found[self.context.mesh.servers[self._shard - 1]] = self._copies.neighbours_steps
         return {**found, self.context.global_rank: own, **dict.fromkeys(self._workers, own)}
 
     def recover_state(
@@ -156,7 +156,7 @@ class Shard(Strategy):
     ) -> dict[str, Any]:
         """Recover this shard's state, then send the workers the parameters, optimizer settings and schedule."""
         mesh, rank, copies = self.context.mesh, self.context.global_rank, self._copies
-        for receiver in mesh.shards:
+        for receiver in mesh.servers:
             sender = sources[receiver]
             if rank == sender != receiver:
                 assert copies is not None
@@ -225,7 +225,7 @@ class Shard(Strategy):
             self.job,
             state,
             shard=self._shard,
-            num_shards=context.mesh.num_shards,
+            num_shards=context.mesh.num_servers,
             num_workers=len(self._workers),
             seed=context.seed,
             steps=context.train.steps,
@@ -257,7 +257,7 @@ class Shard(Strategy):
             The norm of the whole gradient, or None if it is not needed, and whether the update was skipped.
         """
         train, sends, pushes = self.context.train, self._connected.sends, self._connected.pushes
-        others = [rank for rank in self.context.mesh.shards if rank != self.context.global_rank]
+        others = [rank for rank in self.context.mesh.servers if rank != self.context.global_rank]
         # Point-to-point messages instead of a barrier: a collective operation would slow down small steps.
         ready = [dist.irecv(torch.zeros(1), other, tag=READY) for other in others]
         arriving = {worker: push.expect(worker) for worker, push in pushes.items()}

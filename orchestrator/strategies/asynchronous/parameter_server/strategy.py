@@ -56,10 +56,10 @@ class ParameterServer(Strategy):
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
         options = config.strategy
         assert isinstance(options, ParameterServerConfig)
-        mesh = Mesh(data_parallel_size=num_workers, num_shards=options.num_shards)
+        mesh = Mesh(replicate=num_workers, num_servers=options.num_shards)
         note = (
             f"placement: gradients are computed on {_ranks(range(mesh.num_workers))}, parameters are held by "
-            f"{_ranks(mesh.shards)}, spread over the nodes"
+            f"{_ranks(mesh.servers)}, spread over the nodes"
         )
         return Layout(mesh=mesh, notes=(note,))
 
@@ -76,7 +76,7 @@ class ParameterServer(Strategy):
         from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
         from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
 
-        role = Worker if context.mesh.shard(context.global_rank) is None else Shard
+        role = Worker if context.mesh.server(context.global_rank) is None else Shard
         return role(context, job)
 
 

@@ -70,7 +70,7 @@ class Worker(WholeModel):
         extents = extents_of(self.model)
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._memory = make_contiguous(self._trained, extents)
-        self._parts = parts_of(extents, self._trained, self.context.mesh.num_shards)
+        self._parts = parts_of(extents, self._trained, self.context.mesh.num_servers)
         self._elements = sum(p.numel() for p in self._trained.values())
 
     def attach(self) -> None:
@@ -79,7 +79,7 @@ class Worker(WholeModel):
         pushes = None if self._sync else groups.pushes
         self._connections = [
             ShardConnection(rank, parts, self._trained, self._memory, self._options.compression, pushes)
-            for rank, parts in zip(self.context.mesh.shards, self._parts, strict=True)
+            for rank, parts in zip(self.context.mesh.servers, self._parts, strict=True)
         ]
         self._connections_of = {
             name: [
@@ -160,7 +160,7 @@ class Worker(WholeModel):
         self.pull()
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
         if state is not None:
-            ranks = [self.context.global_rank, *self.context.mesh.shards]
+            ranks = [self.context.global_rank, *self.context.mesh.servers]
             parts = gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU, into=None)
             assert parts is not None
             shapes = {name: p.shape for name, p in self._trained.items()}

@@ -33,7 +33,7 @@ def point(step: int, loss: float) -> TrainPoint:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     """Of two ranks, where rank 0 is the process with the higher pid."""
-    plan: Any = SimpleNamespace(mesh=Mesh(data_parallel_size=2), global_batch_size=8)
+    plan: Any = SimpleNamespace(mesh=Mesh(replicate=2), global_batch_size=8)
     record_ranks(RunDir(tmp_path), plan, members(9, 8), tokens_per_sample=None)
     return RunDir(tmp_path)
 

@@ -62,7 +62,7 @@ def first_step(generation: int) -> FirstStepDone:
 @pytest.fixture
 def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
     config: Any = SimpleNamespace(tracking=SimpleNamespace(system_metrics_every_s=0))
-    plan: Any = SimpleNamespace(mesh=Mesh(data_parallel_size=2))
+    plan: Any = SimpleNamespace(mesh=Mesh(replicate=2))
     recorder, uploader = Recorder(), FakeUploader()
     aggregator = Aggregator(mesh=plan.mesh, global_batch_size=8, tokens_per_sample=None)
     made = Telemetry(
