@@ -44,7 +44,6 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "adopt_user_state",
-    "broadcast_ddp_buffers",
     "calls_through",
     "copies_of",
     "copy_all",
@@ -340,11 +339,6 @@ def ddp_comm_ms(replica: DistributedDataParallel) -> float | None:
         return None
     overlapped_ns = times.get("backward_compute_comm_overlap_time", 0)
     return float(max(total_ns - overlapped_ns, 0)) / 1e6
-
-
-def broadcast_ddp_buffers(replica: DistributedDataParallel) -> None:
-    """Give every rank the buffers of rank 0 now, instead of before the next forward pass."""
-    replica._sync_buffers()
 
 
 def release_ddp(replica: DistributedDataParallel) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchestrator.compat.torch import copy_all
 from orchestrator.state.train_state import TrainState, outline
 
 CPU = torch.device("cpu")
@@ -73,11 +74,13 @@ def broadcast_tensors(
     own = list(tensors)
     sizes = [tensor.nbytes for tensor in own]
     for message in messages_of(sizes):
-        whole = torch.cat([_as_bytes(tensor).to(device) for tensor in own[message]])
+        parts = [_as_bytes(tensor).to(device) for tensor in own[message]]
+        whole = torch.cat(parts)
         dist.broadcast(whole, group=group, group_src=source)
-        for tensor, values in zip(own[message], whole.split(sizes[message]), strict=True):
-            # A copy, because the bytes of a tensor need not be aligned for its dtype.
-            tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
+        copy_all(whole.split(sizes[message]), to=parts)
+        for tensor, part in zip(own[message], parts, strict=True):
+            if part.data_ptr() != tensor.data_ptr():  # on another device, or with gaps between its rows
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) -> Any:

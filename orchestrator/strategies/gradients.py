@@ -1,4 +1,4 @@
-"""Gradients across ranks: the sum over replicas, and the norm over stages."""
+"""Gradients and weights across ranks: the sum over replicas, and the norm over stages."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ def _no_rows(parameter: Tensor) -> Tensor:
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     values = parameter.new_empty(0, *parameter.shape[1:])
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def on_device(weight: float | Tensor, device: torch.device) -> Tensor:
+    """Return a weight as a new float32 scalar on ``device``, as which ranks can add it up.
+
+    A number becomes an argument of a kernel. A copy of it would wait for everything that the device has still to do.
+    """
+    return torch.zeros((), device=device).add_(weight)
 
 
 def norm_over(group: dist.ProcessGroup, tensors: Sequence[Tensor], device: torch.device) -> Tensor:

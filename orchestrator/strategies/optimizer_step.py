@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orchestrator.compat.torch import copies_of, copy_all, multiply
+from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch, to_device
 from orchestrator.model.precision import Precision
@@ -195,7 +196,13 @@ class OptimizerStep(Strategy):
         return [self.model]
 
     def _buffers(self) -> Sequence[Tensor]:
-        return list(nn.ModuleList(self._modules()).buffers())
+        """Return the buffers on this rank. A layer may replace its own, so only the walk over the modules is cached."""
+        every = (buffer for own in self._own_buffers for buffer in own.values() if buffer is not None)
+        return list(dict.fromkeys(every))
+
+    @functools.cached_property
+    def _own_buffers(self) -> Sequence[Mapping[str, Tensor | None]]:
+        return [own_buffers(module) for module in nn.ModuleList(self._modules()).modules()]
 
     def _clip(self, norm: Tensor) -> None:
         assert self.context.train.clip_norm is not None

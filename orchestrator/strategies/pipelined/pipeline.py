@@ -49,7 +49,7 @@ from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.diverging import diverging_errors
-from orchestrator.strategies.gradients import norm_over, sum_over
+from orchestrator.strategies.gradients import norm_over, on_device, sum_over
 from orchestrator.strategies.groups import new_group, own_group
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
@@ -395,7 +395,7 @@ class Pipeline(OptimizerStep):
         if weights[0] is None:
             return [self._rows] * len(weights), self.context.train.global_batch_size
         counted = [w for w in weights if w is not None]
-        total = torch.as_tensor(sum(counted), dtype=torch.float32, device=self.context.device).clone()
+        total = on_device(sum(counted), self.context.device)
         if (replicas := self._connected.replicas) is not None:
             dist.all_reduce(total, group=replicas)
         return counted, total
@@ -431,8 +431,7 @@ class Pipeline(OptimizerStep):
                     "wait for their gradients. Use these parameters or freeze them (requires_grad=False)"
                 )
         sum_over(replicas, [p.grad for p in self.parameters if p.grad is not None])
-        for buffer in self._buffers():
-            dist.broadcast(buffer, group=replicas, group_src=0)
+        broadcast_tensors(self._buffers(), source=0, device=self.context.device, group=replicas)
 
 
 def _optimizer_of(job: Job, parameters: Sequence[nn.Parameter]) -> Optimizer:

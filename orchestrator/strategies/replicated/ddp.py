@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from orchestrator.compat.torch import (
-    broadcast_ddp_buffers,
     ddp_comm_ms,
     release_ddp,
     set_ddp_timing,
@@ -36,6 +35,7 @@ from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.fused_updates import sparse_parameters
+from orchestrator.strategies.gradients import on_device
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_arguments, bucket_mb_for
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
@@ -116,7 +116,6 @@ class DDP(WholeModel):
         self._norms: tuple[SyncBatchNorm, ...] = ()
         if options.sync_batchnorm:
             self._norms = synchronize(self.model, self.context.device)
-        self._has_buffers = any(True for _ in self.model.buffers())
         self._powersgd: PowerSGD | None = None
         if options.comm_hook == "powersgd":
             self._powersgd = PowerSGD(self.model, approximation_rank=options.powersgd_rank)
@@ -205,7 +204,7 @@ class DDP(WholeModel):
         return gradients_ms + 1e3 * sum(norm.waited_s for norm in self._norms)
 
     def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
-        total = torch.as_tensor(weight, dtype=torch.float32, device=self.context.device).clone()
+        total = on_device(weight, self.context.device)
         dist.all_reduce(total)
         return total
 
@@ -230,9 +229,7 @@ class DDP(WholeModel):
                 "their gradients. Use them, freeze them (requires_grad=False), or set "
                 "strategy.find_unused_parameters=true"
             )
-        if self._has_buffers:
-            assert self.replica is not None
-            broadcast_ddp_buffers(self.replica)
+        broadcast_tensors(self._buffers(), source=0, device=self.context.device)
 
     def forget_step(self) -> None:
         super().forget_step()

@@ -61,7 +61,8 @@ class JobStep(WholeModel):
         self.models = models_of(self.model)
         self.optimizers = optimizers_of(self.job, self.model)
         trained = {p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]}
-        self._frozen = [p for p in self.model.parameters() if p not in trained]
+        self._every_parameter = list(self.model.parameters())
+        self._frozen = [p for p in self._every_parameter if p not in trained]
         for name, optimizer in self.optimizers.items():
             self._fuse(optimizer)
             optimizer.register_step_pre_hook(functools.partial(self._before_update, name))
@@ -91,7 +92,8 @@ class JobStep(WholeModel):
         self._wants_norm, self._norms = want_grad_norm, {}
         self._waits.restart()
         self._in_step = True
-        self.model.zero_grad()
+        for parameter in self._every_parameter:
+            parameter.grad = None
         with self.precision.autocast(), gather.training_step():
             result = self.job.training_step(self.models, batch, self.optimizers)
         loss, metrics = checked_result(result)

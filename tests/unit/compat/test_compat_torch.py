@@ -186,7 +186,6 @@ def test_ddp() -> None:
         replica(torch.ones(4, 3)).sum().backward()
     waited_ms = compat.ddp_comm_ms(replica)
     assert waited_ms is None or waited_ms >= 0
-    compat.broadcast_ddp_buffers(replica)
     compat.release_ddp(replica)
     assert not {"reducer", "logger"} & vars(replica).keys()
 

@@ -29,7 +29,7 @@ RULES = {
     "timeline":     ("",                                                                       ""),
     "protocol":     ("storage config planning timeline",                                       ""),
     "records":      ("storage protocol",                                                       ""),
-    "state":        ("storage",                                                                "torch"),
+    "state":        ("compat storage",                                                         "torch"),
     "model":        ("config compat",                                                          "torch"),
     "tuning":       ("planning timeline model",                                                ""),
     "strategies":   ("job config planning timeline protocol compat state model tuning",        "torch"),

@@ -191,8 +191,8 @@ class Worker(WholeModel):
         first = torch.tensor(num_workers if self._step is None else rank)
         dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._groups.workers)
         untrained = [p for p in self.model.parameters() if not p.requires_grad]
-        self._share([*untrained, *self.model.buffers()], source=int(first) % num_workers)
-        self._buffers_before = [b.clone() for b in self.model.buffers()]
+        self._share([*untrained, *self._buffers()], source=int(first) % num_workers)
+        self._buffers_before = [b.clone() for b in self._buffers()]
         self._step = source_step
         for connection in self._connections:
             connection.expect()
@@ -209,7 +209,7 @@ class Worker(WholeModel):
                 connection.expect(self._groups.long_timeout)
             for connection in self._connections:
                 connection.complete(count_bytes=False)  # the metric is per step
-            self._share(list(self.model.buffers()))
+            self._share(self._buffers())
         yield
         self._last_step_end = None
 
@@ -278,7 +278,7 @@ class Worker(WholeModel):
             self._put_gradients()
             self._exchange()
         if self._sync:
-            self._share(list(self.model.buffers()))
+            self._share(self._buffers())
 
     def _gradient_norm(self) -> Tensor:
         if not self._sync:

@@ -1,0 +1,100 @@
+"""What a training step costs the host and the device beside the computation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import helpers.stage_toys as of
+from helpers.cases import DDP, Case, having
+from helpers.gang import Gang
+from helpers.launches import recorded
+from helpers.layouts import LAYOUTS
+from helpers.step_toys import NormedGAN
+from helpers.toys import Normed
+from helpers.training import make, steps
+from orchestrator.compat.torch import FakeTensorMode, TorchDispatchMode
+from orchestrator.strategies.gradients import on_device
+from orchestrator.strategies.optimizer_step import OptimizerStep
+
+walk_over = nn.Module.named_modules
+TRAIN = having(steps=3, global_batch_size=32, on_nonfinite="skip")
+WHERE = {
+    "single": LAYOUTS["single"].of(Case(job=Normed(), train=TRAIN)),
+    "ddp-2": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=TRAIN), bucket_mb=25),
+    "GPipe-2x2": LAYOUTS["GPipe-2x2"].of(Case(job=of.Chain(build=of.normed), train=TRAIN)),
+    "own updates": Case(job=NormedGAN(), train=replace(TRAIN, on_nonfinite="stop"), options=DDP),
+}
+
+
+def third_step(rank: int, case: Case) -> tuple[int, Counter[str]]:
+    """How often the tree of modules is walked, and what is communicated, by name."""
+    strategy = make(case, rank)
+    results = steps(strategy)
+    next(results)
+    next(results)
+    with recorded() as launches, patch.object(nn.Module, "named_modules", autospec=True) as walk:
+        walk.side_effect = walk_over
+        next(results)
+    return walk.call_count, Counter(operation.name for launch in launches for operation in launch)
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_a_step_walks_over_no_modules_and_sends_all_buffers_at_once(gang: Gang, name: str) -> None:
+    world_size = {"single": 1, "GPipe-2x2": 4}.get(name, 2)
+    for walks, operations in gang.run(third_step, WHERE[name], world_size=world_size):
+        assert walks == 0
+        assert operations["broadcast"] == (world_size > 1)
+
+
+class Replacing(nn.Module):
+    """Counts its calls in a buffer that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 4)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        out: Tensor = self.linear(x)
+        return out
+
+
+class ReplacingToy(Normed):
+    def model(self) -> nn.Module:
+        return Replacing()
+
+
+def test_a_buffer_that_a_layer_has_replaced_is_found() -> None:
+    strategy = make(replace(WHERE["single"], job=ReplacingToy()), 0)
+    for _ in steps(strategy):
+        pass
+    assert isinstance(strategy, OptimizerStep)
+    assert strategy._buffers() == [strategy.model.calls]
+    strategy.forget_step()
+    assert strategy.model.calls == 2
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the copies between devices, for which the host waits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func._schema.name in ("aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3)])
+def test_the_weight_of_a_batch_reaches_the_device_without_a_copy(weight: float | Tensor) -> None:
+    assert torch.equal(on_device(weight, torch.device("cpu")), torch.tensor(3.0))
+    with FakeTensorMode(allow_non_fake_inputs=True), _Copies() as copies:
+        total = on_device(weight, torch.device("cuda"))
+    assert (total.device.type, total.dtype, copies.count) == ("cuda", torch.float32, 0)
