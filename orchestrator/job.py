@@ -165,19 +165,37 @@ class Job(abc.ABC):
         """
         raise NotImplementedError
 
+    def parameter_groups(
+        self, named_parameters: Sequence[tuple[str, nn.Parameter]]
+    ) -> Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]:
+        """Return the parameters as :meth:`optimizer` takes them: in groups, or all alike (the default).
+
+        Override this to give parameters options of their own by their names or shapes, such as no weight decay. A
+        group is a dict with its parameters under ``"params"`` and with its options, as torch's optimizers take it.
+
+        Args:
+            named_parameters: the parameters that are not frozen, with their names in the whole model. In a pipeline
+                too, these are those of the whole model, and most have no values there; each worker makes all groups,
+                with the parameters of its own stages in them. A job that overrides :meth:`training_step` gets those of
+                one model, by their names there.
+        """
+        return [parameter for _, parameter in named_parameters]
+
     @abc.abstractmethod
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Return an optimizer of ``parameters``.
 
         Args:
-            parameters: the parameters to train. In a pipeline, these are the parameters of the worker's own stages.
+            parameters: the result of :meth:`parameter_groups`, by default the parameters to train. In a pipeline, they
+                are those of the worker's own stages.
         """
 
     def optimizers(self, models: Mapping[str, nn.Module]) -> Mapping[str, Optimizer]:
         """Return the optimizers for :meth:`training_step`; no parameter may be in two of them.
 
-        The default makes one for each model that has trainable parameters, by :meth:`optimizer`, so that a teacher
-        whose parameters are frozen gets none. :meth:`scheduler` is called for each of them.
+        The default makes one for each model that has trainable parameters, by :meth:`parameter_groups` and
+        :meth:`optimizer`, so that a teacher whose parameters are frozen gets none. :meth:`scheduler` is called for each
+        of them.
 
         Args:
             models: as in :meth:`training_step`.
@@ -185,8 +203,8 @@ class Job(abc.ABC):
         Returns:
             The optimizers by name.
         """
-        trained = {name: [p for p in model.parameters() if p.requires_grad] for name, model in models.items()}
-        return {name: self.optimizer(parameters) for name, parameters in trained.items() if parameters}
+        trained = {key: [(n, p) for n, p in m.named_parameters() if p.requires_grad] for key, m in models.items()}
+        return {key: self.optimizer(self.parameter_groups(named)) for key, named in trained.items() if named}
 
     def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """Cut the model by hand, for the strategies that divide it into stages.
@@ -346,5 +364,5 @@ def _no_loss(self: Job, output: Any, target: Any) -> Tensor:
     raise NotImplementedError("this job has no loss for an evaluation: define Job.loss")
 
 
-def _no_optimizer(self: Job, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def _no_optimizer(self: Job, parameters: Iterable[Any]) -> Optimizer:
     raise NotImplementedError("this job overrides Job.optimizers and does not define Job.optimizer")

@@ -69,6 +69,8 @@ def test_any_layout_continues_others(gang: Gang, name: str, continued_by: str) -
 def test_the_files_are_the_same_whatever_wrote_them(gang: Gang, tmp_path: Path, saved_by: str) -> None:
     case, _ = CASES["adamw-scheduled"]
     _, of_single = begun(gang, case, "single")
+    decay = {name: group["weight_decay"] for group in of_single.meta["param_groups"] for name in group["params"]}
+    assert decay == {n: 0.5 if "head" in n else 0.1 if "weight" in n else 0 for n in of_single.model}
     _, state = begun(gang, case, saved_by)
     path = save(tmp_path, state, run_uid="test")
     assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]

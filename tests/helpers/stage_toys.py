@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,18 @@ class Chain(Toy):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledChain(Chain):
-    """AdamW, whose learning rate is halved every three steps."""
+    """AdamW with weight decay by name, whose learning rate is halved every three steps."""
 
     lr: float = 1e-2
+
+    def parameter_groups(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        assert any(name.startswith("head.") for name, _ in named_parameters), "names of a part of the model"
+        decay = {"head.": 0.5, "weight": 0.1, "bias": 0.0}
+        group_of = {name: next(key for key in decay if key in name) for name, _ in named_parameters}
+        return [
+            {"params": [p for name, p in named_parameters if group_of[name] == key], "weight_decay": value}
+            for key, value in decay.items()
+        ]
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.lr)

@@ -27,6 +27,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
 from orchestrator.state.mismatch import mismatches
 from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.strategies.job_optimizer import optimizer_of
 from orchestrator.strategies.training_step import joined, optimizers_of
 
 PRECISION = "train.precision"
@@ -212,7 +213,7 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     errors = [f"of another model: {line}" for line in mismatches(shapes, saved)]
-    made = joined(optimizers_of(job, model)) if has_training_step(job) else job.optimizer(model.parameters())
+    made = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
     optimizer = label_of(made)
     if optimizer != meta["optimizer"]:
         errors.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")

@@ -6,6 +6,7 @@ from orchestrator.compat.torch import BatchNorm
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.sharding import extents_of, optimizer_error
+from orchestrator.strategies.job_optimizer import optimizer_of
 
 
 def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:
@@ -20,7 +21,7 @@ def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:
     max_shards = sum(extent.units for extent in extents_of(model))
     if num_shards > max_shards:
         errors.append(f"strategy.num_shards={num_shards}: the model allows at most {max_shards} shards; lower it")
-    if error := optimizer_error(job.optimizer([p for p in model.parameters() if p.requires_grad])):
+    if error := optimizer_error(optimizer_of(job, model)):
         errors.append(f"strategy={strategy}: Job.optimizer: {error}")
     return errors
 

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig
@@ -51,6 +50,7 @@ from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.gradients import norm_over, on_device, sum_over
 from orchestrator.strategies.groups import new_group, own_group
+from orchestrator.strategies.job_optimizer import optimizer_of_part
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.pipelined.chain import Chain
@@ -204,7 +204,7 @@ class Pipeline(OptimizerStep):
         for stage in self.stages:
             compile_in_place(stage.module, self.context.train)
         self.parameters = [p for p in self.state_module().parameters() if p.requires_grad]
-        self.use(_optimizer_of(self.job, self.parameters))
+        self.use(optimizer_of_part(self.job, builder.sequence.whole.model, self.state_module()))
         self._cut = cut
 
     @torch.no_grad()
@@ -432,13 +432,3 @@ class Pipeline(OptimizerStep):
                 )
         sum_over(replicas, [p.grad for p in self.parameters if p.grad is not None])
         broadcast_tensors(self._buffers(), source=0, device=self.context.device, group=replicas)
-
-
-def _optimizer_of(job: Job, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """Return the job's optimizer, with its groups even if the stage is frozen: it still has a learning rate."""
-    if parameters:
-        return job.optimizer(parameters)
-    optimizer = job.optimizer([nn.Parameter(torch.empty(0))])  # torch refuses an empty list of parameters
-    for group in optimizer.param_groups:
-        group["params"] = []
-    return optimizer

@@ -25,6 +25,7 @@ from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.job_metrics import checked_metrics
+from orchestrator.strategies.job_optimizer import optimizer_of
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.training_step import models_of
 
@@ -112,7 +113,7 @@ class WholeModel(OptimizerStep):
         return self.model if self.context.global_rank == 0 else None
 
     def _set_up_optimizer(self) -> None:
-        self.use(self.job.optimizer(self.parameters))
+        self.use(optimizer_of(self.job, self.model))
 
     def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
         return self._weights([target for _, target in slices])

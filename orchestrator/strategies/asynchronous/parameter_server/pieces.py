@@ -18,6 +18,7 @@ from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes, parts_of
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
+from orchestrator.strategies.job_optimizer import optimizer_of
 from orchestrator.strategies.replicated.whole_model import entries
 
 
@@ -58,7 +59,7 @@ class ShardPieces:
         """
         seed_generators(seed)
         model = job.model()
-        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+        optimizer = optimizer_of(job, model)
         if error := optimizer_error(optimizer):
             raise ValueError(f"Job.optimizer: {error}")
         self.scheduler = job.scheduler(optimizer, steps)

@@ -1,0 +1,66 @@
+"""The optimizer of a job, for the whole model or for a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from orchestrator.job import Job
+
+
+def optimizer_of(job: Job, model: nn.Module) -> Optimizer:
+    """Return the optimizer of the trained parameters of ``model``."""
+    return job.optimizer(job.parameter_groups(trained_parameters(model)))
+
+
+def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
+    """Return the optimizer of a part of the model, with all groups of the whole: some may be empty.
+
+    The job sees the whole model, so that its groups do not depend on the part.
+
+    Args:
+        job: makes the optimizer.
+        whole: the whole model, which may be of fake tensors.
+        part: a module with some of its parameters, under the model's own names.
+    """
+    own = dict(part.named_parameters(remove_duplicate=False))
+    replaced: dict[Tensor, Tensor | None] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        replaced[parameter] = own.get(name, replaced.get(parameter))
+    entries: list[Any] = list(job.parameter_groups(trained_parameters(whole)))
+    if entries and isinstance(entries[0], Mapping):
+        return job.optimizer([_own_group(group, replaced) for group in entries])
+    if parameters := _own(entries, replaced):
+        return job.optimizer(parameters)
+    # torch refuses an empty list of parameters. The groups are needed all the same: they have a learning rate.
+    optimizer = job.optimizer([nn.Parameter(torch.empty(0))])
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return optimizer
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are not frozen, with their names."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _own_group(group: Mapping[str, Any], replaced: Mapping[Tensor, Tensor | None]) -> dict[str, Any]:
+    entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    own = _own(entries, replaced)
+    # torch refuses groups without names beside some with names, and an empty group does not tell.
+    has_names = any(isinstance(entry, tuple) for entry in entries)
+    return {**group, "params": own, **({"param_names": []} if has_names and not own else {})}
+
+
+def _own(entries: Iterable[Any], replaced: Mapping[Tensor, Tensor | None]) -> list[Any]:
+    """Return the entries of the part: parameters, or pairs of a name and a parameter, as torch accepts both."""
+    kept: list[Any] = []
+    for entry in entries:
+        name, parameter = entry if isinstance(entry, tuple) else (None, entry)
+        if (own := replaced.get(parameter, parameter)) is not None:
+            kept.append(own if name is None else (name, own))
+    return kept

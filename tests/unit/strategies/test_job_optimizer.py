@@ -1,0 +1,108 @@
+"""The optimizer of a job for the whole model and for parts of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.stage_toys import ScheduledChain, plain, tied_ends
+from helpers.step_toys import GAN
+from helpers.toys import Toy
+from orchestrator.model.stages import module_of
+from orchestrator.strategies.job_optimizer import optimizer_of, optimizer_of_part
+from orchestrator.strategies.training_step import optimizers_of
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def part_of(model: nn.Module, *layers: str) -> nn.Module:
+    """Some layers of ``model``, as a stage holds them: with tensors of its own."""
+    return module_of({n: t for n, t in model.state_dict(keep_vars=True).items() if n.partition(".")[0] in layers})
+
+
+def names_in_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[list[str]]:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def test_a_part_has_all_groups_of_the_model_with_its_own_parameters() -> None:
+    job = ScheduledChain(build=plain)
+    whole, own = plain(), plain()
+    assert [len(names) for names in names_in_groups(optimizer_of(job, own), own)] == [2, 3, 3]
+    part = part_of(own, "first", "second")
+    optimizer = optimizer_of_part(job, whole, part)
+    expected = [[], ["first.weight", "second.weight"], ["first.bias", "second.bias"]]
+    assert names_in_groups(optimizer, part) == expected
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.1, 0.0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Toy):
+    """Its optimizer keeps the names of the parameters, as torch's can."""
+
+    def parameter_groups(self, named_parameters: Named) -> Any:
+        return named_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupsOfPairs(Toy):
+    def parameter_groups(self, named_parameters: Named) -> list[dict[str, Any]]:
+        return [{"params": named_parameters[:2]}, {"params": iter(named_parameters[2:]), "lr": 1.0}]
+
+
+@pytest.mark.parametrize("layers", [("first",), ("second", "head"), ()])
+def test_pairs_keep_their_names(layers: tuple[str, ...]) -> None:
+    part = part_of(plain(), *layers)
+    expected = [name for name, _ in part.named_parameters()]
+    (group,) = optimizer_of_part(Pairs(), plain(), part).param_groups
+    assert group.get("param_names", []) == expected
+    in_groups = optimizer_of_part(GroupsOfPairs(), plain(), part)
+    names = [group["param_names"] for group in in_groups.param_groups]
+    assert names == names_in_groups(in_groups, part)
+    assert list(itertools.chain(*names)) == expected
+
+
+def test_a_tied_parameter_is_found_by_any_of_its_names() -> None:
+    whole, own = tied_ends(), tied_ends()
+    job = ScheduledChain(build=tied_ends)
+    last = part_of(own, "head")
+    # The model knows the weight as embed.weight alone, and so does the job.
+    assert names_in_groups(optimizer_of_part(job, whole, last), last) == [["head.bias"], ["head.weight"], []]
+
+
+def frozen_first() -> nn.Module:
+    model = plain()
+    model.get_submodule("first").requires_grad_(False)
+    return model
+
+
+def test_a_frozen_part_has_the_groups_of_the_model() -> None:
+    own = frozen_first()
+    frozen = part_of(own, "first")
+    for job in (Toy(), ScheduledChain(build=frozen_first)):
+        groups = optimizer_of_part(job, frozen_first(), frozen).param_groups
+        assert [group["lr"] for group in groups] == [group["lr"] for group in optimizer_of(job, own).param_groups]
+        assert [group["params"] for group in groups] == [[] for _ in groups]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayingGAN(GAN):
+    def parameter_groups(self, named_parameters: Named) -> list[dict[str, Any]]:
+        return [
+            {"params": [p for name, p in named_parameters if name.endswith(ending)], "weight_decay": decay}
+            for ending, decay in (("weight", 0.1), ("bias", 0.0))
+        ]
+
+
+def test_each_model_of_a_training_step_has_its_own_groups() -> None:
+    job = DecayingGAN()
+    model = job.model()
+    for optimizer in optimizers_of(job, model).values():
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        assert all(group["params"] for group in optimizer.param_groups)
