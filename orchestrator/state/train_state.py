@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from orchestrator.state.host_copies import host_copies
 from orchestrator.state.joint import AnyOptimizer, AnyScheduler, label_of
 from orchestrator.state.json_values import from_json, to_json
 from orchestrator.state.mismatch import capped_lines, mismatches
@@ -96,9 +97,7 @@ def capture(
         ValueError: some state cannot be stored as tensors and JSON; the text names its owner.
     """
     model = _unwrapped(model)
-    host = _HostCopies(live=live)
     tied = _tied_names(model)
-    old: Mapping[str, Tensor] = into.model if into else {}
     parameters: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
@@ -107,10 +106,9 @@ def capture(
                 "only tensors can be saved, make it a buffer"
             )
         same = parameters.get(tied.get(name, ""))
-        parameters[name] = host.copy(value, old.get(name)) if same is None else same
+        parameters[name] = value.detach() if same is None else same
 
     names = {p: name for name, p in model.named_parameters()}
-    old = into.optimizer if into else {}
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     label = label_of(optimizer)
@@ -119,7 +117,7 @@ def capture(
         for key, value in values.items():
             path = f"{name}/{key}"
             if isinstance(value, Tensor):
-                tensors[path] = host.copy(value, old.get(path))
+                tensors[path] = value.detach()
             elif value is None or isinstance(value, (bool, int, float, str)):
                 scalars.setdefault(name, {})[key] = value
             else:
@@ -138,9 +136,11 @@ def capture(
         "tied": tied,
     }
     trained = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
-    if (nonfinite := _first_nonfinite(trained)) is not None:
+    finite = _all_finite(trained)
+    if not live:
+        parameters, tensors, finite = _on_host(parameters, tensors, finite, into)
+    if not bool(finite) and (nonfinite := _first_nonfinite(trained)) is not None:
         meta[NONFINITE] = nonfinite
-    host.finish()
     return TrainState(model=parameters, optimizer=tensors, meta=meta)
 
 
@@ -193,48 +193,34 @@ def restore(
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
 
 
+def _on_host(
+    parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], finite: Tensor, into: TrainState | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Return copies of the tensors of a model and its optimizer, and of ``finite``; equal tensors have one copy."""
+    parts = ((parameters, into.model if into else {}), (tensors, into.optimizer if into else {}))
+    earlier = {id(tensor): (tensor, old.get(name)) for own, old in parts for name, tensor in own.items()}
+    sources, buffers = zip(*earlier.values(), (finite, None), strict=True)
+    copies = dict(zip([*earlier, id(finite)], host_copies(sources, into=buffers), strict=True))
+    on_host = ({name: copies[id(tensor)] for name, tensor in own.items()} for own in (parameters, tensors))
+    return (*on_host, copies[id(finite)])
+
+
+def _all_finite(parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return, on the device, whether the sums of all parameters are finite.
+
+    The sums tell almost always whether the parameters are; those of finite numbers may overflow.
+    """
+    sums = [parameter.sum().abs().float() for parameter in _numbers(parameters).values()]
+    return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)
+
+
 def _first_nonfinite(parameters: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first parameter that holds NaN or an infinity, or None.
-
-    The sums tell it almost always, with one number that is read from the device; those of finite numbers may overflow.
-    """
-    numbers = {name: p.detach() for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
-    sums = [parameter.sum().abs().float() for parameter in numbers.values()]
-    if not sums or bool(torch.stack(sums).isfinite().all()):
-        return None
-    return next((name for name, parameter in numbers.items() if not bool(parameter.isfinite().all())), None)
+    """Return the name of the first parameter that holds NaN or an infinity, or None."""
+    return next((name for name, p in _numbers(parameters).items() if not bool(p.isfinite().all())), None)
 
 
-class _HostCopies:
-    """Copies of tensors in host memory. Those from a GPU run on a stream of their own, into pinned memory.
-
-    ``live``: return the tensors themselves.
-    """
-
-    def __init__(self, *, live: bool) -> None:
-        self._live = live
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def copy(self, source: Tensor, buffer: Tensor | None) -> Tensor:
-        if self._live:
-            return source.detach()
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        if not source.is_cuda:
-            return buffer.copy_(source.detach())
-        with torch.cuda.stream(self._stream_of(source.device)):
-            return buffer.copy_(source.detach(), non_blocking=True)
-
-    def finish(self) -> None:
-        """Wait for the copies from GPUs, and not for what has been enqueued there behind the state."""
-        for stream in self._streams.values():
-            stream.synchronize()
-
-    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            stream = self._streams[device] = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-        return self._streams[device]
+def _numbers(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

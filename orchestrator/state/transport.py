@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.compat.torch import copy_all
+from orchestrator.state.host_copies import runs_of
 from orchestrator.state.train_state import TrainState, outline
 
 CPU = torch.device("cpu")
@@ -178,14 +179,7 @@ def messages_of(sizes: Sequence[int]) -> Iterator[slice]:
 
     Fewer messages are better because each one takes the GIL from the training thread.
     """
-    start, message_bytes = 0, 0
-    for index, size in enumerate(sizes):
-        if message_bytes and message_bytes + size > MESSAGE_BYTES:
-            yield slice(start, index)
-            start, message_bytes = index, 0
-        message_bytes += size
-    if start < len(sizes):
-        yield slice(start, len(sizes))
+    return runs_of(sizes, most=MESSAGE_BYTES)
 
 
 def _header(state: TrainState) -> dict[str, Any]:

@@ -106,6 +106,29 @@ def snapshots_of_a_busy_device(rank: int) -> tuple[list[set[float]], str | None]
     return seen, state.nonfinite_parameter
 
 
+def memory_of_snapshots(rank: int) -> tuple[list[set[int]], bool]:
+    """The blocks of memory that hold the tensors of each of two snapshots, and whether they are pinned."""
+    model = nn.Linear(64, 64).to(own_device())
+    optimizer, state, blocks, pinned = torch.optim.Adam(model.parameters()), None, [], True
+    for _ in range(2):
+        model(torch.ones(1, 64, device=own_device())).sum().backward()
+        optimizer.step()
+        state = capture(model, optimizer, None, step=1, samples_consumed=1, into=state)
+        on_device = [t for name, t in (*state.model.items(), *state.optimizer.items()) if not name.endswith("/step")]
+        blocks.append({tensor.untyped_storage().data_ptr() for tensor in on_device})
+        pinned = pinned and all(tensor.is_pinned() for tensor in on_device)
+    return blocks, pinned
+
+
+@pytest.mark.usefixtures("gpu")
+def test_all_snapshots_are_copied_into_one_block_of_pinned_memory(gang: Gang) -> None:
+    """If it fails, each checkpoint pins memory anew, for which training waits."""
+    ((blocks, pinned),) = gang.run(memory_of_snapshots, world_size=1)
+    assert pinned
+    assert len(blocks[0]) == 1
+    assert blocks[1] == blocks[0]
+
+
 def test_a_snapshot_has_what_the_device_had_when_it_was_taken(gang: Gang) -> None:
     """If it fails, a checkpoint contains values of a later step, because its copy did not wait."""
     ((seen, nonfinite),) = gang.run(snapshots_of_a_busy_device, world_size=1)
