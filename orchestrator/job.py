@@ -222,6 +222,11 @@ class Job(abc.ABC):
     def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
         """Return a learning-rate scheduler, or None (the default) for a constant learning rate.
 
+        For a schedule by epochs, name a third argument, ``steps_per_epoch``, which receives the samples of an epoch
+        divided by ``train.global_batch_size``. It is exact, and so not always a whole number: a batch may span two
+        epochs. ``StepLR(optimizer, round(30 * steps_per_epoch))`` acts after every 30 epochs. A stream has it if it has
+        ``__len__``; with any other, the argument keeps its default, and the run is refused if it has none.
+
         Args:
             optimizer: the result of :meth:`optimizer`.
             steps: the number of updates in the run. The scheduler is stepped after each update, or after each

@@ -31,6 +31,12 @@ def known_length(dataset: Any) -> int | None:
         return None
 
 
+def steps_per_epoch(dataset: Any, global_batch_size: int) -> float | None:
+    """Return the number of steps in an epoch, which need not be whole; None if it is not known."""
+    samples = known_length(dataset)
+    return None if samples is None else samples / global_batch_size
+
+
 def check_dataset(dataset: Any, *, split: Split) -> None:
     """Check that ``job.dataset(split)`` has returned something that samples can be read from.
 

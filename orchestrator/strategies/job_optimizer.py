@@ -1,15 +1,18 @@
-"""The optimizer of a job, for the whole model or for a part of it."""
+"""The optimizer of a job, for the whole model or for a part of it, and its schedule."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from orchestrator.job import Job
+from orchestrator.strategies.datasets import DatasetError
 
 
 def optimizer_of(job: Job, model: nn.Module) -> Optimizer:
@@ -41,6 +44,32 @@ def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
     for group in optimizer.param_groups:
         group["params"] = []
     return optimizer
+
+
+def scheduler_of(job: Job, optimizer: Optimizer, *, steps: int, steps_per_epoch: float | None) -> LRScheduler | None:
+    """Return the schedule of the learning rates of ``optimizer``; None if they are constant.
+
+    Args:
+        job: makes the scheduler.
+        optimizer: an optimizer of the job.
+        steps: the number of updates in the run.
+        steps_per_epoch: the number of updates in an epoch; None if it is not known.
+
+    Raises:
+        DatasetError: the job needs ``steps_per_epoch``, and it is not known.
+    """
+    argument = inspect.signature(job.scheduler).parameters.get("steps_per_epoch")
+    if argument is None:
+        return job.scheduler(optimizer, steps)
+    if steps_per_epoch is not None:
+        by_epochs: Any = job.scheduler
+        return cast("LRScheduler | None", by_epochs(optimizer, steps, steps_per_epoch=steps_per_epoch))
+    if argument.default is argument.empty:
+        raise DatasetError(
+            "job.scheduler takes steps_per_epoch, and job.dataset('train') returns a stream that does not tell its "
+            "length: give the stream __len__, or the argument a default, or leave it out"
+        )
+    return job.scheduler(optimizer, steps)
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

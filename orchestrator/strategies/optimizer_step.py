@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
 from orchestrator.job import Job
@@ -24,6 +25,7 @@ from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.fused_updates import fuse_updates, sparse_parameters
 from orchestrator.strategies.job_metrics import add_metrics, has_train_metrics, train_metrics
+from orchestrator.strategies.job_optimizer import scheduler_of
 from orchestrator.strategies.loss_scale import LossScale
 from orchestrator.strategies.memory import TensorSize, sizes_of
 from orchestrator.strategies.weight_average import averaged, keep_average
@@ -45,6 +47,8 @@ class OptimizerStep(Strategy):
     _in_step = False
     _metrics: dict[str, Tensor] | None = None
     """The sums of the job's metrics in this step; None if they are not wanted."""
+    _steps_per_epoch: float | None = None
+    """Set in :meth:`setup`; None if it is not known."""
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -61,9 +65,13 @@ class OptimizerStep(Strategy):
         """Update the parameters with ``optimizer``, by the schedule of the job."""
         self._fuse(optimizer)
         self.optimizer = optimizer
-        self.scheduler = self.job.scheduler(optimizer, self.context.train.steps)
+        self.scheduler = self._scheduler_of(optimizer)
         if (decay := self.context.train.ema_decay) is not None:
             keep_average(optimizer, decay)
+
+    def _scheduler_of(self, optimizer: Optimizer) -> LRScheduler | None:
+        steps = self.context.train.steps
+        return scheduler_of(self.job, optimizer, steps=steps, steps_per_epoch=self._steps_per_epoch)
 
     def _fuse(self, optimizer: Optimizer) -> None:
         """Let the optimizer update all parameters with one kernel, on a GPU."""

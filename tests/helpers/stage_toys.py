@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Chain(Toy):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledChain(Chain):
-    """AdamW with weight decay by name, whose learning rate is halved every three steps."""
+    """AdamW with weight decay by name, whose learning rate is halved every half epoch: every three of 6.25 steps."""
 
     lr: float = 1e-2
 
@@ -44,8 +45,8 @@ class ScheduledChain(Chain):
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.lr)
 
-    def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
-        return StepLR(optimizer, step_size=3, gamma=0.5)
+    def scheduler(self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float = math.nan) -> LRScheduler:
+        return StepLR(optimizer, step_size=round(steps_per_epoch / 2), gamma=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ from orchestrator.state.transport import (
 )
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
-from orchestrator.strategies.datasets import example_batch
+from orchestrator.strategies.datasets import example_batch, steps_per_epoch
 from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.gradients import norm_over, on_device, sum_over
@@ -146,6 +146,7 @@ class Pipeline(OptimizerStep):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context = self.context
+        self._steps_per_epoch = steps_per_epoch(train_set, context.train.global_batch_size)
         inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
             self.job,

@@ -71,7 +71,7 @@ class JobStep(WholeModel):
                 keep_average(optimizer, train.ema_decay)
         # The base class only reads its parameter groups and its state, which are those of all optimizers.
         self.optimizer = cast(Optimizer, joined(self.optimizers))
-        made = [self.job.scheduler(optimizer, train.steps) for optimizer in self.optimizers.values()]
+        made = [self._scheduler_of(optimizer) for optimizer in self.optimizers.values()]
         schedulers = [scheduler for scheduler in made if scheduler is not None]
         self.scheduler = JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
 

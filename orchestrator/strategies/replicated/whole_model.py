@@ -24,6 +24,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
+from orchestrator.strategies.datasets import steps_per_epoch
 from orchestrator.strategies.job_metrics import checked_metrics
 from orchestrator.strategies.job_optimizer import optimizer_of
 from orchestrator.strategies.optimizer_step import OptimizerStep
@@ -34,6 +35,7 @@ class WholeModel(OptimizerStep):
     """A strategy that has the whole model, the optimizer and the loss on this worker."""
 
     def setup(self, train_set: Dataset[Any]) -> None:
+        self._steps_per_epoch = steps_per_epoch(train_set, self.context.train.global_batch_size)
         seed_generators(self.context.seed)
         self.model = constructor_of(self.job, self.context.train, self.precision)().to(self.context.device)
         for model in models_of(self.model).values():

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from helpers.stage_toys import ScheduledChain, plain, tied_ends
 from helpers.step_toys import GAN
 from helpers.toys import Toy
 from orchestrator.model.stages import module_of
-from orchestrator.strategies.job_optimizer import optimizer_of, optimizer_of_part
+from orchestrator.strategies.datasets import DatasetError, steps_per_epoch
+from orchestrator.strategies.job_optimizer import optimizer_of, optimizer_of_part, scheduler_of
 from orchestrator.strategies.training_step import optimizers_of
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -106,3 +108,41 @@ def test_each_model_of_a_training_step_has_its_own_groups() -> None:
     for optimizer in optimizers_of(job, model).values():
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
         assert all(group["params"] for group in optimizer.param_groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByEpochs(Toy):
+    def scheduler(self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float = 7) -> LRScheduler:
+        return StepLR(optimizer, step_size=round(30 * steps_per_epoch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByEpochsAlone(Toy):
+    def scheduler(  # type: ignore[override]
+        self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float
+    ) -> LRScheduler:
+        return StepLR(optimizer, step_size=round(30 * steps_per_epoch))
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def step_size(job: Toy, dataset: Any) -> int:
+    optimizer = optimizer_of(job, job.model())
+    scheduler = scheduler_of(job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(dataset, 64))
+    assert isinstance(scheduler, StepLR)
+    return scheduler.step_size
+
+
+@pytest.mark.parametrize("job", [ByEpochs(), ByEpochsAlone()])
+def test_a_schedule_by_epochs_knows_the_exact_number_of_steps(job: Toy) -> None:
+    assert step_size(job, Toy().dataset("train")) == 94  # 30 x 200 samples in batches of 64 are 93.75 steps
+    assert step_size(job, [0] * 64) == 30
+
+
+def test_a_stream_without_a_length_has_no_epochs() -> None:
+    assert step_size(ByEpochs(), Endless()) == 210
+    with pytest.raises(DatasetError, match=r"job\.scheduler takes steps_per_epoch, .*give the stream __len__"):
+        step_size(ByEpochsAlone(), Endless())

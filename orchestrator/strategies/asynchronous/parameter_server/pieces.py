@@ -18,7 +18,7 @@ from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes, parts_of
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
-from orchestrator.strategies.job_optimizer import optimizer_of
+from orchestrator.strategies.job_optimizer import optimizer_of, scheduler_of
 from orchestrator.strategies.replicated.whole_model import entries
 
 
@@ -42,6 +42,7 @@ class ShardPieces:
         num_workers: int,
         seed: int,
         steps: int,
+        steps_per_epoch: float | None,
     ):
         """Build the whole model and its optimizer as a worker does, and keep this shard's pieces.
 
@@ -53,6 +54,7 @@ class ShardPieces:
             num_workers: the number of workers.
             seed: the seed of the model's initialization.
             steps: the steps of the run, for the scheduler.
+            steps_per_epoch: the steps of an epoch, for the scheduler; None if they are not known.
 
         Raises:
             ValueError: shards cannot own parts of this optimizer, or there are more shards than elements.
@@ -62,7 +64,7 @@ class ShardPieces:
         optimizer = optimizer_of(job, model)
         if error := optimizer_error(optimizer):
             raise ValueError(f"Job.optimizer: {error}")
-        self.scheduler = job.scheduler(optimizer, steps)
+        self.scheduler = scheduler_of(job, optimizer, steps=steps, steps_per_epoch=steps_per_epoch)
         if state is not None:
             train_state.restore(state, model, optimizer, self.scheduler)
         parameters = dict(model.named_parameters())

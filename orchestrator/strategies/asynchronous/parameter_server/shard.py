@@ -47,6 +47,7 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
 )
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.datasets import steps_per_epoch
 from orchestrator.strategies.peer_copies import PeerCopies
 
 STEPS_APART = 2
@@ -82,6 +83,7 @@ class Shard(Strategy):
         self._copies = PeerCopies() if context.peer_copy_every and context.mesh.num_servers > 1 else None
 
     def setup(self, train_set: Dataset[Any]) -> None:
+        self._steps_per_epoch = steps_per_epoch(train_set, self.context.train.global_batch_size)
         self._build(None)
 
     def attach(self) -> None:
@@ -229,6 +231,7 @@ class Shard(Strategy):
             num_workers=len(self._workers),
             seed=context.seed,
             steps=context.train.steps,
+            steps_per_epoch=self._steps_per_epoch,
         )
 
     def _continue_from(self, step: int) -> None:
