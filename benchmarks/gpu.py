@@ -71,7 +71,7 @@ def gpt(*, layers: int, width: int, heads: int, context: int, batch: int, steps:
     sizes = {"layers": layers, "width": width, "heads": heads, "context": context}
     return Workload(
         job="jobs.gpt.GPT",
-        fields={**sizes, "lr": 1e-4, "sample_bytes": 0},
+        fields={**sizes, "lr": 1e-4, "sample_tokens": 0},
         steps=steps,
         global_batch_size=batch,
         log_every=max(1, steps // 4),

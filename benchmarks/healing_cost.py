@@ -17,7 +17,7 @@ from rounds import Claim, argument_parser, interleave, rates_table, ratios, repo
 
 ROUNDS = 3
 DIGITS = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=2000, log_every=20)
-GPT = Workload(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=300, log_every=10)
+GPT = Workload(job="jobs.gpt.GPT", fields={"sample_tokens": 0}, global_batch_size=64, steps=300, log_every=10)
 SAVED = Workload(
     job="jobs.digits.Digits", fields={"hidden": 2048, "depth": 3}, global_batch_size=64, steps=60, log_every=20
 )

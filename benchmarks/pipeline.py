@@ -17,7 +17,7 @@ from rounds import Claim, argument_parser, median, rates_table, ratios, report, 
 ROUNDS = 3
 WORKLOAD = Workload(
     job="jobs.gpt.GPT",
-    fields={"layers": 6, "width": 256, "context": 128, "sample_bytes": 0},
+    fields={"layers": 6, "width": 256, "context": 128, "sample_tokens": 0},
     global_batch_size=64,
     steps=6,
     log_every=3,

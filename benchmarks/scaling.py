@@ -16,7 +16,7 @@ WORKLOADS = {
     "digits": Workload(
         job="jobs.digits.Digits", fields={"hidden": 1024, "depth": 4}, global_batch_size=512, steps=50, log_every=10
     ),
-    "gpt": Workload(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=50, log_every=10),
+    "gpt": Workload(job="jobs.gpt.GPT", fields={"sample_tokens": 0}, global_batch_size=64, steps=50, log_every=10),
 }
 
 

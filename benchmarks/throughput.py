@@ -18,7 +18,7 @@ from rounds import Claim, Rounds, argument_parser, interleave, rates_table, rati
 ROUNDS = 5
 NEVER = 100_000
 WIDE = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=20)
-GPT = Workload(job="jobs.gpt.GPT", fields={"sample_bytes": 0}, global_batch_size=64, steps=100, log_every=20)
+GPT = Workload(job="jobs.gpt.GPT", fields={"sample_tokens": 0}, global_batch_size=64, steps=100, log_every=20)
 LONG = Workload(
     job="jobs.digits.Digits",
     fields={"hidden": 1024, "depth": 4},

@@ -1,17 +1,19 @@
-"""A byte-level transformer language model, trained on Python's documentation or on any text file.
+"""A decoder-only transformer language model, trained on tokens or on the bytes of a text, or fine-tuned.
 
     python -m orchestrator.launch job=gpt strategy=ddp job.path=my.txt
+    python -m orchestrator.launch job=gpt strategy=ddp job.size=124m job.path=[train.bin] job.val_path=[val.bin]
+    python -m orchestrator.launch job=gpt strategy=ddp job.weights=my-llama job.path=[train.bin]
 
-The model is an ``nn.Sequential`` of named blocks, so a pipeline can be cut between any two.
+``jobs/transformer.py`` is the model, ``jobs/tokens.py`` the data, ``jobs/pretrained.py`` reads weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,185 +21,299 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
+from jobs.pretrained import architecture_of, check_weights, load
+from jobs.tokens import BYTES, TOKEN_SUFFIXES, Source, Windows, help_texts, open_source
+from jobs.transformer import SIZES, Architecture, Size, Variant, transformer
 from orchestrator.job import Job, Split
 
-BYTES = 256
 VAL_PERCENT = 10
+FINAL_LR = 0.1
+"""The learning rate at the end of a decay, relative to ``lr``."""
+LONGEST_DEFAULT = 2048
+"""The tokens of a sample if neither ``context`` nor ``size`` says, since published models see up to 131,072."""
+WSD_DECAY = 0.2
+"""The part of the steps in which ``schedule=wsd`` decays."""
+LOSS_ELEMENTS = 2**24
+"""The number of logits from which on the loss is computed in chunks of at most as many."""
+
+Codec = tuple[Callable[[str], list[int]], Callable[[list[int]], str]]
+"""From a text to its tokens, and back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPT(Job):
-    """A decoder-only transformer (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762) with pre-layer norms.
+    """A language model with the architecture of GPT-2 or of Llama, at a published size.
 
-    ``path`` is a text file, or None for the help texts that Python ships in ``pydoc_data.topics``. After an
-    evaluation and at the end, the model writes ``sample_bytes`` bytes, drawn with ``temperature``.
+    Model: ``size`` sets what ``variant`` and the fields after it leave at null. ``weights`` is a directory of Hugging
+    Face (GPT-2 or Llama, safetensors) to start from, which sets all of them. ``context`` is the tokens of a sample.
+
+    Data: ``path`` is one or several files of tokens (``.npy``; ``.bin`` of ``dtype``) or texts, whose tokens are their
+    bytes; null is the help texts that Python ships in ``pydoc_data.topics``. With ``path_weights``, files are drawn in
+    these proportions. ``val_path`` is held out; null holds out the last tenth of each file.
+
+    Training: AdamW, with ``weight_decay`` for matrices only. The rate warms up for ``warmup_steps``; then ``cosine``
+    decays it to a tenth of ``lr`` over the rest, ``wsd`` (https://arxiv.org/abs/2404.06395) over the last fifth.
+
+    After an evaluation and at the end, the model writes ``sample_tokens`` tokens, drawn with ``temperature``:
+    bytes, or tokens of ``tokenizer``, a ``tokenizer.json`` (``pip install tokenizers``).
     """
 
-    layers: int = 4
-    width: int = 64
-    heads: int = 4
-    context: int = 64
+    size: Size = "tiny"
+    variant: Variant | None = None
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    hidden: int | None = None
+    context: int | None = None
+    vocabulary: int | None = None
+    tied: bool | None = None
     dropout: float = 0.0
+    weights: str | None = None
+    path: str | tuple[str, ...] | None = None
+    path_weights: tuple[float, ...] | None = None
+    val_path: str | tuple[str, ...] | None = None
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    tokenizer: str | None = None
     lr: float = 3e-3
+    weight_decay: float = 0.1
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 20
-    path: str | None = None
-    sample_bytes: int = 200
+    sample_tokens: int = 200
     temperature: float = 0.8
 
     def model(self) -> nn.Module:
-        stack: OrderedDict[str, nn.Module] = OrderedDict()
-        stack["embed"] = Embed(width=self.width, context=self.context)
-        for i in range(self.layers):
-            stack[f"block{i}"] = Block(width=self.width, heads=self.heads, layers=self.layers, dropout=self.dropout)
-        stack["norm"] = nn.LayerNorm(self.width)
-        stack["head"] = linear(self.width, BYTES)
-        return nn.Sequential(stack)
+        a = self.architecture()
+        model = transformer(a)
+        if self.weights is not None:
+            load(model, a, Path(self.weights).expanduser())
+        return model
 
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
-        text = torch.frombuffer(bytearray(self.text()), dtype=torch.uint8)
-        held_out = len(text) * VAL_PERCENT // 100
-        return Windows(text[-held_out:] if split == "val" else text[:-held_out], self.context)
+        return self._windows(split)
+
+    def sample_weights(self, split: Split) -> Tensor | None:
+        if self.path_weights is None:
+            return None
+        counts = torch.tensor(self._windows(split).counts)
+        return torch.repeat_interleave(torch.tensor(self.path_weights) / counts, counts)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+        logits, labels = output.flatten(0, 1), target.flatten()
+        if logits.numel() <= LOSS_ELEMENTS:
+            return F.cross_entropy(logits, labels)
+        rows = max(1, LOSS_ELEMENTS // logits.shape[1])
+        loss: Tensor = ChunkedCrossEntropy.apply(logits, labels, rows)  # type: ignore[no-untyped-call]
+        return loss
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for parameter in parameters:
+            (matrices if parameter.dim() > 1 else others).append(parameter)
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
 
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-        """A linear warm-up, then a cosine decay to a tenth of ``lr``."""
+        decay_from = {"cosine": self.warmup_steps, "wsd": int(steps * (1 - WSD_DECAY)), "constant": steps}[
+            self.schedule
+        ]
 
         def factor(step: int) -> float:
             if step < self.warmup_steps:
                 return (step + 1) / (self.warmup_steps + 1)
-            progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
-            return 0.55 + 0.45 * math.cos(math.pi * min(1.0, progress))
+            progress = min(1.0, max(0.0, (step - decay_from) / max(1, steps - decay_from)))
+            left = (1 + math.cos(math.pi * progress)) / 2 if self.schedule == "cosine" else 1 - progress
+            return FINAL_LR + (1 - FINAL_LR) * left
 
         return LambdaLR(optimizer, factor)
 
     def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         correct = output.argmax(dim=-1) == target
-        return {"accuracy": correct.float().mean(dim=-1).sum()}  # each sample's fraction of correct bytes
+        return {"accuracy": correct.float().mean(dim=-1).sum()}  # each sample's fraction of correct tokens
 
     @property
     def tokens_per_sample(self) -> int:
-        return self.context
+        return self.context or min(self.architecture().context, LONGEST_DEFAULT)
 
-    def sample(self, model: nn.Module, generator: torch.Generator) -> str:
-        """Generate ``sample_bytes`` bytes after a newline."""
+    def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
+        """Generate ``sample_tokens`` tokens after a newline; None without a tokenizer, unless tokens are bytes."""
+        codec = self._codec()
+        if codec is None:
+            return None
+        encode, decode = codec
         device = next(model.parameters()).device
-        text = torch.tensor([[ord("\n")]], device=device)
-        for _ in range(self.sample_bytes):
-            logits = model(text[:, -self.context :])[0, -1].float() / self.temperature
+        start = encode("\n")
+        text = torch.tensor([start], device=device)
+        for _ in range(self.sample_tokens):
+            logits = model(text[:, -self.tokens_per_sample :])[0, -1].float() / self.temperature
             probabilities = logits.softmax(dim=-1).to(generator.device)
             drawn = torch.multinomial(probabilities, 1, generator=generator)
             text = torch.cat([text, drawn.to(device)[None]], dim=1)
-        return bytes(text[0, 1:].tolist()).decode(errors="replace")
+        return decode(text[0, len(start) :].tolist())
 
-    def text(self) -> bytes:
-        """Read the text to train on.
+    def architecture(self) -> Architecture:
+        """Return the sizes of the model.
 
         Raises:
-            ValueError: ``path`` cannot be read, or Python's help texts are not installed.
+            OSError: ``weights`` cannot be read.
+            ValueError: ``weights`` holds another kind of model, or a field contradicts it or another.
         """
-        if self.path is None:
-            try:
-                from pydoc_data.topics import topics
-            except ImportError as e:
-                raise ValueError("job.path=null: pydoc_data.topics is not installed; set it to a text file") from e
-            return "".join(topics[name] for name in sorted(topics)).encode()
-        try:
-            return Path(self.path).expanduser().read_bytes()
-        except OSError as e:
-            raise ValueError(f"job.path={self.path}: cannot be read ({e.strerror}); set it to a text file") from e
+        if self.weights is not None:
+            return self._architecture_of_weights(Path(self.weights).expanduser())
+        base = SIZES[self.size]
+        variant, width = self.variant or base.variant, self.width or base.width
+        heads = self.heads or base.heads
+        hidden = base.hidden * width // base.width
+        if variant == "llama" and base.variant == "gpt2":
+            hidden = hidden * 2 // 3  # as many weights as without the gate
+        text = not any(map(_holds_tokens, _paths(self.path)))
+        return replace(
+            base,
+            variant=variant,
+            vocabulary=self.vocabulary or (BYTES if text else base.vocabulary),
+            context=self.context or base.context,
+            layers=self.layers or base.layers,
+            width=width,
+            heads=heads,
+            kv_heads=self.kv_heads or max(1, heads * base.kv_heads // base.heads),
+            hidden=self.hidden or hidden,
+            tied=base.tied if self.tied is None else self.tied,
+            bias=base.bias and variant == "gpt2",
+            dropout=self.dropout,
+        )
 
     def check(self) -> None:
-        for name in ("layers", "width", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"job.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("warmup_steps", "sample_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"job.{name}={getattr(self, name)}: must be at least 0")
+        least = {"layers": 1, "width": 1, "heads": 1, "kv_heads": 1, "hidden": 1, "context": 1, "vocabulary": 2}
+        least |= {"warmup_steps": 0, "sample_tokens": 0}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ValueError(f"job.{name}={value}: must be at least {minimum}")
         for name in ("lr", "temperature"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name}={getattr(self, name):g}: must be greater than 0")
+        if self.weight_decay < 0:
+            raise ValueError(f"job.weight_decay={self.weight_decay:g}: must be at least 0")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"job.dropout={self.dropout:g}: must be in [0, 1)")
-        if self.width % self.heads:
-            raise ValueError(f"job.width={self.width}: must be a multiple of job.heads={self.heads}")
-        size, least = len(self.text()), (self.context + 1) * 100 // VAL_PERCENT
-        if size < least:
-            raise ValueError(
-                f"job.path={self.path or 'null'}: has {size} bytes, but job.context={self.context} needs "
-                f"{least}; use a longer text or lower job.context"
-            )
+        a = self.architecture()
+        if a.width % a.heads:
+            raise ValueError(f"job.width={a.width}: must be a multiple of job.heads={a.heads}")
+        if a.heads % a.kv_heads:
+            raise ValueError(f"job.kv_heads={a.kv_heads}: must divide job.heads={a.heads}")
+        if a.variant == "llama" and a.width // a.heads % 2:
+            raise ValueError(f"job.heads={a.heads}: job.width={a.width} over it must be even, for rotary positions")
+        if self.weights is not None:
+            try:
+                check_weights(a, Path(self.weights).expanduser())
+            except (OSError, ValueError) as e:
+                raise ValueError(f"job.weights={self.weights}: {e}") from e
+        if self.path_weights is not None:
+            if len(self.path_weights) != len(_paths(self.path)):
+                raise ValueError(f"job.path_weights={list(self.path_weights)}: give one number for each of job.path")
+            if min(self.path_weights) < 0 or not 0 < sum(self.path_weights) < math.inf:
+                raise ValueError(f"job.path_weights={list(self.path_weights)}: must be at least 0, and one above 0")
+        self._codec()
+        self._sources("path")
+        self._sources("val_path")
+
+    def _architecture_of_weights(self, directory: Path) -> Architecture:
+        key = f"job.weights={self.weights}"
+        try:
+            a = architecture_of(directory, dropout=self.dropout)
+        except (OSError, ValueError, KeyError) as e:
+            raise ValueError(f"{key}: {e}; set it to a directory of Hugging Face with a GPT-2 or a Llama") from e
+        for name in ("variant", "layers", "width", "heads", "kv_heads", "hidden", "vocabulary", "tied"):
+            wanted, found = getattr(self, name), getattr(a, name)
+            if wanted is not None and wanted != found:
+                raise ValueError(f"job.{name}={wanted}: the model of {key} has {found}; leave it out")
+        if a.variant == "gpt2" and (self.context or 0) > a.context:
+            raise ValueError(f"job.context={self.context}: {key} has positions for {a.context} tokens; lower it")
+        if not all(map(_holds_tokens, _paths(self.path) or ["null"])):
+            raise ValueError(f"{key}: its tokens are not bytes; set job.path to .bin or .npy files of its tokenizer")
+        return a
+
+    def _windows(self, split: Split) -> Windows:
+        held_out, parts = self.val_path is None, []
+        for source in self._sources("val_path" if split == "val" and not held_out else "path"):
+            train, val = source.split(VAL_PERCENT if held_out else 0)
+            parts.append(val if split == "val" and held_out else train)
+        return Windows(parts, context=self.tokens_per_sample, vocabulary=self.architecture().vocabulary)
+
+    def _sources(self, field: Literal["path", "val_path"]) -> Sequence[Source]:
+        """Open the files of a field.
+
+        Raises:
+            ValueError: one cannot be read, or is shorter than a sample; the text says what to change.
+        """
+        sources = []
+        for path in _paths(getattr(self, field)):
+            try:
+                sources.append(open_source(Path(path).expanduser(), dtype=self.dtype))
+            except (OSError, ValueError) as e:
+                reason = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else str(e)
+                raise ValueError(f"job.{field}={path}: {reason}; set it to a text, or to tokens") from e
+        if not sources and field == "path":
+            sources = [help_texts()]
+        least = (self.tokens_per_sample + 1) * (100 // VAL_PERCENT if self.val_path is None else 1)
+        for source in sources:
+            if len(source.tokens) < least:
+                raise ValueError(
+                    f"job.{field}={source.name}: has {len(source.tokens)} tokens, but job.context="
+                    f"{self.tokens_per_sample} needs {least}; use a longer one or lower job.context"
+                )
+        return sources
+
+    def _codec(self) -> Codec | None:
+        """Return how texts become tokens and tokens texts; None without a tokenizer."""
+        if self.tokenizer is None:
+            if self.architecture().vocabulary != BYTES:
+                return None
+            return lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace")
+        key = f"job.tokenizer={self.tokenizer}"
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as e:
+            raise ValueError(f"{key}: tokenizers is not installed: pip install tokenizers") from e
+        try:
+            tokenizer = Tokenizer.from_file(str(Path(self.tokenizer).expanduser()))
+        except Exception as e:  # it raises nothing more special
+            raise ValueError(f"{key}: {e}; set it to a tokenizer.json") from e
+        return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.decode
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows ``(input, target)`` of a uint8 text, both int64 of shape (context,).
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy, computed for some rows at a time.
 
-    The target is the input shifted by one byte.
+    It keeps the gradient of the logits, in their type, in place of several tensors of the same size in float32.
     """
 
-    def __init__(self, text: Tensor, context: int):
-        self.windows = text.unfold(0, context + 1, context)  # a view
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, rows: int) -> Tensor:
+        """Return the mean over the rows of ``logits``, of shape (rows, classes); ``rows`` at a time."""
+        gradient = torch.empty_like(logits) if logits.requires_grad else None
+        total = torch.zeros((), device=logits.device)
+        for start in range(0, len(logits), rows):
+            part, wanted = logits[start : start + rows].float(), labels[start : start + rows, None]
+            log_probabilities = part.log_softmax(dim=-1)
+            total -= log_probabilities.gather(1, wanted).sum()
+            if gradient is not None:
+                slope = log_probabilities.exp_()
+                slope.scatter_add_(1, wanted, -torch.ones_like(slope[:, :1]))
+                gradient[start : start + rows] = slope / len(logits)
+        ctx.save_for_backward(gradient)
+        return total / len(logits)
 
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        window = self.windows[index].long()
-        return window[:-1], window[1:]
-
-
-class Embed(nn.Module):
-    """Embeds bytes and their positions: (batch, time) -> (batch, time, width)."""
-
-    def __init__(self, *, width: int, context: int):
-        super().__init__()
-        self.byte = nn.Embedding(BYTES, width)
-        self.position = nn.Embedding(context, width)
-        for table in (self.byte, self.position):
-            nn.init.normal_(table.weight, std=0.02)
-
-    def forward(self, text: Tensor) -> Tensor:
-        positions = torch.arange(text.shape[1], device=text.device)
-        out: Tensor = self.byte(text) + self.position(positions)
-        return out
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * loss_gradient.to(gradient.dtype), None, None
 
 
-class Block(nn.Module):
-    """Causal self-attention and an MLP, each after a layer norm: (batch, time, width) -> (batch, time, width)."""
-
-    def __init__(self, *, width: int, heads: int, layers: int, dropout: float):
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        residual_std = 0.02 / math.sqrt(2 * layers)  # keeps the variance of the residual stream independent of depth
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = linear(width, 3 * width)
-        self.mix = linear(width, width, std=residual_std)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = linear(width, 4 * width)
-        self.down = linear(4 * width, width, std=residual_std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attend(self.norm1(x)))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
-
-    def attend(self, x: Tensor) -> Tensor:
-        # (batch, time, 3 * width) -> three of (batch, heads, time, width / heads)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.mix(mixed.transpose(1, 2).flatten(2))
-        return out
-
-    def drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+def _paths(paths: str | Sequence[str] | None) -> Sequence[str]:
+    return [paths] if isinstance(paths, str) else paths or []
 
 
-def linear(inputs: int, outputs: int, *, std: float = 0.02) -> nn.Linear:
-    """Return a linear layer without bias whose weights are drawn from a normal distribution."""
-    layer = nn.Linear(inputs, outputs, bias=False)
-    nn.init.normal_(layer.weight, std=std)
-    return layer
+def _holds_tokens(path: str) -> bool:
+    return Path(path).suffix in TOKEN_SUFFIXES

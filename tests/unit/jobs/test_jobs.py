@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -11,15 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from helpers.job_trials import accuracy, errors, trained
 from jobs.digits import Digits, load_digits
-from jobs.gpt import GPT
 from jobs.sleep import Sleep
 from jobs.toy import Toy
-
-TINY = {"layers": 2, "width": 32, "heads": 2, "context": 16}
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
@@ -55,135 +50,6 @@ def test_digits_are_those_of_scikit_learn_without_importing_it() -> None:
     assert labels.dtype == torch.int64
     assert (images.numpy() * 16 == expected_images).all()
     assert (labels.numpy() == expected_labels).all()
-
-
-def test_gpt_learns() -> None:
-    _, losses = trained(GPT(**TINY), steps=30, batch=32)
-    assert losses[0] == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
-    assert losses[-1] < losses[0] - 1.5
-
-
-def test_gpt_sees_no_later_byte() -> None:
-    job = GPT(**TINY)
-    torch.manual_seed(0)
-    model = job.model().eval()
-    text = torch.randint(256, (2, job.context))
-    changed = text.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 256
-    before, after = model(text), model(changed)
-    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
-    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-4)
-
-
-def test_gpt_can_be_cut_between_any_two_blocks() -> None:
-    model = GPT(**TINY).model()
-    assert isinstance(model, nn.Sequential)
-    assert [name for name, _ in model.named_children()] == ["embed", "block0", "block1", "norm", "head"]
-    text = torch.randint(256, (2, 16))
-    for cut in range(1, len(model)):
-        assert model[cut:](model[:cut](text)).equal(model(text))
-
-
-def test_gpt_windows_cover_the_text_one_byte_ahead(tmp_path: Path) -> None:
-    text = bytes(range(250)) * 8
-    (tmp_path / "text").write_bytes(text)
-    job = GPT(**TINY, path=str(tmp_path / "text"))
-    train: Any = job.dataset("train")
-    inputs = [i for k in range(len(train)) for i in train[k][0].tolist()]
-    targets = [i for k in range(len(train)) for i in train[k][1].tolist()]
-    assert inputs == list(text[: len(inputs)])
-    assert targets == list(text[1 : len(inputs) + 1])
-    assert 1800 - len(inputs) <= job.context
-    assert job.dataset("val")[0][0].tolist() == list(text[1800:1816])
-
-
-def test_gpt_reads_the_help_texts_of_python() -> None:
-    from pydoc_data.topics import topics
-
-    assert GPT().text().startswith(topics[min(topics)][:50].encode())
-    assert len(GPT().text()) > 300_000
-
-
-def test_gpt_counts_accuracy_per_sample() -> None:
-    job = GPT(**TINY)
-    target = torch.randint(256, (3, job.context))
-    output = nn.functional.one_hot(target, 256).float()
-    output[0, : job.context // 2] = output[0, : job.context // 2].roll(1, dims=-1)
-    assert float(job.metrics(output, target)["accuracy"]) == pytest.approx(2.5)
-
-
-def test_gpt_schedule_warms_up_decays_and_survives_json() -> None:
-    job = GPT(**TINY, warmup_steps=4)
-    optimizer = job.optimizer(job.model().parameters())
-    scheduler = job.scheduler(optimizer, 50)
-    rates = []
-    for _ in range(50):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates.index(max(rates)) == 4
-    assert max(rates) == pytest.approx(job.lr)
-    assert rates[:4] == sorted(rates[:4])
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(job.lr / 10)
-
-    other = job.scheduler(job.optimizer(job.model().parameters()), 50)
-    other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
-    assert other.get_last_lr() == scheduler.get_last_lr()
-
-
-def test_the_text_of_gpt_is_drawn_from_the_generator() -> None:
-    job = GPT(**TINY, dropout=0.5, sample_bytes=40)
-    torch.manual_seed(0)
-    model = job.model().eval()
-    texts = [job.sample(model, torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
-    assert texts[0] == texts[1] != texts[2]
-    assert all(len(t.encode(errors="replace")) >= 40 for t in texts)
-
-
-def test_gpt_writes_from_its_last_context_bytes() -> None:
-    job = GPT(**TINY, sample_bytes=20)
-    model = job.model()
-    lengths = []
-
-    def look(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        lengths.append(inputs[0].shape[1])
-
-    model.register_forward_hook(look)
-    job.sample(model, torch.Generator().manual_seed(0))
-    assert lengths == [*range(1, 17), 16, 16, 16, 16]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"path": "no/such/file"},
-        {"path": "/"},
-        {"layers": 0},
-        {"context": 0},
-        {"sample_bytes": -1},
-        {"lr": 0.0},
-        {"temperature": 0.0},
-        {"dropout": 1.0},
-        {"width": 66, "heads": 4},
-        {"context": 100_000},
-    ],
-    ids=str,
-)
-def test_gpt_names_the_faulty_field(fields: dict[str, Any]) -> None:
-    [error] = errors("jobs.gpt.GPT", **fields)
-    assert f"job.{next(iter(fields))}=" in error
-
-
-def test_gpt_refuses_a_text_that_is_too_short(tmp_path: Path) -> None:
-    job = {"context": 16, "path": str(tmp_path / "text")}
-    (tmp_path / "text").write_bytes(b"x" * 169)
-    [error] = errors("jobs.gpt.GPT", **job)
-    assert "job.path=" in error
-    assert "170" in error
-    (tmp_path / "text").write_bytes(b"x" * 170)
-    assert errors("jobs.gpt.GPT", **job) == []
-    assert len(GPT(**job).dataset("val")) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fields", [{"hidden": 0}, {"depth": 0}, {"lr": -0.1}, {"momentum": 1.0}], ids=str)

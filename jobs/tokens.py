@@ -1,0 +1,100 @@
+"""Tokens on disk, read where they lie: files of ``uint16`` or ``uint32``, and texts, whose tokens are their bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+BYTES = 256
+"""The number of different tokens of a text."""
+
+TOKEN_SUFFIXES = (".npy", ".bin")
+"""The endings of the names of files of tokens; other files are texts."""
+
+Tokens = npt.NDArray[np.unsignedinteger]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The tokens of one file, of shape (tokens,), and the name by which errors call it."""
+
+    name: str
+    tokens: Tokens
+
+    def split(self, percent: int) -> tuple[Source, Source]:
+        """Return the source without its last ``percent``, and these."""
+        kept = len(self.tokens) - len(self.tokens) * percent // 100
+        return replace(self, tokens=self.tokens[:kept]), replace(self, tokens=self.tokens[kept:])
+
+
+def open_source(path: Path, *, dtype: str) -> Source:
+    """Map a file of tokens into memory: ``.npy``, ``.bin`` with ``dtype``, and anything else as a text.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it does not hold whole tokens.
+    """
+    name = str(path)
+    if path.suffix == ".npy":
+        tokens = np.load(path, mmap_mode="r")
+        if tokens.ndim != 1 or tokens.dtype.kind != "u":
+            raise ValueError(f"holds {tokens.dtype} of shape {list(tokens.shape)}, not unsigned integers in a row")
+        return Source(name=name, tokens=tokens)
+    kind = np.dtype(dtype if path.suffix == ".bin" else np.uint8)
+    size = path.stat().st_size
+    if size % kind.itemsize:
+        raise ValueError(f"{size} bytes are no whole number of {kind} tokens: it is cut short, or of another job.dtype")
+    return Source(name=name, tokens=np.memmap(path, dtype=kind, mode="r") if size else np.empty(0, kind))
+
+
+def help_texts() -> Source:
+    """Return the help texts that Python ships, sorted by name.
+
+    Raises:
+        ValueError: they are not installed.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as e:
+        raise ValueError("job.path=null: pydoc_data.topics is not installed; set it to a text file") from e
+    text = "".join(topics[name] for name in sorted(topics)).encode()
+    return Source(name="null", tokens=np.frombuffer(text, np.uint8))
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive windows ``(input, target)`` of sources, both int64 of shape (context,).
+
+    The target is the input shifted by one token. No window spans two sources.
+    """
+
+    def __init__(self, sources: Sequence[Source], *, context: int, vocabulary: int):
+        self.sources, self.context, self.vocabulary = sources, context, vocabulary
+        self.counts = [max(0, (len(source.tokens) - 1) // context) for source in sources]
+        self.ends = list(accumulate(self.counts))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self.ends, index)
+        source = self.sources[number]
+        start = (index - self.ends[number] + self.counts[number]) * self.context
+        window = source.tokens[start : start + self.context + 1].astype(np.int64)
+        if (largest := int(window.max())) >= self.vocabulary:
+            raise ValueError(
+                f"{source.name}: holds token {largest} between {start} and {start + self.context}, but the model knows "
+                f"only {self.vocabulary}; set job.vocabulary or job.dtype, or make the tokens with its tokenizer"
+            )
+        tokens = torch.from_numpy(window)
+        return tokens[:-1], tokens[1:]
