@@ -11,13 +11,14 @@ import statistics
 from forked import StepTimes, time_steps, train
 from rounds import Claim, argument_parser, in_turn, report, table
 
-from jobs.gpt import BYTES, GPT
+from jobs.gpt import GPT
+from jobs.tokens import BYTES
 
 ROUNDS = 5
 JOB = GPT(layers=2, width=128)
 BATCH = 32
 STEPS = 40
-GATHERED_BYTES = BATCH * JOB.context * BYTES * 4
+GATHERED_BYTES = BATCH * JOB.tokens_per_sample * BYTES * 4
 """One float32 logit for every possible next byte."""
 ARMS = {
     "dp, loss on the first device": ("strategy=dp", "strategy.loss_on=device0"),
