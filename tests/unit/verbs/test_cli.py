@@ -27,7 +27,7 @@ def test_the_command_without_a_verb_is_launch(capsys: pytest.CaptureFixture[str]
         assert cli.main(words) == 2
         assert "strategy=ddpp: unknown; did you mean ddp?" in capsys.readouterr().err
     assert cli.main(["--help", "job=gpt"]) == 0
-    assert "job.context=64" in capsys.readouterr().out
+    assert "job.size=tiny" in capsys.readouterr().out
 
 
 def test_the_command_runs_the_verb_with_the_other_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def test_help_names_every_group_word_and_key() -> None:
 def test_help_shows_the_fields_of_the_chosen_job_and_strategy() -> None:
     text = help_text(["job=gpt", "strategy=single", "job.layers=7", "train.steps=3"], registry.config_class)
     assert "job.layers=7" in text
-    assert "job.context=64" in text
+    assert "job.size=tiny" in text
     assert "job.path=null" in text
     assert "train.steps=3 " in text
     assert "comm_hook" not in text
