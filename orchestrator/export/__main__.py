@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,14 +37,16 @@ from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.records.output_dir import staged_run
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state import checkpoint, tensor_file
+from orchestrator.state import tensor_file
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.strategies.datasets import is_stream
 
 MAX_BYTES = 1_000_000_000
 """Weights that are larger stay in the checkpoint."""
 
 _EXAMPLE_SIZE = 4
+_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +99,13 @@ def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor]
     newest = next(reversed(store.list()), None)
     if newest is None:
         return Facts(problem="there is no checkpoint"), None
-    manifest = store.read_manifest(newest)
-    name = checkpoint.FILES[0]
-    size = manifest["files"][name]["bytes"]
+    step, size = int(store.read_manifest(newest)["step"]), store.model_size(newest)
     if size > MAX_BYTES:
         limit = f"the limit is {MAX_BYTES / 1e9:.1f} GB"
-        return Facts(problem=f"{newest}/{name} has {size / 1e9:.1f} GB, {limit}"), None
-    copy = folder / "model.safetensors"
-    store.copy_file(newest, name, copy)
-    tensors = tensor_file.read(copy, manifest["files"][name][checkpoint.HASH], size)
-    return Facts(step=int(manifest["step"])), tensors
+        return Facts(problem=f"the weights in {newest} have {size / 1e9:.1f} GB, {limit}"), None
+    with tempfile.TemporaryDirectory(dir=folder) as parts:
+        digests = tensor_file.write(folder / _WEIGHTS, store.model(newest, Path(parts)))
+    return Facts(step=step), StoredTensors(folder, {_WEIGHTS: digests})
 
 
 def _job(spec: JobSpec) -> Job:

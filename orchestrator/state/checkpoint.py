@@ -1,7 +1,8 @@
-"""Checkpoints on disk: safetensors files and a JSON manifest with their hashes. Nothing is ever unpickled.
+"""Checkpoints on disk: safetensors files and a JSON manifest with their digests. Nothing is ever unpickled.
 
 ``<root>/step-00000040/`` holds ``model.safetensors``, which the safetensors library can load, ``optimizer.safetensors``
 and ``manifest.json``. A checkpoint is written to a hidden directory beside it, which is renamed when it is complete.
+``docs/checkpoints.md`` describes the format.
 """
 
 from __future__ import annotations
@@ -9,46 +10,35 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
-import hashlib
-import json
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from orchestrator.state import tensor_file
+from orchestrator.state.digests import CHUNK_BYTES, Digests
 from orchestrator.state.fence import Fence, FencedError
+from orchestrator.state.manifest import (
+    KINDS,
+    MANIFEST,
+    CheckpointError,
+    file_name,
+    files_of,
+    manifest_text,
+    read_manifest,
+)
+from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.state.train_state import TrainState
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-FILES = ("model.safetensors", "optimizer.safetensors")
-HASH = "sha256"  # twice as fast as blake2b on CPUs with SHA instructions
 _FOREIGN_STALE_S = 3600.0
 STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)")
-
-T = TypeVar("T")
-
-
-class CheckpointError(ValueError):
-    """The checkpoint at ``path``, a local one or a URL, cannot be used. ``reason`` names the file and the problem."""
-
-    def __init__(self, path: Path | str, reason: str):
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"checkpoint {self.path}: {self.reason}"
 
 
 def save(
@@ -57,6 +47,7 @@ def save(
     *,
     run_uid: str,
     fence: Fence | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write ``state`` below ``root`` and return the checkpoint's directory.
@@ -69,104 +60,124 @@ def save(
         state: the snapshot to write.
         run_uid: the identity of the run, recorded in the manifest.
         fence: consulted after the files are written, just before the rename. None if this process may always save.
+        chunk_bytes: the size of the parts of a file that a reader can verify by themselves.
         on_progress: called whenever some of the bytes have been written.
 
     Raises:
         OSError: the checkpoint could not be written. The incomplete files have been removed.
         FencedError: this process may no longer save. The files have been removed.
     """
-    final = path_of(root, state.step)
-    temporary = root / f".{final.name}.{socket.gethostname()}.{os.getpid()}"
+    with staging(root, state.step) as directory:
+        files = write_part(directory, state, chunk_bytes=chunk_bytes, on_progress=on_progress)
+        return commit(directory, state.meta, files, run_uid=run_uid, fence=fence)
+
+
+@contextlib.contextmanager
+def staging(root: Path, step: int) -> Iterator[Path]:
+    """Make a hidden directory for the files of the checkpoint of ``step``; remove what is left of it at the end."""
+    directory = root / f".{path_of(root, step).name}.{socket.gethostname()}.{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
     try:
-        temporary.mkdir()
-        files = {}
-        for name, tensors in zip(FILES, (state.model, state.optimizer), strict=True):
-            digest, size = tensor_file.write(temporary / name, tensors, on_progress=on_progress)
-            files[name] = {HASH: digest, "bytes": size}
-        position = {"step": state.step, "samples_consumed": state.samples_consumed}
-        manifest = {
-            "format": FORMAT,
-            **position,
-            "run_uid": run_uid,
-            "meta": {k: v for k, v in state.meta.items() if k not in position},
-            "files": files,
-        }
-        with (temporary / MANIFEST).open("w") as f:
-            json.dump({**manifest, HASH: _digest(manifest)}, f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
-        _sync_directory(temporary)
-        if fence is not None and not fence.may_save():
-            raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
-        _rename_into_place(temporary, final)
-        _sync_directory(root)
+        directory.mkdir()
+        yield directory
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def write_part(
+    directory: Path,
+    state: TrainState,
+    *,
+    part: int = 0,
+    parts: int = 1,
+    chunk_bytes: int = CHUNK_BYTES,
+    on_progress: Callable[[], None] = lambda: None,
+) -> dict[str, Digests]:
+    """Write the tensors of ``state`` to files in ``directory``, and return the digests of these by name.
+
+    Args:
+        directory: an existing directory.
+        state: the boxes of this writer.
+        part: the number of this writer, from 0.
+        parts: the number of writers.
+        chunk_bytes: the size of the parts of a file that a reader can verify by themselves.
+        on_progress: called whenever some of the bytes have been written.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    written = {}
+    for kind in KINDS:
+        name = file_name(kind, part, parts)
+        written[name] = tensor_file.write(
+            directory / name,
+            getattr(state, kind),
+            boxes=state.boxes.get(kind),
+            chunk_bytes=chunk_bytes,
+            on_progress=on_progress,
+        )
+    _sync_directory(directory)
+    return written
+
+
+def commit(
+    directory: Path,
+    meta: Mapping[str, Any],
+    files: Mapping[str, Digests],
+    *,
+    run_uid: str,
+    parts: int = 1,
+    fence: Fence | None = None,
+) -> Path:
+    """Make a checkpoint of the files in a directory of :func:`staging`, and return its directory.
+
+    Args:
+        directory: has the files of all writers.
+        meta: of the state of the whole model.
+        files: the digests of all files by name.
+        run_uid: the identity of the run, recorded in the manifest.
+        parts: the number of writers.
+        fence: consulted just before the rename. None if this process may always save.
+
+    Raises:
+        OSError: the manifest cannot be written.
+        FencedError: this process may no longer save.
+    """
+    final = path_of(directory.parent, int(meta["step"]))
+    with (directory / MANIFEST).open("w") as f:
+        f.write(manifest_text(meta, run_uid=run_uid, files=files, parts=parts))
+        f.flush()
+        os.fsync(f.fileno())
+    _sync_directory(directory)
+    if fence is not None and not fence.may_save():
+        raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
+    _rename_into_place(directory, final)
+    _sync_directory(directory.parent)
     return final
 
 
 def load(path: Path) -> TrainState:
-    """Verify the checkpoint in directory ``path`` and return its state, whose tensors are read one by one when used.
+    """Return the state of the checkpoint in directory ``path``, whose tensors are read and verified when used.
 
     Raises:
         CheckpointError: the directory is damaged or not a checkpoint.
     """
     manifest = read_manifest(path)
-    with ThreadPoolExecutor(len(FILES)) as pool:  # reading and hashing release the GIL
-        read = functools.partial(_checked, tensor_file.read, path, manifest)
-        model, optimizer = pool.map(read, FILES)
+    model, optimizer = (StoredTensors(path, files_of(manifest, kind)) for kind in KINDS)
     position = {"step": manifest["step"], "samples_consumed": manifest["samples_consumed"]}
     return TrainState(model=model, optimizer=optimizer, meta={**manifest["meta"], **position})
 
 
 def verify(path: Path) -> None:
-    """Read the checkpoint in directory ``path`` and compare its hashes, without keeping its tensors.
+    """Read the checkpoint in directory ``path`` and compare its digests, without keeping its tensors.
 
     Raises:
         CheckpointError: the directory is damaged or not a checkpoint.
     """
     manifest = read_manifest(path)
-    for name in FILES:
-        _checked(tensor_file.verify, path, manifest, name)
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read and verify the manifest of the checkpoint in directory ``path``.
-
-    Raises:
-        CheckpointError: the manifest is missing, damaged, or of a format that this version cannot read.
-    """
-    try:
-        text = (path / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        what = f"missing file {MANIFEST}" if path.is_dir() else "no such directory"
-        raise CheckpointError(path, what) from None
-    except OSError as e:
-        raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
-    return parse_manifest(text, path)
-
-
-def parse_manifest(text: bytes, path: Path | str) -> dict[str, Any]:
-    """Verify the text of the manifest of the checkpoint at ``path``, a directory or a URL, and return its contents.
-
-    Raises:
-        CheckpointError: the manifest is damaged, or of a format that this version cannot read.
-    """
-    try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise CheckpointError(path, f"{MANIFEST} is unreadable: it is not a manifest")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(path, f"its format is {manifest['format']!r}, this version reads {FORMAT}")
-    if manifest.pop(HASH, None) != _digest(manifest):
-        raise CheckpointError(path, f"{MANIFEST} changed: its own {HASH} differs")
-    if not _is_complete(manifest):
-        raise CheckpointError(path, f"{MANIFEST} is unreadable: it lacks the position, the meta data or the files")
-    return manifest
+    for kind in KINDS:
+        StoredTensors(path, files_of(manifest, kind)).verify()
 
 
 def path_of(root: Path, step: int) -> Path:
@@ -221,39 +232,6 @@ def prune(root: Path, keep: int, *, saved_step: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_complete(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest has all keys, with values of their types."""
-    files = manifest.get("files")
-    return (
-        all(isinstance(manifest.get(key), int) for key in ("step", "samples_consumed"))
-        and isinstance(manifest.get("meta"), dict)
-        and isinstance(files, dict)
-        and all(map(_is_file_entry, files.values()))
-    )
-
-
-def _is_file_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    size = entry.get("bytes")
-    return isinstance(entry.get(HASH), str) and isinstance(size, int) and size >= 0
-
-
-def _checked(read: Callable[[Path, str, int], T], path: Path, manifest: Mapping[str, Any], name: str) -> T:
-    """Call ``read(file, digest, size)`` with the manifest's entry for the file ``name``."""
-    entry = manifest["files"].get(name)
-    if entry is None:
-        raise CheckpointError(path, f"{MANIFEST} does not list {name}")
-    try:
-        return read(path / name, entry[HASH], entry["bytes"])
-    except FileNotFoundError:
-        raise CheckpointError(path, f"missing file {name}") from None
-    except OSError as e:
-        raise CheckpointError(path, f"{name} is unreadable: {e.strerror}") from e
-    except ValueError as e:
-        raise CheckpointError(path, f"{name} {e}") from e
-
-
 def _is_stale(temporary: Path) -> bool:
     """Return whether the writer of this temporary directory is dead.
 
@@ -302,10 +280,6 @@ def _exchange(one: Path, other: Path) -> None:
     if libc.renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(other))
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_directory(path: Path) -> None:

@@ -12,23 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.state.checkpoint import (
-    FILES,
-    HASH,
-    MANIFEST,
-    STEP,
-    CheckpointError,
-    find_newest,
-    list_checkpoints,
-    parse_manifest,
-    read_manifest,
-    step_of,
-    verify,
-)
+from orchestrator.state.checkpoint import STEP, find_newest, list_checkpoints, step_of, verify
+from orchestrator.state.digests import Digests
 from orchestrator.state.fence import Fence, FencedError
+from orchestrator.state.manifest import KINDS, MANIFEST, CheckpointError, files_of, parse_manifest, read_manifest
+from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.storage.remote import Remote
-
-_DIGITS_IN_NAME = 16
 
 
 def _nothing() -> None:
@@ -94,7 +83,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
             (path / MANIFEST).write_bytes(manifest)
-            for file, stored in _stored_names(read_manifest(path), path).items():
+            for file, stored in _stored_names(read_manifest(path)).items():
                 remote.fetch(stored, path / file, on_progress=on_progress)
             verify(path)
         except FileNotFoundError as e:
@@ -117,18 +106,32 @@ class CheckpointStore:
         except FileNotFoundError as e:
             raise CheckpointError(remote.url, f"missing file: {e}") from e
 
-    def copy_file(self, name: str, file: str, target: Path) -> None:
-        """Copy one of ``FILES`` of the checkpoint ``name`` to ``target``. Its hash is not verified.
+    def model_size(self, name: str) -> int:
+        """Return the size in bytes of the files of the model of the checkpoint ``name``.
 
         Raises:
             CheckpointError: the manifest is damaged or missing.
-            OSError: the file cannot be copied.
         """
+        return sum(digests.size for digests in files_of(self.read_manifest(name), "model").values())
+
+    def model(self, name: str, folder: Path) -> StoredTensors:
+        """Return the parameters and buffers in the checkpoint ``name``.
+
+        Args:
+            name: of the checkpoint.
+            folder: an existing directory, to which its files of the model are copied if they are on a store.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or missing.
+            OSError: a file cannot be copied.
+        """
+        files = files_of(self.read_manifest(name), "model")
         if self._remote is None:
-            shutil.copyfile(self._root / name / file, target)
-        else:
-            remote = self._remote.child(name)
-            remote.fetch(_stored_names(self.read_manifest(name), remote.url)[file], target)
+            return StoredTensors(self._root / name, files)
+        remote = self._remote.child(name)
+        for file, digests in files.items():
+            remote.fetch(_stored_name(file, digests), folder / file)
+        return StoredTensors(folder, files)
 
     def upload(self, name: str, *, fence: Fence | None, on_progress: Callable[[], None] = _nothing) -> None:
         """Copy the local checkpoint ``name`` to the store, where it replaces one of the same step.
@@ -140,7 +143,7 @@ class CheckpointStore:
         """
         assert self._remote is not None
         path, remote = self._root / name, self._remote.child(name)
-        for file, stored in _stored_names(read_manifest(path), path).items():
+        for file, stored in _stored_names(read_manifest(path)).items():
             remote.put(path / file, stored, on_progress=on_progress)
         if fence is not None and not fence.may_save():
             raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
@@ -162,12 +165,11 @@ class CheckpointStore:
         return any(entry.name == MANIFEST for entry in remote.list(name))
 
 
-def _stored_names(manifest: Mapping[str, Any], path: Path | str) -> dict[str, str]:
-    """Return the name on the store of each file in the ``manifest`` of the checkpoint at ``path``."""
-    names = {}
-    for file in FILES:
-        if file not in manifest["files"]:
-            raise CheckpointError(path, f"{MANIFEST} does not list {file}")
-        stem, _, suffix = file.partition(".")
-        names[file] = f"{stem}.{manifest['files'][file][HASH][:_DIGITS_IN_NAME]}.{suffix}"
-    return names
+def _stored_names(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name on the store of each file in a ``manifest``."""
+    return {file: _stored_name(file, digests) for kind in KINDS for file, digests in files_of(manifest, kind).items()}
+
+
+def _stored_name(file: str, digests: Digests) -> str:
+    stem, _, suffix = file.partition(".")
+    return f"{stem}.{digests.name}.{suffix}"

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.state.checkpoint import CheckpointError, list_checkpoints, step_of
+from orchestrator.state.checkpoint import list_checkpoints, step_of
 from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.fence import Fence, FencedError
+from orchestrator.state.manifest import CheckpointError
 from orchestrator.storage.remote import StorageError
 
 FIRST_PAUSE_S = 1.0

@@ -1,17 +1,17 @@
-"""Safetensors files that are hashed while they are written or read.
+"""Safetensors files of boxes, which are hashed while they are written or read.
 
 The format is the header's length (8 bytes, little endian), a JSON header, and the data. Unlike the safetensors
-library's own writer, this one releases the GIL while it writes large tensors, and copies none of them.
+library's own writer, this one releases the GIL while it writes large tensors, and copies none of them. The key
+``boxes`` of the header's ``__metadata__`` says which tensors are parts of larger ones, as JSON: the shape of the whole
+tensor and the offset of the part, by name.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 8 << 20  # large, so that a writing thread seldom needs the GIL
+from orchestrator.state.boxes import Box, box_problem
+from orchestrator.state.digests import CHUNK_BYTES, ChunkHasher, Digests, VerifiedFile
+
+_BOXES = "boxes"
 _SYNC_BYTES = 64 << 20
 """Wait for the disk after this many bytes: a single wait at the end would hide whether a slow disk still writes."""
 _DTYPES = {
@@ -45,24 +48,32 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write(
-    path: Path, tensors: Mapping[str, Tensor], *, on_progress: Callable[[], None] = lambda: None
-) -> tuple[str, int]:
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    boxes: Mapping[str, Box] | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Digests:
     """Write contiguous host tensors through to the disk.
 
     Args:
         path: the file.
         tensors: what to write, by name.
+        boxes: the boxes of those that are parts of larger tensors.
+        chunk_bytes: the size of the chunks of the digests.
         on_progress: called whenever some of the bytes have been written.
 
     Returns:
-        The file's SHA-256 in hex and its size in bytes.
+        The digests of the file.
 
     Raises:
         OSError: the file cannot be written; the disk may be full.
     """
     # Wide types first, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    parts = {name: [box.full, box.offset] for name, box in (boxes or {}).items() if not box.is_whole}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **({_BOXES: json.dumps(parts)} if parts else {})}}
     position = 0
     for name, tensor in ordered:
         header[name] = {
@@ -76,7 +87,7 @@ def write(
     head, data = [len(text).to_bytes(8, "little"), text], [t for _, t in ordered]
     size = 0
     with path.open("wb", buffering=1 << 20) as f, ThreadPoolExecutor(1, "hashing") as beside:
-        digest = beside.submit(_hash, _chunks(head, data))  # both loops release the GIL
+        digests = beside.submit(_hash, _chunks(head, data), chunk_bytes)  # both loops release the GIL
         for chunk in _chunks(head, data):
             before, size = size, size + f.write(chunk)
             on_progress()
@@ -87,141 +98,110 @@ def write(
         f.flush()
         os.fsync(f.fileno())
     on_progress()
-    return digest.result(), size
+    return digests.result()
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor of a file is: its shape and dtype, and the position of its first byte."""
+class Stored:
+    """A box in a file: its dtype, and the position of its first byte."""
 
-    shape: tuple[int, ...]
+    box: Box
     dtype: torch.dtype
     start: int
 
 
-class TensorFile(MutableMapping[str, Tensor]):
-    """The tensors of a safetensors file. One is read whenever it is asked for; a change is not written to the file."""
+class TensorFile:
+    """The boxes of a safetensors file.
 
-    def __init__(self, path: Path):
+    Attributes:
+        stored: where each is, by the name of its tensor.
+    """
+
+    def __init__(self, path: Path, digests: Digests):
         """Read the header.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not a safetensors file; the text is a predicate whose subject is the file's name.
+            ValueError: it is damaged or not a safetensors file; the text is a predicate whose subject is the file's
+                name.
         """
-        self._file = path.open("rb", buffering=0)
-        self._entries: dict[str, _Place | Tensor] = {}
-        size = os.fstat(self._file.fileno()).st_size
+        self._file = VerifiedFile(path, digests)
+        self.stored: dict[str, Stored] = {}
+        size = digests.size
+        length = bytearray(min(8, size))
+        self._file.readinto(memoryview(length), 0)
         try:
-            data_start = 8 + int.from_bytes(self._file.read(8), "little")
+            data_start = 8 + int.from_bytes(length, "little")
             if data_start > size:
                 raise ValueError("its header ends after the file")
-            header = json.loads(self._file.read(data_start - 8))
-            header.pop("__metadata__", None)
-            self._entries |= {name: _place(name, entry, data_start, size) for name, entry in header.items()}
+            text = bytearray(data_start - 8)
+        except ValueError as e:
+            raise ValueError(f"is not a safetensors file: {e}") from e
+        self._file.readinto(memoryview(text), 8)
+        try:
+            header = json.loads(text)
+            parts = json.loads(header.pop("__metadata__", {}).get(_BOXES, "{}"))
+            for name, entry in header.items():
+                self.stored[name] = _stored(name, entry, parts.get(name), data_start, size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"is not a safetensors file: {e}") from e
+        for name, found in self.stored.items():
+            if (problem := box_problem(found.box)) is not None:
+                raise ValueError(f"has no place for {name}: its box {problem}")
 
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        if isinstance(entry, Tensor):
-            return entry
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        data, position = _bytes_of(tensor), 0
-        while position < len(data):
-            count = os.preadv(self._file.fileno(), [data[position : position + _CHUNK_BYTES]], entry.start + position)
-            if not count:
-                raise OSError(errno.EIO, "shorter than when it was verified", self._file.name)
-            position += count
+    def read(self, name: str, box: Box) -> Tensor:
+        """Read a part of the stored box ``name``: the bytes of ``box``, and to verify them, the chunks around them.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file is damaged; the text is a predicate whose subject is the file's name.
+        """
+        found = self.stored[name]
+        tensor = torch.empty(box.shape, dtype=found.dtype)
+        data, position, width = _bytes_of(tensor), 0, found.dtype.itemsize
+        for first, length in box.runs_in(found.box):
+            part = data[position : position + length * width]
+            self._file.readinto(part, found.start + first * width)
+            position += len(part)
         return tensor
 
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        self._entries[name] = tensor
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def outline(self) -> dict[str, Tensor]:
-        """Return tensors of the same shapes and dtypes on the meta device, without reading any."""
-        return {
-            name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in self._entries.items()
-        }
+    def verify(self) -> None:
+        """Read the whole file once and compare its digests. Raises what :meth:`read` raises."""
+        self._file.verify()
 
 
-def read(path: Path, digest: str, size: int) -> TensorFile:
-    """Verify a file and return its tensors.
-
-    Args:
-        path: the file.
-        digest: its expected SHA-256 in hex.
-        size: its expected size in bytes.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged; the text is a predicate whose subject is the file's name.
-    """
-    verify(path, digest, size)
-    return TensorFile(path)
-
-
-def verify(path: Path, digest: str, size: int) -> None:
-    """Read a file once and check its size and hash.
-
-    Takes the arguments of :func:`read` and raises the same errors.
-    """
-    scratch = memoryview(bytearray(min(size, _CHUNK_BYTES)))
-    hasher, position = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as f:
-        found = os.fstat(f.fileno()).st_size
-        while found == size and position < size:
-            count = f.readinto(scratch)
-            if not count:
-                found = position
-                break
-            hasher.update(scratch[:count])
-            position += count
-    if found != size:
-        what = "is truncated" if found < size else "has grown"
-        raise ValueError(f"{what}: has {found} of {size} bytes")
-    if hasher.hexdigest() != digest:
-        raise ValueError("changed since it was written: its sha256 differs from the manifest's")
-
-
-def _place(name: str, entry: Mapping[str, Any], data_start: int, size: int) -> _Place:
+def _stored(name: str, entry: Mapping[str, Any], part: Any, data_start: int, size: int) -> Stored:
     """Return where the tensor ``name`` is in a file of ``size`` bytes.
 
     Raises:
         ValueError, KeyError, TypeError: it cannot be there.
     """
     shape, (start, stop), dtype = tuple(entry["shape"]), entry["data_offsets"], _DTYPES[entry["dtype"]]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
+    full, offset = (shape, (0,) * len(shape)) if part is None else map(tuple, part)
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop, *full)):
         raise ValueError(f"{name} has shape {shape} and offsets {start} and {stop}")
+    if not all(isinstance(n, int) for n in offset):
+        raise ValueError(f"{name} begins at {offset} of its tensor")
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise ValueError(f"{name} has {stop - start} bytes")
     if data_start + stop > size:
         raise ValueError(f"{name} ends after the file")
-    return _Place(shape, dtype, data_start + start)
+    return Stored(Box(full=full, offset=offset, shape=shape), dtype, data_start + start)
 
 
-def _hash(chunks: Iterable[memoryview]) -> str:
-    hasher = hashlib.sha256()
+def _hash(chunks: Iterable[memoryview], chunk_bytes: int) -> Digests:
+    hasher = ChunkHasher(chunk_bytes)
     for chunk in chunks:
         hasher.update(chunk)
-    return hasher.hexdigest()
+    return hasher.finish()
 
 
 def _chunks(head: Sequence[bytes], tensors: Sequence[Tensor]) -> Iterator[memoryview]:
     yield from (memoryview(part) for part in head)
     for tensor in tensors:
         data = _bytes_of(tensor)
-        for start in range(0, len(data), _CHUNK_BYTES):
-            yield data[start : start + _CHUNK_BYTES]
+        for start in range(0, len(data), CHUNK_BYTES):
+            yield data[start : start + CHUNK_BYTES]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

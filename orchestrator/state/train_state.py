@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from orchestrator.state.boxes import Box
 from orchestrator.state.host_copies import host_copies
 from orchestrator.state.joint import AnyOptimizer, AnyScheduler, label_of
 from orchestrator.state.json_values import from_json, to_json
+from orchestrator.state.manifest import Kind
 from orchestrator.state.mismatch import capped_lines, mismatches
-from orchestrator.state.tensor_file import TensorFile
+from orchestrator.state.stored_tensors import StoredTensors
 
 NONFINITE = "nonfinite"
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -36,11 +38,14 @@ class TrainState:
         meta: JSON values: ``step``, ``samples_consumed``, ``param_groups``, ``optimizer``, ``optimizer_scalars``,
             ``scheduler``, ``tied``, and the entries that the caller of :func:`capture` added; ``nonfinite``, the name
             of a trained parameter that holds NaN or an infinity, if there is one.
+        boxes: where the tensors are that are parts of larger ones, by ``"model"`` or ``"optimizer"`` and by name. All
+            others are whole.
     """
 
     model: MutableMapping[str, Tensor]
     optimizer: MutableMapping[str, Tensor]
     meta: dict[str, Any]
+    boxes: Mapping[Kind, Mapping[str, Box]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -63,10 +68,23 @@ class TrainState:
         """The size of all tensors, in bytes."""
         return sum(t.nbytes for part in (self.model, self.optimizer) for t in outline(part).values())
 
+    def box(self, kind: Kind, name: str) -> Box:
+        """Return which part of its tensor an entry is."""
+        found = self.boxes.get(kind, {}).get(name)
+        return Box.whole(outline(getattr(self, kind))[name].shape) if found is None else found
+
+    def part(self, kind: Kind, name: str, box: Box) -> Tensor:
+        """Return a part of a tensor, which this state has; nothing else is read from the files of a checkpoint."""
+        tensors = getattr(self, kind)
+        if isinstance(tensors, StoredTensors):
+            return tensors.read(name, box)
+        found: Tensor = tensors[name]
+        return found[box.slices_in(self.box(kind, name))]
+
 
 def outline(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors that have the shapes and dtypes of ``tensors``; those of a file are not read."""
-    return tensors.outline() if isinstance(tensors, TensorFile) else tensors
+    return tensors.outline() if isinstance(tensors, StoredTensors) else tensors
 
 
 @torch.no_grad()
@@ -79,6 +97,7 @@ def capture(
     samples_consumed: int,
     into: TrainState | None = None,
     live: bool = False,
+    boxes: Mapping[str, Box] | None = None,
     **more: Any,
 ) -> TrainState:
     """Copy the training state to host memory, where later updates cannot change it.
@@ -91,6 +110,8 @@ def capture(
         samples_consumed: the number of global samples consumed.
         into: an earlier snapshot that is no longer needed. Its memory is reused where shapes and dtypes fit.
         live: refer to the tensors where they are instead; the next update changes them.
+        boxes: where the parameters and buffers of ``model`` are that are parts of larger tensors, by name. The tensors
+            of the optimizer that have the shape of such a part are at the same place.
         more: further entries of ``meta``.
 
     Raises:
@@ -110,6 +131,8 @@ def capture(
 
     names = {p: name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
+    boxes = boxes or {}
+    optimizer_boxes: dict[str, Box] = {}
     scalars: dict[str, dict[str, Any]] = {}
     label = label_of(optimizer)
     for parameter, values in optimizer.state.items():
@@ -118,6 +141,8 @@ def capture(
             path = f"{name}/{key}"
             if isinstance(value, Tensor):
                 tensors[path] = value.detach()
+                if name in boxes and value.shape == parameter.shape:
+                    optimizer_boxes[path] = boxes[name]
             elif value is None or isinstance(value, (bool, int, float, str)):
                 scalars.setdefault(name, {})[key] = value
             else:
@@ -141,7 +166,8 @@ def capture(
         parameters, tensors, finite = _on_host(parameters, tensors, finite, into)
     if not bool(finite) and (nonfinite := _first_nonfinite(trained)) is not None:
         meta[NONFINITE] = nonfinite
-    return TrainState(model=parameters, optimizer=tensors, meta=meta)
+    where: dict[Kind, Mapping[str, Box]] = {"model": boxes, "optimizer": optimizer_boxes} if boxes else {}
+    return TrainState(model=parameters, optimizer=tensors, meta=meta, boxes=where)
 
 
 @torch.no_grad()
@@ -153,6 +179,7 @@ def restore(
     *,
     partial: bool = False,
     consume: bool = False,
+    boxes: Mapping[str, Box] | None = None,
 ) -> None:
     """Load ``state`` in place, keeping the devices and dtypes of ``model``.
 
@@ -166,14 +193,16 @@ def restore(
         partial: whether ``model`` is a part of the saved model, such as a pipeline stage. Names that it does not have
             are ignored.
         consume: remove each tensor from ``state`` as it is loaded, so that its memory is free for the next one.
+        boxes: where the parameters and buffers of ``model`` are that are parts of larger tensors, by name.
 
     Raises:
         ValueError: the state is of another model, optimizer or scheduler. Nothing was loaded.
     """
     model = _unwrapped(model)
     own = model.state_dict()
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
-    errors = mismatches(shapes, outline(state.model), partial=partial)
+    boxes = boxes or {}
+    shapes = {name: (boxes[name].full if name in boxes else tuple(t.shape), t.dtype) for name, t in own.items()}
+    errors = mismatches(shapes, _full_outline(state), partial=partial)
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
         there = state.meta[kind]
         saved = there["class"] if isinstance(there, Mapping) else there
@@ -186,9 +215,8 @@ def restore(
     if errors:
         raise ValueError("\n".join(errors))
 
-    take = state.model.pop if consume else state.model.__getitem__
-    model.load_state_dict({name: take(name) for name in own})
-    optimizer.load_state_dict(_optimizer_state_dict(state, optimizer, names, consume=consume))
+    model.load_state_dict({name: _take(state, "model", name, boxes.get(name), consume=consume) for name in own})
+    optimizer.load_state_dict(_optimizer_state_dict(state, optimizer, names, boxes, consume=consume))
     if scheduler is not None:
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
 
@@ -212,6 +240,24 @@ def _all_finite(parameters: Mapping[str, Tensor]) -> Tensor:
     """
     sums = [parameter.sum().abs().float() for parameter in _numbers(parameters).values()]
     return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)
+
+
+def _full_outline(state: TrainState) -> Mapping[str, Tensor]:
+    """Return tensors that have the shapes and dtypes of the whole tensors of the model."""
+    found, boxes = outline(state.model), state.boxes.get("model", {})
+    whole = {name: torch.empty(box.full, dtype=found[name].dtype, device="meta") for name, box in boxes.items()}
+    return {**found, **whole}
+
+
+def _take(state: TrainState, kind: Kind, name: str, box: Box | None, *, consume: bool) -> Tensor:
+    """Return an entry of ``state``, or the part of it that a ``box`` of its tensor is; remove it if ``consume``."""
+    tensors: MutableMapping[str, Tensor] = getattr(state, kind)
+    if box is None:
+        return tensors.pop(name) if consume else tensors[name]
+    part = state.part(kind, name, box)
+    if consume:
+        del tensors[name]
+    return part
 
 
 def _first_nonfinite(parameters: Mapping[str, Tensor]) -> str | None:
@@ -296,18 +342,27 @@ def _match_groups(
 
 
 def _optimizer_state_dict(
-    state: TrainState, optimizer: AnyOptimizer, names: Sequence[Sequence[str]], *, consume: bool
+    state: TrainState,
+    optimizer: AnyOptimizer,
+    names: Sequence[Sequence[str]],
+    boxes: Mapping[str, Box],
+    *,
+    consume: bool,
 ) -> dict[str, Any]:
     """Return what ``optimizer.load_state_dict`` takes, which casts to the dtypes and devices of the parameters.
 
     Args:
         names: the saved name of each parameter, by parameter group.
+        boxes: where those parameters are that are parts of larger tensors, by saved name.
         consume: take the tensors out of ``state``; copy them otherwise, because training would change them.
     """
 
     def moved(path: str, key: str, parameter: Tensor) -> Tensor:
         device = torch.device("cpu") if key == "step" else parameter.device  # step counters stay on the host
-        value = state.optimizer.pop(path) if consume else state.optimizer[path]
+        box = boxes.get(path.rpartition("/")[0])
+        if box is not None and state.box("optimizer", path).full != box.full:
+            box = None  # it is one for the whole parameter
+        value = _take(state, "optimizer", path, box, consume=consume)
         if value.shape == parameter.shape and value.stride() != parameter.stride():
             # A fused update goes through the memory of both in one order, whatever their formats are.
             return torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value)

@@ -25,8 +25,8 @@ from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.output_dir import remove, staged_run
-from orchestrator.state.checkpoint import CheckpointError, read_manifest
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.strategies import registry
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
 from orchestrator.timeline.ideal import Action

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from orchestrator.compat import deferred_dynamo
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
@@ -22,10 +20,12 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import CheckpointError, read_manifest
+from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
+from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.mismatch import mismatches
+from orchestrator.state.train_state import outline
 from orchestrator.storage.remote import StorageError, is_url
 from orchestrator.strategies.job_optimizer import optimizer_of
 from orchestrator.strategies.training_step import joined, optimizers_of
@@ -210,9 +210,7 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     if model is None:
         return []
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
-    with safe_open(checkpoint / "model.safetensors", framework="pt", device="cpu") as file:
-        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    errors = [f"of another model: {line}" for line in mismatches(shapes, saved)]
+    errors = [f"of another model: {line}" for line in mismatches(shapes, outline(load(checkpoint).model))]
     made = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
     optimizer = label_of(made)
     if optimizer != meta["optimizer"]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import CheckpointError, path_of, read_manifest
+from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.storage.remote import StorageError
 
 

@@ -18,18 +18,10 @@ from safetensors.torch import load_file
 from torch import nn, optim
 
 from helpers.disks import freezable_disk
-from orchestrator.state.checkpoint import (
-    CheckpointError,
-    find_newest,
-    list_checkpoints,
-    load,
-    prune,
-    read_manifest,
-    save,
-    verify,
-)
+from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, prune, save, verify
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed, Written
 from orchestrator.state.fence import Fence
+from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.train_state import TrainState, capture
 
 DTYPES = (
@@ -146,7 +138,13 @@ def edit_manifest(path: Path) -> None:
 
 def later_format(path: Path) -> None:
     file = path / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
+
+
+def read_all(path: Path) -> None:
+    state = load(path)
+    for tensors in (state.model, state.optimizer):
+        dict(tensors)
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
@@ -160,7 +158,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (cut_manifest, r"manifest\.json is unreadable"),
     (binary_manifest, r"manifest\.json is unreadable"),
     (edit_manifest, r"manifest\.json changed"),
-    (later_format, r"its format is 2, this version reads 1"),
+    (later_format, r"its format is 3, this version reads 1 and 2"),
     (shutil.rmtree, r"no such directory"),
 ]
 
@@ -172,7 +170,7 @@ def test_damage_is_named_and_the_checkpoint_before_it_taken(
     older, newer = save_all(tmp_path, 1, 2)
     verify(newer)
     damage(newer)
-    for read in (verify, load):
+    for read in (verify, read_all):
         with pytest.raises(CheckpointError, match=message) as caught:
             read(newer)
         assert caught.value.path == newer

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from helpers.runs import wait_for
-from orchestrator.state.checkpoint import CheckpointError, load, read_manifest, save
+from orchestrator.state.checkpoint import load, save
 from orchestrator.state.checkpoint_results import WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
+from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.train_state import TrainState
 from orchestrator.storage.remote import Remote
 
@@ -74,17 +75,19 @@ def results(writer: CheckpointWriter) -> list[Written | WriteFailed]:
     return writer.results()
 
 
-def test_one_file_of_a_checkpoint_is_copied_without_the_others(here: Host, there: Host, tmp_path: Path) -> None:
-    here.save(1)
+def test_the_model_is_copied_without_the_optimizer(here: Host, there: Host, tmp_path: Path) -> None:
+    here.save(1, value=7.0)
     (name,) = there.store.list()
-    copy = tmp_path / "copy.safetensors"
-    there.store.copy_file(name, "model.safetensors", copy)
-    assert copy.read_bytes() == (here.root / name / "model.safetensors").read_bytes()
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    assert torch.equal(there.store.model(name, copies)["w"], torch.full((1000,), 7.0))
+    assert [p.name for p in copies.iterdir()] == ["model.safetensors"]
+    assert there.store.model_size(name) == (copies / "model.safetensors").stat().st_size
     assert there.store.read_manifest(name) == read_manifest(here.root / name)
     assert not there.root.exists()
     (here.path(name) / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"checkpoint file://.*: manifest.json is unreadable"):
-        there.store.copy_file(name, "model.safetensors", copy)
+        there.store.model(name, copies)
 
 
 def test_what_is_written_is_uploaded_and_pruned(writer: CheckpointWriter, here: Host, there: Host) -> None:

@@ -1,0 +1,153 @@
+"""The manifest of a checkpoint: a JSON file that lists the others with their digests, and says what they belong to.
+
+Format 2 has a file of the model and one of the optimizer from each rank that writes, and digests of chunks. Format 1,
+which is read only, has one of each, and a digest of the whole file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestrator.state.digests import HASH, Digests, hashes_of
+
+FORMAT = 2
+READABLE = (1, 2)
+MANIFEST = "manifest.json"
+Kind = Literal["model", "optimizer"]
+KINDS: tuple[Kind, ...] = ("model", "optimizer")
+
+
+class CheckpointError(ValueError):
+    """The checkpoint at ``path``, a local one or a URL, cannot be used. ``reason`` names the file and the problem."""
+
+    def __init__(self, path: Path | str, reason: str):
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path}: {self.reason}"
+
+
+def file_name(kind: Kind, part: int, parts: int) -> str:
+    """Return the name of the file of a kind that the writer ``part``, counted from 0, of ``parts`` writes."""
+    return f"{kind}.safetensors" if parts == 1 else f"{kind}-{part + 1:05d}-of-{parts:05d}.safetensors"
+
+
+def files_of(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Digests]:
+    """Return the digests of the files of a kind by name, in the order of their writers."""
+    parts = _num_parts(manifest)
+    names = [file_name(kind, part, parts) for part in range(parts)]
+    return {name: _digests(manifest, manifest["files"][name]) for name in names}
+
+
+def manifest_text(meta: Mapping[str, Any], *, run_uid: str, files: Mapping[str, Digests], parts: int) -> str:
+    """Return the text of a manifest.
+
+    Args:
+        meta: of the state, with ``step`` and ``samples_consumed``.
+        run_uid: the identity of the run.
+        files: the digests of all files by name.
+        parts: the number of writers.
+    """
+    (chunk_bytes,) = {digests.chunk_bytes for digests in files.values()}
+    position = {key: meta[key] for key in ("step", "samples_consumed")}
+    manifest = {
+        "format": FORMAT,
+        **position,
+        "run_uid": run_uid,
+        "meta": {k: v for k, v in meta.items() if k not in position},
+        "parts": parts,
+        "chunk_bytes": chunk_bytes,
+        "files": {name: {"bytes": digests.size, HASH: list(digests.hashes)} for name, digests in files.items()},
+    }
+    return json.dumps({**manifest, HASH: _digest(manifest)}, indent=1)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read and verify the manifest of the checkpoint in directory ``path``.
+
+    Raises:
+        CheckpointError: the manifest is missing, damaged, or of a format that this version cannot read.
+    """
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        what = f"missing file {MANIFEST}" if path.is_dir() else "no such directory"
+        raise CheckpointError(path, what) from None
+    except OSError as e:
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: bytes, path: Path | str) -> dict[str, Any]:
+    """Verify the text of the manifest of the checkpoint at ``path``, a directory or a URL, and return its contents.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or of a format that this version cannot read.
+    """
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: {e}") from e
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: it is not a manifest")
+    if manifest["format"] not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise CheckpointError(path, f"its format is {manifest['format']!r}, this version reads {known}")
+    if manifest.pop(HASH, None) != _digest(manifest):
+        raise CheckpointError(path, f"{MANIFEST} changed: its own {HASH} differs")
+    if not _is_complete(manifest):
+        raise CheckpointError(path, f"{MANIFEST} is unreadable: it lacks the position, the meta data or the files")
+    for kind in KINDS:
+        for part in range(_num_parts(manifest)):
+            if (name := file_name(kind, part, _num_parts(manifest))) not in manifest["files"]:
+                raise CheckpointError(path, f"{MANIFEST} does not list {name}")
+    return manifest
+
+
+def _num_parts(manifest: Mapping[str, Any]) -> int:
+    parts: int = manifest.get("parts", 1)
+    return parts
+
+
+def _is_complete(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest has all keys, with values of their types."""
+    files, counts = manifest.get("files"), [manifest.get("parts", 1), manifest.get("chunk_bytes", 1)]
+    return (
+        all(isinstance(manifest.get(key), int) for key in ("step", "samples_consumed"))
+        and isinstance(manifest.get("meta"), dict)
+        and isinstance(files, dict)
+        and all(isinstance(count, int) and count > 0 for count in counts)
+        and all(_is_file_entry(manifest, entry) for entry in files.values())
+    )
+
+
+def _is_file_entry(manifest: Mapping[str, Any], entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    size, hashes = entry.get("bytes"), hashes_of(entry.get(HASH))
+    if not isinstance(size, int) or size < 0 or hashes is None:
+        return False
+    return len(hashes) == max(1, -(-size // _chunk_bytes(manifest, size)))
+
+
+def _digests(manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> Digests:
+    size = entry["bytes"]
+    hashes = hashes_of(entry[HASH])
+    assert hashes is not None
+    return Digests(size=size, chunk_bytes=_chunk_bytes(manifest, size), hashes=tuple(hashes))
+
+
+def _chunk_bytes(manifest: Mapping[str, Any], size: int) -> int:
+    """Return the size of the chunks of a file; in format 1, a file is one chunk."""
+    chunk_bytes: int = manifest.get("chunk_bytes", max(1, size))
+    return chunk_bytes
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

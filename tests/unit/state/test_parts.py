@@ -1,0 +1,209 @@
+"""A checkpoint that several ranks wrote: put together, read in part, and refused with a sentence if it is not whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn, optim
+
+from orchestrator.state import digests
+from orchestrator.state.boxes import Box
+from orchestrator.state.checkpoint import commit, find_newest, load, staging, verify, write_part
+from orchestrator.state.manifest import CheckpointError
+from orchestrator.state.train_state import TrainState, capture, restore
+
+CHUNK = 256
+W = torch.arange(64 * 12, dtype=torch.float32).view(64, 12)
+B = torch.arange(12.0)
+
+
+def part(name: str, tensor: Tensor, *ranges: tuple[int, int]) -> tuple[str, Tensor, Box]:
+    """A part of a tensor, as a rank has it."""
+    box = Box(full=tuple(tensor.shape), offset=tuple(a for a, _ in ranges), shape=tuple(b - a for a, b in ranges))
+    return name, tensor[box.slices_in(Box.whole(tensor.shape))].contiguous(), box
+
+
+def save_parts(root: Path, ranks: Sequence[Sequence[tuple[str, Tensor, Box]]], step: int = 1, run: str = "r") -> Path:
+    """A checkpoint whose writers have these parts of the model, and of a moment that is twice each parameter."""
+    meta = {"step": step, "samples_consumed": 2 * step}
+    files = {}
+    with staging(root, step) as directory:
+        for rank, own in enumerate(ranks):
+            state = TrainState(
+                model={name: tensor for name, tensor, _ in own},
+                optimizer={f"{name}/m": 2 * tensor for name, tensor, _ in own},
+                meta=meta,
+                boxes={"model": {n: box for n, _, box in own}, "optimizer": {f"{n}/m": box for n, _, box in own}},
+            )
+            files |= write_part(directory, state, part=rank, parts=len(ranks), chunk_bytes=CHUNK)
+        return commit(directory, meta, files, run_uid=run, parts=len(ranks))
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+QUARTERS = [
+    [part("w", W, (0, 32), (0, 5)), part("b", B, (0, 12))],
+    [part("w", W, (0, 32), (5, 12))],
+    [part("w", W, (32, 64), (0, 5))],
+    [part("w", W, (32, 64), (5, 12))],
+]
+
+
+def test_the_parts_of_all_writers_are_one_state(tmp_path: Path) -> None:
+    path = save_parts(tmp_path, QUARTERS)
+    verify(path)
+    state = load(path)
+    assert torch.equal(state.model["w"], W)
+    assert torch.equal(state.optimizer["w/m"], 2 * W)
+    assert {name: list(t.shape) for name, t in state.model.items()} == {"w": [64, 12], "b": [12]}
+    assert torch.equal(load_file(path / "model-00002-of-00004.safetensors")["w"], W[:32, 5:])
+    for rows in ((0, 64), (3, 7), (30, 34), (63, 64)):
+        for columns in ((0, 12), (4, 6), (5, 12)):
+            _, expected, box = part("w", W, rows, columns)
+            assert torch.equal(state.part("model", "w", box), expected)
+
+
+def test_a_rank_loads_its_parts_from_any_others_and_writes_them_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 8)
+    trained = optim.AdamW(whole.parameters())
+    whole(torch.randn(3, 6)).sum().backward()
+    trained.step()
+    full = capture(whole, trained, None, step=1, samples_consumed=3)
+    source = full
+    for cuts in ([(0, 3), (3, 8)], [(0, 1), (1, 2), (2, 7), (7, 8)], [(0, 8)]):
+        files = {}
+        with staging(tmp_path / "after", len(cuts)) as directory:
+            for rank, rows in enumerate(cuts):
+                own = nn.Linear(6, rows[1] - rows[0])
+                boxes = {
+                    "weight": part("weight", whole.weight, rows, (0, 6))[2],
+                    "bias": part("bias", whole.bias, rows)[2],
+                }
+                optimizer = optim.AdamW(own.parameters())
+                restore(source, own, optimizer, None, boxes=boxes)
+                assert torch.equal(own.weight, whole.weight[slice(*rows)])
+                mine = capture(own, optimizer, None, step=len(cuts), samples_consumed=3, boxes=boxes)
+                if rank:  # the first one writes the counters of the steps
+                    mine.optimizer.pop("weight/step"), mine.optimizer.pop("bias/step")
+                files |= write_part(directory, mine, part=rank, parts=len(cuts), chunk_bytes=CHUNK)
+            source = load(commit(directory, mine.meta, files, run_uid="r", parts=len(cuts)))
+        assert same(source.model, full.model)
+        assert same(source.optimizer, full.optimizer)
+
+
+def test_a_reader_of_a_part_reads_and_holds_little_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 4096
+    tensors = {f"w{i}": torch.full((rows, 16), float(i)) for i in range(8)}
+    path = save_parts(tmp_path, [[part(n, t, (0, rows), (0, 16)) for n, t in tensors.items()]])
+    read_bytes, allocated = [], []
+    preadv, empty = digests.os.preadv, torch.empty
+    monkeypatch.setattr(digests.os, "preadv", lambda f, b, at: (read_bytes.append(len(b[0])), preadv(f, b, at))[1])
+
+    def counted(*shape: object, **more: object) -> Tensor:
+        made: Tensor = empty(*shape, **more)  # type: ignore[call-overload]
+        if made.device.type != "meta":
+            allocated.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    state = load(path)
+    headers = sum(read_bytes)
+    read_bytes.clear()
+    quarter = [state.part("model", n, part(n, t, (rows // 4, rows // 2), (0, 16))[2]) for n, t in tensors.items()]
+    own = sum(t.nbytes for t in quarter)
+    assert all(torch.equal(found, tensors[f"w{i}"][: rows // 4]) for i, found in enumerate(quarter))
+    assert headers < 16 * CHUNK
+    assert own <= sum(read_bytes) < 1.1 * own
+    assert sum(allocated) == own
+
+
+def missing(path: Path) -> str:
+    (path / "model-00003-of-00004.safetensors").unlink()
+    return "missing file model-00003-of-00004.safetensors"
+
+
+def truncated(path: Path) -> str:
+    file = path / "optimizer-00002-of-00004.safetensors"
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-5])
+    return f"optimizer-00002-of-00004.safetensors is truncated: has {size - 5} of {size} bytes"
+
+
+def swapped(path: Path) -> str:
+    one, other = (path / f"model-0000{i}-of-00004.safetensors" for i in (2, 4))
+    one.rename(path / "x"), other.rename(one), (path / "x").rename(other)
+    return "model-00002-of-00004.safetensors changed since it was written: its sha256 differs from the manifest's"
+
+
+def of_another_run(path: Path) -> str:
+    others = [[(n, t + 1, box) for n, t, box in own] for own in QUARTERS]
+    shutil.copy(save_parts(path.parent / "other", others, step=2, run="s") / "manifest.json", path)
+    return "model-00001-of-00004.safetensors changed since it was written: its sha256 differs from the manifest's"
+
+
+def digest_changed(path: Path) -> str:
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["files"]["model-00001-of-00004.safetensors"]["sha256"][-1] = "0" * 64
+    file.write_text(json.dumps(manifest))
+    return "manifest.json changed: its own sha256 differs"
+
+
+def without_a_writer(path: Path) -> str:
+    save_parts(path.parent, QUARTERS[:3], step=2)
+    return (
+        "no file has all of w, of shape [64, 12]: there is only [0:32, 0:5] in model-00001-of-00003.safetensors, "
+        "[0:32, 5:12] in model-00002-of-00003.safetensors, [32:64, 0:5] in model-00003-of-00003.safetensors"
+    )
+
+
+def overlapping(path: Path) -> str:
+    save_parts(path.parent, [[part("w", W, (0, 40), (0, 12))], [part("w", W, (39, 64), (0, 12))]], step=2)
+    return (
+        "model-00002-of-00002.safetensors has [39:64, 0:12] of w, which overlaps [0:40, 0:12] in "
+        "model-00001-of-00002.safetensors"
+    )
+
+
+def outside(path: Path) -> str:
+    name, tensor, box = part("w", W, (32, 64), (0, 12))
+    moved = Box(full=box.full, offset=(40, 0), shape=box.shape)
+    save_parts(path.parent, [[part("w", W, (0, 32), (0, 12))], [(name, tensor, moved)]], step=2)
+    return (
+        "model-00002-of-00002.safetensors has no place for w: its box [40:72, 0:12] is outside of its tensor of shape "
+        "[64, 12]"
+    )
+
+
+def of_another_tensor(path: Path) -> str:
+    save_parts(path.parent, [[part("w", W, (0, 32), (0, 12))], [part("w", W[:, :6], (32, 64), (0, 6))]], step=2)
+    return (
+        "model-00002-of-00002.safetensors has a part of w, torch.float32 of shape [64, 6], which is torch.float32 of "
+        "shape [64, 12] in model-00001-of-00002.safetensors"
+    )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(missing, truncated, swapped, of_another_run, digest_changed),
+        *(without_a_writer, overlapping, outside, of_another_tensor),
+    ],
+)
+def test_what_is_wrong_is_named_and_the_checkpoint_before_it_used(
+    tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    before, path = save_parts(tmp_path, QUARTERS, step=1), save_parts(tmp_path, QUARTERS, step=2)
+    reason = damage(path)
+    found: list[CheckpointError] = []
+    assert find_newest(tmp_path, found.append) == before
+    assert [str(e) for e in found] == [f"checkpoint {path}: {reason}"]
