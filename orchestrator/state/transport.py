@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.compat.torch import copy_all
+from orchestrator.state.boxes import Box
 from orchestrator.state.host_copies import runs_of
+from orchestrator.state.manifest import Kind
 from orchestrator.state.train_state import TrainState, outline
 
 CPU = torch.device("cpu")
@@ -57,7 +59,7 @@ def broadcast_state(
                 del own[path]
             elif rank != source and kept:
                 tensors[path] = moved.to(onto)
-    return TrainState(meta=header["meta"], **parts) if state is None else state
+    return _received(header, parts) if state is None else state
 
 
 @torch.no_grad()
@@ -171,7 +173,7 @@ def receive_state(
         if not in_place:
             for buffer, values in zip(own, whole.split(sizes[message]), strict=True):
                 buffer.copy_(values)
-    return TrainState(meta=header["meta"], **parts)
+    return _received(header, parts)
 
 
 def messages_of(sizes: Sequence[int]) -> Iterator[slice]:
@@ -187,7 +189,22 @@ def _header(state: TrainState) -> dict[str, Any]:
         "meta": state.meta,
         "model": [_spec(n, t) for n, t in outline(state.model).items()],
         "optimizer": [_spec(n, t) for n, t in outline(state.optimizer).items()],
+        "boxes": {
+            kind: {name: [box.full, box.offset, box.shape] for name, box in boxes.items()}
+            for kind, boxes in state.boxes.items()
+        },
     }
+
+
+def _received(header: dict[str, Any], parts: dict[str, dict[str, Tensor]]) -> TrainState:
+    boxes: dict[Kind, dict[str, Box]] = {
+        kind: {
+            name: Box(full=tuple(full), offset=tuple(offset), shape=tuple(shape))
+            for name, (full, offset, shape) in found.items()
+        }
+        for kind, found in header["boxes"].items()
+    }
+    return TrainState(meta=header["meta"], model=parts["model"], optimizer=parts["optimizer"], boxes=boxes)
 
 
 def _spec(name: str, tensor: Tensor) -> tuple[str, list[int], str]:
