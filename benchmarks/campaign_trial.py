@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-from safetensors.torch import load
 
 import orchestrator
 from helpers.runs import losses
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import path_of
+from orchestrator.state.checkpoint import load, path_of
 from orchestrator.tracking.uri import sqlite_path
 
 STEPS = 30
@@ -217,10 +216,10 @@ def train(setting: Setting, *overrides: str) -> Ended:
 
 def ended(run_dir: RunDir, *, exit_code: int, reason: str) -> Ended:
     """Read what a finished run has left behind."""
-    weights = next(path_of(run_dir.checkpoints, STEPS).glob("model*.safetensors"), None)
+    last = path_of(run_dir.checkpoints, STEPS)
     outcome = Outcome(
         losses=losses(run_dir.path) if run_dir.metrics_file.exists() else {},
-        weights=load(weights.read_bytes()) if weights else None,
+        weights=dict(load(last).model) if last.is_dir() else None,
     )
     return Ended(exit_code=exit_code, reason=reason, record=run_dir.read_record(), outcome=outcome)
 

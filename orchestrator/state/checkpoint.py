@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -38,7 +39,8 @@ from orchestrator.state.train_state import TrainState
 
 _FOREIGN_STALE_S = 3600.0
 STEP = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)")
+_TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)(-\d+)?")
+_NUMBERS = itertools.count()
 
 
 def save(
@@ -75,9 +77,9 @@ def save(
 @contextlib.contextmanager
 def staging(root: Path, step: int) -> Iterator[Path]:
     """Make a hidden directory for the files of the checkpoint of ``step``; remove what is left of it at the end."""
-    directory = root / f".{path_of(root, step).name}.{socket.gethostname()}.{os.getpid()}"
+    # With a number, because a save of an earlier generation may still wait for its other writers.
+    directory = root / f".{path_of(root, step).name}.{socket.gethostname()}.{os.getpid()}-{next(_NUMBERS)}"
     root.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
     try:
         directory.mkdir()
         yield directory

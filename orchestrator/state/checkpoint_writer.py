@@ -15,6 +15,7 @@ from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_uploader import CheckpointUploader
 from orchestrator.state.fence import Fence, FencedError
+from orchestrator.state.part_writers import JointSave, PartError
 from orchestrator.state.train_state import TrainState
 from orchestrator.storage.remote import Remote
 
@@ -53,6 +54,7 @@ class CheckpointWriter:
         self._run_uid = run_uid
         self._changed = threading.Condition()
         self._pending: TrainState | None = None  # from submit() until the write has ended
+        self._jointly: JointSave | None = None  # how it is written, unless by this rank alone
         self._stall_ms = 0.0
         self._progress = 0
         self._free: list[TrainState] = []
@@ -62,7 +64,12 @@ class CheckpointWriter:
         self._thread.start()
 
     def submit(
-        self, state: TrainState, *, stalled_since: float | None = None, timeout_s: float = 60.0
+        self,
+        state: TrainState,
+        *,
+        stalled_since: float | None = None,
+        timeout_s: float = 60.0,
+        jointly: JointSave | None = None,
     ) -> Pending | None:
         """Queue ``state`` for writing. The writer owns it from here on.
 
@@ -70,6 +77,8 @@ class CheckpointWriter:
             state: the snapshot to write.
             stalled_since: when training stopped for the snapshot, by ``time.perf_counter``; None if it stops now.
             timeout_s: how long to wait for the previous write.
+            jointly: of which checkpoint ``state`` is a part; None if it is a whole one. Only the rank that commits such
+                a checkpoint has a result of it.
 
         Returns:
             None; or the previous checkpoint, still being written after ``timeout_s``, for which ``state`` is skipped.
@@ -81,7 +90,7 @@ class CheckpointWriter:
                 assert self._pending is not None
                 self._free = [state]
                 return Pending(step=self._pending.step, progress=self._progress)
-            self._pending = state
+            self._pending, self._jointly = state, jointly
             self._stall_ms = (time.perf_counter() - began) * 1e3
             self._changed.notify_all()
             return None
@@ -145,17 +154,19 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while (state := self._next()) is not None:
-            result: Written | WriteFailed = WriteFailed(step=state.step, reason="the writing thread ended")
+            result: Written | WriteFailed | None = WriteFailed(step=state.step, reason="the writing thread ended")
             try:
                 result = self._write(state)
+                if self._jointly is not None and not self._jointly.commits:
+                    result = None  # the rank that commits reports
             finally:
                 if self._uploader is not None and isinstance(result, Written):
                     self._uploader.submit(result)
-                else:
+                elif result is not None:
                     self._add_result(result)
                 with self._changed:
                     self._free = [state]
-                    self._pending = None
+                    self._pending = self._jointly = None
                     self._changed.notify_all()
         if self._uploader is not None:
             self._uploader.close(0.0)
@@ -171,13 +182,26 @@ class CheckpointWriter:
                 self._changed.wait(_IDLE_WAIT_S)
             return self._pending
 
-    def _write(self, state: TrainState) -> Written | WriteFailed:
-        start = time.perf_counter()
+    def _write(self, state: TrainState) -> Written | WriteFailed | None:
+        start, size_bytes = time.perf_counter(), state.size_bytes
         try:
             # Of a checkpoint that is uploaded, only the copy on the store is visible to others.
             fence = self._fence if self._uploader is None else None
-            path = save(self._root, state, run_uid=self._run_uid, fence=fence, on_progress=self._count_progress)
-        except FencedError as e:
+            if self._jointly is None:
+                path = save(self._root, state, run_uid=self._run_uid, fence=fence, on_progress=self._count_progress)
+            else:
+                saved = self._jointly.save(
+                    self._root,
+                    state,
+                    run_uid=self._run_uid,
+                    fence=fence,
+                    explain=lambda e: self._explain(e, state),
+                    on_progress=self._count_progress,
+                )
+                if saved is None:
+                    return None
+                path, size_bytes = saved
+        except (FencedError, PartError) as e:
             return WriteFailed(step=state.step, reason=str(e))
         except OSError as e:
             return WriteFailed(step=state.step, reason=self._explain(e, state))
@@ -187,9 +211,7 @@ class CheckpointWriter:
         if self._uploader is None:
             with contextlib.suppress(OSError):  # the next checkpoint tries again
                 prune(self._root, self._keep, saved_step=state.step)
-        return Written(
-            step=state.step, path=path, seconds=seconds, stall_ms=self._stall_ms, size_bytes=state.size_bytes
-        )
+        return Written(step=state.step, path=path, seconds=seconds, stall_ms=self._stall_ms, size_bytes=size_bytes)
 
     def _count_progress(self) -> None:
         self._progress += 1

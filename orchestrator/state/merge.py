@@ -9,11 +9,12 @@ from torch import Tensor
 
 from orchestrator.state.train_state import NONFINITE, TrainState
 
+META_OF_PARTS = ("param_groups", "optimizer_scalars", "tied", NONFINITE)
+"""The entries of ``meta`` that differ between stages."""
+
 
 def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
     """Join the states that the stages of a pipeline captured at the same step.
-
-    Parameter groups are joined by position. All other entries of ``meta`` are the first stage's.
 
     Args:
         states: one state per stage. No two may hold the same parameter; see :func:`without_shared`.
@@ -24,17 +25,35 @@ def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
     """
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    tied: dict[str, str] = {}
-    groups: list[dict[str, Any]] = []
     for part in states:
         assert part.step == states[0].step, "stages captured at different steps"
         assert model.keys().isdisjoint(part.model), "two stages hold the same parameter"
         model |= part.model
         optimizer |= part.optimizer
-        scalars |= part.meta["optimizer_scalars"]
-        tied |= part.meta["tied"]
-        for i, group in enumerate(part.meta["param_groups"]):
+    position = {name: i for i, name in enumerate(order)}
+    model = {name: model[name] for name in sorted(model, key=position.__getitem__)}
+    return TrainState(model=model, optimizer=optimizer, meta=merge_meta([part.meta for part in states], order=order))
+
+
+def merge_meta(metas: Sequence[Mapping[str, Any]], *, order: Sequence[str]) -> dict[str, Any]:
+    """Join what the stages of a pipeline captured beside tensors.
+
+    Parameter groups are joined by position. All entries but ``META_OF_PARTS`` are the first stage's.
+
+    Args:
+        metas: the ``meta`` of each stage.
+        order: the names of all parameters and buffers, in the order of the whole model.
+
+    Raises:
+        ValueError: the stages give a parameter group different hyperparameters.
+    """
+    scalars: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    groups: list[dict[str, Any]] = []
+    for meta in metas:
+        scalars |= meta["optimizer_scalars"]
+        tied |= meta["tied"]
+        for i, group in enumerate(meta["param_groups"]):
             if i == len(groups):
                 groups.append({**group, "params": []})
             for key in sorted((groups[i].keys() | group.keys()) - {"params"}):
@@ -48,11 +67,10 @@ def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
     position = {name: i for i, name in enumerate(order)}
     for group in groups:
         group["params"].sort(key=position.__getitem__)
-    model = {name: model[name] for name in sorted(model, key=position.__getitem__)}
     joined = {"param_groups": groups, "optimizer_scalars": scalars, "tied": tied}
-    if nonfinite := [part.nonfinite_parameter for part in states if part.nonfinite_parameter is not None]:
+    if nonfinite := [meta[NONFINITE] for meta in metas if meta.get(NONFINITE) is not None]:
         joined[NONFINITE] = nonfinite[0]
-    return TrainState(model=model, optimizer=optimizer, meta={**states[0].meta, **joined})
+    return {**metas[0], **joined}
 
 
 def without_shared(state: TrainState, first_names: Mapping[str, str], *, saved: Collection[str]) -> TrainState:

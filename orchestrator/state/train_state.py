@@ -229,8 +229,8 @@ def _on_host(
     earlier = {id(tensor): (tensor, old.get(name)) for own, old in parts for name, tensor in own.items()}
     sources, buffers = zip(*earlier.values(), (finite, None), strict=True)
     copies = dict(zip([*earlier, id(finite)], host_copies(sources, into=buffers), strict=True))
-    on_host = ({name: copies[id(tensor)] for name, tensor in own.items()} for own in (parameters, tensors))
-    return (*on_host, copies[id(finite)])
+    model, optimizer = ({name: copies[id(tensor)] for name, tensor in own.items()} for own in (parameters, tensors))
+    return model, optimizer, copies[id(finite)]
 
 
 def _all_finite(parameters: Mapping[str, Tensor]) -> Tensor:

@@ -292,6 +292,23 @@ class Strategy(LayoutRules, abc.ABC):
         """
 
     @property
+    def writers(self) -> Sequence[int]:
+        """The global ranks that have a part of the state to be saved; the first one has all the rest."""
+        return (0,)
+
+    @property
+    def saved_names(self) -> Sequence[str]:
+        """The names of all parameters and buffers, in the order of the whole model, if there are several writers."""
+        return ()
+
+    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        """Copy this rank's part of the state to be saved to host memory; None unless it is one of the ``writers``.
+
+        The arguments are those of :meth:`capture`. Unlike that, it needs no other rank.
+        """
+        return self.capture(step=step, samples_consumed=samples_consumed, into=into)
+
+    @property
     def full_model(self) -> nn.Module | None:
         """The whole model after the last step, on the one rank that has it and shows it to the job; None elsewhere."""
         return None
@@ -309,6 +326,17 @@ class Strategy(LayoutRules, abc.ABC):
         Returns:
             The ``meta`` of the state, on every rank.
         """
+
+    def restore_part(self, state: TrainState) -> dict[str, Any]:
+        """Continue on all ranks from a state that each of them can read; called if there are several ``writers``.
+
+        Args:
+            state: whose tensors are removed as they are loaded.
+
+        Returns:
+            The ``meta`` of the state.
+        """
+        raise NotImplementedError
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Return which states this rank can provide after a failure.

@@ -240,7 +240,7 @@ class Worker:
             if self.loop is None:
                 self.loop = self._make_loop(assignment, self.job)
             wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
-            outcome = self.loop.run(startup, wait_for_others=wait_for_others)
+            outcome = self.loop.run(startup, wait_for_others=wait_for_others, store=store)
             clean = True
             return outcome
         except BaseException as e:
@@ -319,7 +319,7 @@ class Worker:
     def _discard_loop(self) -> None:
         """Free the obsolete model and end its threads now, because two models may not fit into memory."""
         if self.loop is not None:
-            self.loop.finish(DISCARD_TIMEOUT_S)
+            self.loop.discard(DISCARD_TIMEOUT_S)
             self.loop = None
             memory.free_unreachable(self.device)
 

@@ -20,6 +20,7 @@ from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Pendi
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.part_writers import Store
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.confirmation import confirmation
@@ -118,7 +119,13 @@ class Loop:
         if self._data is not None:
             self._data.reassign(assignment)
 
-    def run(self, startup: dict[str, float], *, wait_for_others: Callable[[], None] = lambda: None) -> Outcome:
+    def run(
+        self,
+        startup: dict[str, float],
+        *,
+        wait_for_others: Callable[[], None] = lambda: None,
+        store: Store | None = None,
+    ) -> Outcome:
         """Train this rank's part of a generation, whose process group has been formed.
 
         The first call builds the model and the datasets. Later calls continue with those of the generation before.
@@ -126,6 +133,7 @@ class Loop:
         Args:
             startup: receives the duration of each part of the startup, in seconds, up to the end of the first step.
             wait_for_others: waits until all ranks are ready for collective operations, however long they take.
+            store: where the ranks of the generation leave messages; None if rank 0 has to write checkpoints alone.
 
         Returns:
             ``"done"`` or ``"stopped"``, with the state that this rank can provide to the next generation.
@@ -138,12 +146,12 @@ class Loop:
             Exception: whatever the job raises, or a broken connection to another rank.
         """
         try:
-            return self._run(startup, wait_for_others)
+            return self._run(startup, wait_for_others, store)
         finally:
             if self._data is not None:
                 self._data.close()
 
-    def _run(self, startup: dict[str, float], wait_for_others: Callable[[], None]) -> Outcome:
+    def _run(self, startup: dict[str, float], wait_for_others: Callable[[], None], store: Store | None) -> Outcome:
         began = time.perf_counter()
         self._enter("build")
         if self._data is None:
@@ -156,6 +164,7 @@ class Loop:
         checkpoint = self._loaded_checkpoint()
         wait_for_others()
         self.strategy.attach()
+        self._checkpoints.attach(store)
         if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
         for text in self.strategy.setup_warnings():
@@ -189,6 +198,11 @@ class Loop:
         It is empty until the model has the state that the generation begins with.
         """
         return self.strategy.recoverable_steps(self.position.step) if self._has_state else {}
+
+    def discard(self, timeout_s: float) -> None:
+        """Finish the background work as far as it does not wait for ranks of a generation that has ended."""
+        self._checkpoints.end_generation()
+        self.finish(timeout_s)
 
     def finish(self, timeout_s: float) -> PendingCheckpoint | None:
         """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
@@ -278,13 +292,15 @@ class Loop:
         return step % train.log_every == 0 or step in (1, train.steps)
 
     def _loaded_checkpoint(self) -> TrainState | None:
-        """Load the checkpoint that the generation starts from, on rank 0, after its download if it is on a store.
+        """Load the checkpoint that the generation starts from, after its download if it is on a store.
 
         Returns:
-            Its state; None on the other ranks, and without a checkpoint.
+            Its state, on rank 0 and on ranks that read their own part; None on the others, and without a checkpoint.
         """
         assignment = self.assignment
-        if assignment.checkpoint is None or assignment.sources is not None or self.rank != 0:
+        if assignment.checkpoint is None or assignment.sources is not None:
+            return None
+        if self.rank != 0 and not self._reads_own_part:
             return None
         checkpoint = Path(assignment.checkpoint)
         store = CheckpointStore(checkpoint.parent, self._run_dir.remote_checkpoints)
@@ -293,10 +309,15 @@ class Loop:
             forget_average(state)
         return state
 
+    @property
+    def _reads_own_part(self) -> bool:
+        """Whether this rank reads its part of a checkpoint, from a directory that all ranks share."""
+        return self.assignment.remote is None and len(self.strategy.writers) > 1
+
     def _restore_state(self, checkpoint: TrainState | None) -> None:
         """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one.
 
-        ``checkpoint``: the loaded one on rank 0; None on the others, and without one.
+        ``checkpoint``: what :meth:`_loaded_checkpoint` returned.
         """
         assert self._data is not None
         assignment, position = self.assignment, self.position
@@ -308,7 +329,11 @@ class Loop:
                 samples_consumed=position.samples_consumed,
             )
         elif assignment.checkpoint is not None:
-            meta = self.strategy.restore(checkpoint, source=0)
+            if self._reads_own_part:
+                assert checkpoint is not None
+                meta = self.strategy.restore_part(checkpoint)
+            else:
+                meta = self.strategy.restore(checkpoint, source=0)
             self._data.restore(meta)
         else:
             self.strategy.sync_initial_state()

@@ -11,18 +11,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from helpers.cases import Case, having
+from helpers.cases import Case, config_of, having, plan_of
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD
 from helpers.quick_jobs import digits
 from helpers.runs import in_campaign
 from helpers.stage_toys import ScheduledChain, plain
-from helpers.training import Steps, losses, piece, train
-from orchestrator.state.checkpoint import load, save
+from helpers.training import Steps, losses, piece, restored, saved_piece, train
+from orchestrator.state.checkpoint import load, path_of
+from orchestrator.state.manifest import KINDS, MANIFEST, file_name
 from orchestrator.state.train_state import TrainState
 
 STOP, STEPS = 3, 6
-OTHERS = {"adamw-scheduled": (1, 5, 11), "sgd-momentum": (3, 8, 14)}
+OTHERS = {"adamw-scheduled": (1, 11), "sgd-momentum": (3, 8, 14)}
 """Every layout continues so many of the others, and is continued by as many: those so many places after it."""
 
 CASES = {
@@ -31,11 +32,16 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
 @cache
-def begun(gang: Gang, case: Case, name: str) -> tuple[list[Steps], TrainState]:
-    """What the ranks of a layout saw up to the step ``STOP``, and what was saved there."""
+def begun(gang: Gang, case: Case, name: str, root: Path) -> tuple[list[Steps], TrainState]:
+    """What the ranks of a layout saw up to ``STOP``, and what rank 0 would save alone; they save in ``root``."""
     layout = LAYOUTS[name]
-    results = gang.run(piece, layout.of(case), None, STOP, world_size=layout.world_size)
+    results = gang.run(saved_piece, layout.of(case), STOP, root / name, world_size=layout.world_size)
     assert [kept is not None for _, kept in results] == [rank == 0 for rank in range(layout.world_size)]
     return [seen for seen, _ in results], results[0][1]
 
@@ -48,13 +54,13 @@ def uninterrupted(gang: Gang, case: Case) -> tuple[Steps, TrainState]:
 
 @pytest.mark.parametrize("continued_by", LAYOUTS)
 @pytest.mark.parametrize("name", ["adamw-scheduled", *in_campaign("sgd-momentum")])
-def test_any_layout_continues_others(gang: Gang, name: str, continued_by: str) -> None:
+def test_any_layout_continues_others(gang: Gang, name: str, continued_by: str, root: Path) -> None:
     case, rtol = CASES[name]
     alone, end = uninterrupted(gang, case)
     layout, names = LAYOUTS[continued_by], list(LAYOUTS)
     for places in OTHERS[name]:
         saved_by = names[(names.index(continued_by) + places) % len(names)]
-        before, state = begun(gang, case, saved_by)
+        before, state = begun(gang, case, saved_by, root / name)
         results = gang.run(piece, layout.of(case), state, STEPS, world_size=layout.world_size)
         curve = torch.cat([losses(before), losses([seen for seen, _ in results])])
         pair = f"saved by {saved_by}, continued by {continued_by}: "
@@ -65,23 +71,39 @@ def test_any_layout_continues_others(gang: Gang, name: str, continued_by: str) -
         assert continued.meta == end.meta
 
 
-@pytest.mark.parametrize("saved_by", LAYOUTS)
-def test_the_files_are_the_same_whatever_wrote_them(gang: Gang, tmp_path: Path, saved_by: str) -> None:
+@pytest.mark.parametrize("loaded_by", LAYOUTS)
+def test_every_layout_loads_what_any_has_saved_bit_for_bit(gang: Gang, loaded_by: str, root: Path) -> None:
     case, _ = CASES["adamw-scheduled"]
-    _, of_single = begun(gang, case, "single")
-    decay = {name: group["weight_decay"] for group in of_single.meta["param_groups"] for name in group["params"]}
-    assert decay == {n: 0.5 if "head" in n else 0.1 if "weight" in n else 0 for n in of_single.model}
-    _, state = begun(gang, case, saved_by)
-    path = save(tmp_path, state, run_uid="test")
-    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
+    folder = root / "adamw-scheduled"
+    for name in LAYOUTS:
+        begun(gang, case, name, folder)
+    saved = {name: path_of(folder / name, STOP) for name in LAYOUTS}
+    layout = LAYOUTS[loaded_by]
+    by_first, *by_others = gang.run(restored, layout.of(case), saved, world_size=layout.world_size)
+    assert by_first == {name: [] for name in LAYOUTS}
+    assert not any(by_others)
+
+
+@pytest.mark.parametrize("saved_by", LAYOUTS)
+def test_the_files_have_the_same_tensors_whatever_wrote_them(gang: Gang, root: Path, saved_by: str) -> None:
+    case, _ = CASES["adamw-scheduled"]
+    folder = root / "adamw-scheduled"
+    _, of_single = begun(gang, case, "single", folder)
+    _, state = begun(gang, case, saved_by, folder)
+    path, layout = path_of(folder / saved_by, STOP), LAYOUTS[saved_by]
+    writers = plan_of(config_of(layout.of(case), layout.world_size)).mesh.pipeline
+    files = [file_name(kind, part, writers) for kind in KINDS for part in range(writers)]
+    assert sorted(p.name for p in path.iterdir()) == sorted([MANIFEST, *files])
     assert load(path).meta == of_single.meta
-    for file, expected in (("model", of_single.model), ("optimizer", of_single.optimizer)):
-        plain_tensors = load_file(path / f"{file}.safetensors")
-        assert {n: (t.shape, t.dtype) for n, t in plain_tensors.items()} == {
-            n: (t.shape, t.dtype) for n, t in expected.items()
+    found = {}
+    for kind in KINDS:
+        found[kind] = {n: t for file in path.glob(f"{kind}*") for n, t in load_file(file).items()}
+        assert {n: (t.shape, t.dtype) for n, t in found[kind].items()} == {
+            n: (t.shape, t.dtype) for n, t in getattr(of_single, kind).items()
         }
+        assert all(torch.equal(tensor, getattr(state, kind)[name]) for name, tensor in found[kind].items())
     model = case.job.model()
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    model.load_state_dict(found["model"])
     torch.testing.assert_close(dict(model.state_dict()), of_single.model, rtol=100 * ADAMW, atol=10 * ADAMW)
 
 
@@ -109,11 +131,11 @@ class HandCut(ScheduledChain):
 
 
 @pytest.mark.parametrize("saved_by", ["GPipe-2", "1F1B-2x2"])
-def test_tensors_that_no_stage_uses_are_saved_too(gang: Gang, saved_by: str) -> None:
+def test_tensors_that_no_stage_uses_are_saved_too(gang: Gang, saved_by: str, root: Path) -> None:
     case = Case(job=ScheduledChain(build=Named), train=having(steps=STEPS, global_batch_size=32))
     alone, end = uninterrupted(gang, case)
-    _, of_single = begun(gang, case, "single")
-    before, state = begun(gang, case, saved_by)
+    _, of_single = begun(gang, case, "single", root / "named")
+    before, state = begun(gang, case, saved_by, root / "named")
     assert state.model.keys() == of_single.model.keys()
     assert state.meta == of_single.meta
     assert torch.equal(state.model["spare.weight"], of_single.model["spare.weight"])

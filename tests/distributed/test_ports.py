@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import digits_gan
@@ -26,6 +25,7 @@ from helpers.training import Steps, losses, train
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint
+from orchestrator.state.checkpoint import load
 
 MISSING = "the optional packages are missing: pip install -e '.[hf]'"
 SHORT = having(steps=4, global_batch_size=16)
@@ -222,7 +222,7 @@ def test_adapters_are_saved_from_a_checkpoint(gang: Gang, hub: Path, tmp_path: P
     gang.run(run_loop, case, 2, str(tmp_path), None, 0, world_size=2)
     (checkpoint,) = (tmp_path / "checkpoints").glob("step-*")
     model: Any = job.model()
-    model.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    model.load_state_dict(dict(load(checkpoint).model))
     model.model.save_pretrained(tmp_path / "adapters")
     base: nn.Module = AutoModelForCausalLM.from_pretrained(hub / "gpt2")
     tokens = torch.arange(8).unsqueeze(0)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from helpers.commands import environment
 from helpers.gang import Backend
 from helpers.runs import events, series
 from orchestrator.driver.gang.gang import SHARED_GPU
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import load, path_of
 
 STEPS = 24
 COMMON = (
@@ -267,4 +267,4 @@ def test_two_workers_on_one_gpu_are_refused(run: Callable[..., Any], monkeypatch
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
+    return dict(load(path_of(run_dir / "checkpoints", STEPS)).model)

@@ -10,7 +10,7 @@ import torch
 
 from helpers.cases import Case, assignment
 from helpers.gang import own_device
-from helpers.training import CPU, made, make, model_of
+from helpers.training import CPU, default_store, made, make, model_of
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, TrainPoint
@@ -65,7 +65,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
     strategy, outbox = make(case, rank), Outbox(Redactor())
     loop = loop_of(orders, case, strategy, outbox=outbox, device=own_device())
     try:
-        outcome = loop.run({})
+        outcome = loop.run({}, store=default_store())
     finally:
         made.clear()  # closing the loop's strategy has to be enough
         replica = getattr(strategy, "replica", None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,10 @@ from torch import Tensor, nn
 from helpers.batches import opened
 from helpers.cases import Case, config_of, plan_of
 from helpers.gang import own_device
+from orchestrator.state.checkpoint import load
+from orchestrator.state.checkpoint_results import Written
+from orchestrator.state.checkpoint_writer import CheckpointWriter
+from orchestrator.state.part_writers import Writers
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
@@ -158,6 +164,60 @@ def piece(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[S
         done = meta["step"]
     seen = watched(strategy, steps(strategy, first=done + 1, last=stop))
     return seen, strategy.capture(step=stop, samples_consumed=stop * case.train.global_batch_size, into=None)
+
+
+def default_store() -> dist.Store | None:
+    """The store by which the ranks of the default group have met; None without a group."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def saved_piece(rank: int, case: Case, stop: int, root: Path) -> tuple[Steps, TrainState | None]:
+    """Train from the first step to step ``stop`` and save a checkpoint in ``root``, as the ranks of a run do; what rank
+    0 would save alone."""
+    strategy = make(case, rank)
+    seen = watched(strategy, steps(strategy, last=stop))
+    position = {"step": stop, "samples_consumed": stop * case.train.global_batch_size}
+    own = strategy.capture_part(**position, into=None)
+    if own is not None:
+        jointly = None
+        if len(strategy.writers) > 1:
+            store = default_store()
+            assert store is not None
+            jointly = Writers(
+                store=store,
+                ranks=strategy.writers,
+                rank=rank,
+                names=strategy.saved_names,
+                stall_timeout_s=20,
+                ended=threading.Event(),
+            ).joint_save("checkpoint")
+        writer = CheckpointWriter(root, keep=1, run_uid="r")
+        assert writer.submit(own, jointly=jointly) is None
+        assert writer.close(30) is None
+        assert [type(result) for result in writer.results()] == ([Written] if rank == 0 else [])
+    return seen, strategy.capture(**position, into=None)
+
+
+def restored(rank: int, case: Case, checkpoints: dict[str, Path]) -> dict[str, list[str]]:
+    """Load each of the checkpoints in turn; on rank 0, what differs in the state that it would save then."""
+    strategy, found = make(case, rank), {}
+    for name, path in checkpoints.items():
+        state = load(path)
+        if len(strategy.writers) > 1:
+            meta = strategy.restore_part(state)
+        else:
+            meta = strategy.restore(state if rank == 0 else None, source=0)
+        again = strategy.capture(step=meta["step"], samples_consumed=meta["samples_consumed"], into=None)
+        if again is not None:
+            found[name] = differences(again, load(path))
+    return found
+
+
+def differences(a: TrainState, b: TrainState) -> list[str]:
+    """The names of the tensors that are not equal bit for bit, and of the entries of ``meta`` that differ."""
+    pairs = ((a.model, b.model), (a.optimizer, b.optimizer))
+    unequal = [n for x, y in pairs for n in {*x, *y} if n not in x or n not in y or not torch.equal(x[n], y[n])]
+    return unequal + [key for key in {*a.meta, *b.meta} if a.meta.get(key) != b.meta.get(key)]
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from helpers.runs import events, in_campaign, losses, pid_of_rank, series, wait_for
+from orchestrator.state.checkpoint import load, path_of
 
 STEPS = 24
 WORDS = (
@@ -31,7 +31,7 @@ WORDS = (
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
+    return dict(load(path_of(run_dir / "checkpoints", STEPS)).model)
 
 
 @pytest.fixture(scope="module")

@@ -226,14 +226,13 @@ class Pipeline(OptimizerStep):
         return self._connected.chain.evaluate(self._on_device(batch), valid)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        context, sharing = self.context, self._connected.sharing
-        if context.dp_rank != 0:
+        state = self.capture_part(step=step, samples_consumed=samples_consumed, into=into)
+        if state is None:
             return None
-        state = self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
-        host = self._connected.host
+        context, host = self.context, self._connected.host
         states = gather_states(
-            without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere),
-            ranks=context.mesh.groups("pipeline")[0],
+            state,
+            ranks=self.writers,
             rank=context.global_rank,
             device=context.device if host is None else CPU,
             into=into,
@@ -241,14 +240,32 @@ class Pipeline(OptimizerStep):
         )
         return None if states is None else merge(states, order=self._names)
 
+    @property
+    def writers(self) -> Sequence[int]:
+        return self.context.mesh.groups("pipeline")[0]
+
+    @property
+    def saved_names(self) -> Sequence[str]:
+        return self._names
+
+    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        if self.context.dp_rank != 0:
+            return None
+        sharing = self._connected.sharing
+        state = self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
+        return without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere)
+
+    def restore_part(self, state: TrainState) -> dict[str, Any]:
+        self.load(state, partial=True, consume=True)
+        return state.meta
+
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context
         wanted = {*self.state_module().state_dict(), *self._connected.sharing.first_names.values()}
         state = broadcast_state(
             state, source=source, rank=context.global_rank, device=context.device, keep=wanted.__contains__
         )
-        self.load(state, partial=True, consume=True)
-        return state.meta
+        return self.restore_part(state)
 
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every

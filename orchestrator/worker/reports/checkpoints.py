@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_results import WriteFailed
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
+from orchestrator.state.part_writers import JointSave, Store, Writers
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.control.warner import Warner
@@ -37,6 +39,9 @@ class Checkpoints:
         self._warner = warner
         self._timeout_s = config.recovery.hang_max_s
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
+        self._writers: Writers | None = None  # None if rank 0 writes alone
+        self._num_saves = 0
+        self._rank = assignment.global_rank
         self._fence = Fence(
             run_dir.fence_file, assignment.fence, remote=run_dir.remote, restored_within_s=restored_within_s(run_dir)
         )
@@ -51,6 +56,31 @@ class Checkpoints:
     def reassign(self, assignment: Assignment) -> None:
         """Continue in the generation of ``assignment``."""
         self._fence.token = assignment.fence
+        self._rank = assignment.global_rank
+        self.end_generation()
+
+    def end_generation(self) -> None:
+        """Wait no longer for parts of other ranks that make no progress."""
+        if self._writers is not None:
+            self._writers.ended.set()
+            self._writers = None
+
+    def attach(self, store: Store | None) -> None:
+        """Begin a generation, after the strategy is attached.
+
+        ``store``: where the ranks of the generation can leave short messages; None if they cannot.
+        """
+        strategy = self._strategy
+        if store is not None and self._run_dir.remote is None and len(strategy.writers) > 1:
+            self._num_saves = 0
+            self._writers = Writers(
+                store=store,
+                ranks=strategy.writers,
+                rank=self._rank,
+                names=strategy.saved_names,
+                stall_timeout_s=self._timeout_s,
+                ended=threading.Event(),
+            )
 
     def save(self, *, step: int, samples_consumed: int, last: bool, metadata: Mapping[str, Any]) -> None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
@@ -67,26 +97,42 @@ class Checkpoints:
             NonFiniteError: a parameter is not finite; nothing is saved.
         """
         began = time.perf_counter()
+        capture = self._strategy.capture if self._writers is None else self._strategy.capture_part
         with self._strategy.quiesced():
-            state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=self._writer.buffers())
+            state = capture(step=step, samples_consumed=samples_consumed, into=self._writer.buffers())
         self._strategy.confirm()
         if state is not None:
+            jointly = self._joint_save()
             state.meta.update(metadata)
             # A gradient can be NaN although the loss is finite, and the gradient norm is not always computed.
             if (name := state.nonfinite_parameter) is not None:
-                raise NonFiniteError(f"the parameter {name} is no longer finite", step)
+                reason = f"the parameter {name} is no longer finite"
+                if jointly is not None:
+                    jointly.decline(reason)
+                raise NonFiniteError(reason, step)
             if last:
                 self._outbox.enter(step, "end")  # this wait may take any time
                 self.drain()
                 self._outbox.enter(step, "checkpoint")
             timeout_s = self._limit_s / 2 if last else min(BUSY_WAIT_S, self._limit_s / 2)
-            busy_with = self._writer.submit(state, stalled_since=began, timeout_s=timeout_s)
+            busy_with = self._writer.submit(state, stalled_since=began, timeout_s=timeout_s, jointly=jointly)
             if busy_with is not None:
-                self._report_skipped(step, busy_with.step, timeout_s=timeout_s, last=last)
+                self._report_skipped(step, busy_with.step, timeout_s=timeout_s, last=last, jointly=jointly)
 
-    def _report_skipped(self, step: int, before: int, *, timeout_s: float, last: bool) -> None:
+    def _joint_save(self) -> JointSave | None:
+        """Return the next checkpoint of several writers; None if rank 0 writes alone."""
+        self._num_saves += 1
+        return None if self._writers is None else self._writers.joint_save(f"checkpoint-{self._num_saves}")
+
+    def _report_skipped(
+        self, step: int, before: int, *, timeout_s: float, last: bool, jointly: JointSave | None
+    ) -> None:
         """Report that there is no checkpoint of ``step``, because the one of the step ``before`` is not written yet."""
         reason = f"step {before} is still being written after {timeout_s:g} s"
+        if jointly is not None:
+            jointly.decline(reason)
+            if not jointly.commits:
+                return  # the rank that commits reports
         if last:
             self._outbox.put_event(CheckpointFailed(step=step, reason=reason))
         else:

@@ -235,8 +235,8 @@ def test_only_the_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait(timeout=30)
     leftovers = {
-        f".step-00000001.{host}.{dead.pid}": False,
-        f".step-00000002.{host}.{os.getpid()}": True,
+        f".step-00000001.{host}.{dead.pid}-0": False,
+        f".step-00000002.{host}.{os.getpid()}-7": True,
         f".step-00000003.{host}.{os.getppid()}": False,  # older than that process: number reused
         f".step-00000004.elsewhere.{dead.pid}": True,
         ".step-00000005.elsewhere.1": False,
@@ -267,7 +267,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_last_checkpoint(tmp_path: Path
     (first,) = save_all(tmp_path, 1)
     writer = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)])
     try:
-        half_written = f".step-00000002.*.{writer.pid}/model.safetensors"
+        half_written = f".step-00000002.*.{writer.pid}-*/model.safetensors"
         deadline = time.monotonic() + 60
         while not any(p.stat().st_size > 50e6 for p in tmp_path.glob(half_written)):
             assert time.monotonic() < deadline

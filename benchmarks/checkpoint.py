@@ -1,0 +1,241 @@
+"""The save and the load of a checkpoint of a pipeline: each stage its own part, all on rank 0, and torch's own format.
+
+python benchmarks/checkpoint.py [--stage-mb 500]
+
+Each arm saves and loads the same state on the same ranks, one arm after the other in each round: `parts`, in which each
+rank writes its stage; `gathered`, in which rank 0 receives all stages and writes; and `dcp`, the asynchronous save of
+`torch.distributed.checkpoint`. The stall is how long training would stand still on the rank where that takes longest,
+and memory is what the save adds to the peak of a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import forked
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rounds import Claim, argument_parser, report, table
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from orchestrator.config.schema import Config
+from orchestrator.job import Job
+from orchestrator.state.checkpoint import load
+from orchestrator.state.checkpoint_results import Written
+from orchestrator.state.checkpoint_writer import CheckpointWriter
+from orchestrator.state.part_writers import Writers
+from orchestrator.strategies.base import Strategy
+
+WRITERS = (1, 2, 4)
+WIDTH, LAYER_MB = 1024, 12.6
+"""A layer, and its state with the two moments of Adam."""
+LIMIT_S = 120.0
+ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers(Job):
+    """As many layers as the state needs; nothing is learned."""
+
+    layers: int = 4
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(self.layers)))
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        return TensorDataset(torch.zeros(8, WIDTH), torch.zeros(8, WIDTH)) if split == "train" else None
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a rank measured: times in seconds, and memory in MB that the save and the load added to its peak."""
+
+    stall_s: float
+    save_s: float
+    load_s: float
+    save_mb: float
+    load_mb: float
+
+
+Arm = Callable[[Strategy, Path], tuple[Callable[[], None], Callable[[], None]]]
+"""Begins a save, and returns what waits for its end and what loads it."""
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--stage-mb", type=float, default=500.0, help="state of a stage (default: %(default)s)")
+    arguments = parser.parse_args()
+    rounds = 1 if arguments.quick else ROUNDS
+    found: dict[int, list[Mapping[str, Sequence[Saved]]]] = {}
+    for workers in WRITERS:
+        layers = max(1, round(arguments.stage_mb / LAYER_MB)) * workers
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            of_ranks = forked.train(
+                overrides(workers), Layers(layers=layers), functools.partial(measure, folder, rounds)
+            )
+        found[workers] = [{arm: [rank[i][arm] for rank in of_ranks] for arm in of_ranks[0][i]} for i in range(rounds)]
+    rows = [
+        [str(workers), arm, *cells(of_workers, arm)] for workers, of_workers in found.items() for arm in of_workers[0]
+    ]
+    most = found[WRITERS[-1]]
+    claims = [
+        Claim(name="save, parts / gathered, 4 writers", ratios=ratios(most, "gathered", slowest_save), at_most=0.7),
+        Claim(name="stall, parts / gathered, 4 writers", ratios=ratios(most, "gathered", slowest_stall), at_most=0.5),
+        Claim(name="save, parts / dcp, 4 writers", ratios=ratios(most, "dcp", slowest_save), at_most=1.0),
+        Claim(
+            name="memory of a save, rank 0 / largest other, 4 writers",
+            ratios=[r["parts"][0].save_mb / max(s.save_mb for s in r["parts"][1:]) for r in most],
+            at_most=1.05,
+        ),
+    ]
+    head = ["writers", "arm", "save, s", "stall, s", "load, s", "memory of rank 0, MB", "largest other, MB", "load, MB"]
+    notes = f"A stage has {arguments.stage_mb:g} MB.\n\n{table(head, rows)}"
+    report("checkpoint", claims, ceiling=None, rounds={}, notes=notes, keep=not arguments.quick)
+
+
+def overrides(workers: int) -> list[str]:
+    if workers == 1:
+        return ["strategy=single", "train.global_batch_size=8", "cluster.device=cpu"]
+    return ["strategy=pipeline", f"strategy.num_workers={workers}", "train.global_batch_size=8", "cluster.device=cpu"]
+
+
+def measure(folder: str, rounds: int, strategy: Strategy, config: Config) -> list[dict[str, Saved]]:
+    """Run all arms on this rank, in every round."""
+    for p in strategy.parameters:  # type: ignore[attr-defined]
+        p.grad = torch.zeros_like(p)
+    strategy.optimizer.step()  # type: ignore[attr-defined]
+    strategy.optimizer.zero_grad()  # type: ignore[attr-defined]
+    arms: dict[str, Arm] = {"parts": parts, "gathered": gathered, "dcp": by_torch}
+    return [
+        {name: run(arm, strategy, Path(folder, f"{name}-{i}")) for name, arm in arms.items()} for i in range(rounds)
+    ]
+
+
+def run(arm: Arm, strategy: Strategy, folder: Path) -> Saved:
+    dist.barrier()
+    before_mb, began = begin_peak(), time.perf_counter()
+    finish, load_again = arm(strategy, folder)
+    stall_s = time.perf_counter() - began
+    finish()
+    save_s, save_mb = time.perf_counter() - began, peak_mb() - before_mb
+    dist.barrier()
+    before_mb, began = begin_peak(), time.perf_counter()
+    load_again()
+    load_s, load_mb = time.perf_counter() - began, peak_mb() - before_mb
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    return Saved(stall_s=stall_s, save_s=save_s, load_s=load_s, save_mb=save_mb, load_mb=load_mb)
+
+
+def parts(strategy: Strategy, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    rank, jointly = strategy.context.global_rank, None
+    if len(strategy.writers) > 1:
+        store = dist.distributed_c10d._get_default_store()
+        writers = Writers(
+            store=store,
+            ranks=strategy.writers,
+            rank=rank,
+            names=strategy.saved_names,
+            stall_timeout_s=LIMIT_S,
+            ended=threading.Event(),
+        )
+        jointly = writers.joint_save(str(folder))
+    state = strategy.capture_part(step=1, samples_consumed=8, into=None)
+    writer = CheckpointWriter(folder, keep=1, run_uid="benchmark")
+    assert state is not None
+    assert writer.submit(state, jointly=jointly) is None
+
+    def load_own() -> None:
+        found = load(folder / "step-00000001")
+        if jointly is None:
+            strategy.restore(found, source=0)
+        else:
+            strategy.restore_part(found)
+
+    return functools.partial(finish, writer, reports=rank == 0), load_own
+
+
+def gathered(strategy: Strategy, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    state = strategy.capture(step=1, samples_consumed=8, into=None)
+    writer = CheckpointWriter(folder, keep=1, run_uid="benchmark")
+    if state is not None:
+        assert writer.submit(state) is None
+
+    def load_all() -> None:
+        strategy.restore(load(folder / "step-00000001") if state is not None else None, source=0)
+
+    return functools.partial(finish, writer, reports=state is not None), load_all
+
+
+def finish(writer: CheckpointWriter, *, reports: bool) -> None:
+    assert writer.close(LIMIT_S) is None
+    assert [type(result) for result in writer.results()] == ([Written] if reports else [])
+
+
+def by_torch(strategy: Strategy, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    own: dict[str, Any] = dict(strategy.state_module().state_dict())  # type: ignore[attr-defined]
+    names = {p: name for name, p in strategy.state_module().named_parameters()}  # type: ignore[attr-defined]
+    for p, values in strategy.optimizer.state.items():  # type: ignore[attr-defined]
+        own |= {f"{names[p]}/{key}": value for key, value in values.items()}
+    saving = dcp.async_save(own, checkpoint_id=folder)
+    return saving.result, functools.partial(dcp.load, own, checkpoint_id=folder)
+
+
+def begin_peak() -> float:
+    """Forget the peak memory of this process so far; return its memory in MB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_mb()
+
+
+def peak_mb() -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def slowest_save(ranks: Sequence[Saved]) -> float:
+    return max(s.save_s for s in ranks)
+
+
+def slowest_stall(ranks: Sequence[Saved]) -> float:
+    return max(s.stall_s for s in ranks)
+
+
+def ratios(
+    rounds: Sequence[Mapping[str, Sequence[Saved]]], other: str, of: Callable[[Sequence[Saved]], float]
+) -> list[float]:
+    return [of(r["parts"]) / of(r[other]) for r in rounds]
+
+
+def cells(rounds: Sequence[Mapping[str, Sequence[Saved]]], arm: str) -> list[str]:
+    def middle(of: Callable[[Sequence[Saved]], float]) -> float:
+        return statistics.median(of(r[arm]) for r in rounds)
+
+    return [
+        f"{middle(slowest_save):.2f}",
+        f"{middle(slowest_stall):.2f}",
+        f"{middle(lambda ranks: max(s.load_s for s in ranks)):.2f}",
+        f"{middle(lambda ranks: ranks[0].save_mb):,.0f}",
+        f"{middle(lambda ranks: max([s.save_mb for s in ranks[1:]], default=0.0)):,.0f}",
+        f"{middle(lambda ranks: max(s.load_mb for s in ranks)):,.0f}",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Several writers of one checkpoint: each on its own thread, with a real store between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.runs import wait_for
+from orchestrator.state.checkpoint import list_checkpoints, load, verify
+from orchestrator.state.checkpoint_results import WriteFailed, Written
+from orchestrator.state.checkpoint_writer import CheckpointWriter
+from orchestrator.state.fence import Fence
+from orchestrator.state.part_writers import Writers
+from orchestrator.state.train_state import TrainState
+
+RANKS = (0, 2, 5)
+NAMES = ("first", "second", "third")
+
+
+def part_of(part: int, step: int, *, megabytes: float = 0.0) -> TrainState:
+    """The state of a stage with one parameter; the last stage's is first in the optimizer's group."""
+    name, group = NAMES[part], {"lr": 0.1, "params": [NAMES[part]]}
+    return TrainState(
+        model={name: torch.full((10 + int(megabytes * 250_000),), float(10 * step + part))},
+        optimizer={f"{name}/m": torch.full((3,), float(part))},
+        meta={
+            "step": step,
+            "samples_consumed": step,
+            "param_groups": [group],
+            "optimizer_scalars": {},
+            "tied": {},
+            "data": f"of rank {RANKS[part]}",
+        },
+    )
+
+
+class Ranks:
+    """The writers of a generation, each as its process would have it."""
+
+    def __init__(self, root: Path, fence: Fence | None = None, *, stall_timeout_s: float = 20.0):
+        self.root = root
+        self.ended = threading.Event()
+        store = dist.HashStore()
+        self.writers = [
+            CheckpointWriter(root, keep=2, run_uid="run", fence=fence if p == 0 else None) for p in range(3)
+        ]
+        self.joint = [
+            Writers(store=store, ranks=RANKS, rank=rank, names=NAMES, stall_timeout_s=stall_timeout_s, ended=self.ended)
+            for rank in RANKS
+        ]
+
+    def submit(self, step: int, parts: Sequence[int] = (0, 1, 2), *, megabytes: float = 0.0) -> None:
+        for part in parts:
+            jointly = self.joint[part].joint_save(f"checkpoint-{step}")
+            assert self.writers[part].submit(part_of(part, step, megabytes=megabytes), jointly=jointly) is None
+
+    def results(self) -> list[Written | WriteFailed]:
+        """The results of the first one; the others have none."""
+        for writer in self.writers:
+            assert writer.drain(30) is None
+        assert [writer.results() for writer in self.writers[1:]] == [[], []]
+        return self.writers[0].results()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path / "checkpoints")
+    yield made
+    made.ended.set()
+    for writer in made.writers:
+        writer.close(20)
+
+
+def test_each_writes_its_part_and_the_first_commits_them_all(ranks: Ranks) -> None:
+    for step in (1, 2, 3):
+        ranks.submit(step, (2, 0, 1), megabytes=1.0)
+        (written,) = ranks.results()
+        assert isinstance(written, Written)
+        assert written.path == ranks.root / f"step-0000000{step}"
+        sizes = [p.stat().st_size for p in written.path.glob("*.safetensors")]
+        assert (len(sizes), sum(sizes)) == (6, written.size_bytes)
+    verify(written.path)
+    state = load(written.path)
+    assert {name: float(tensor[0]) for name, tensor in state.model.items()} == {"first": 30, "second": 31, "third": 32}
+    assert {path: float(tensor[0]) for path, tensor in state.optimizer.items()} == {
+        f"{n}/m": i for i, n in enumerate(NAMES)
+    }
+    assert state.meta["param_groups"] == [{"lr": 0.1, "params": list(NAMES)}]
+    assert state.meta["data"] == "of rank 0"
+    assert sorted(p.name for p in ranks.root.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_nothing_is_visible_until_the_last_part_is_written(ranks: Ranks) -> None:
+    ranks.submit(1, (0, 1))
+    wait_for(lambda: list(ranks.root.glob(".step-*/model-00002-of-00003.safetensors")))
+    assert list_checkpoints(ranks.root) == []
+    assert ranks.writers[0].pending() is not None
+    ranks.submit(1, (2,))
+    (written,) = ranks.results()
+    assert isinstance(written, Written)
+
+
+def test_a_part_that_is_declined_costs_the_checkpoint_and_leaves_no_trace(ranks: Ranks) -> None:
+    ranks.submit(1, (0, 1))
+    ranks.joint[2].joint_save("checkpoint-1").decline("step 0 is still being written after 2 s")
+    assert ranks.results() == [WriteFailed(step=1, reason="rank 5: step 0 is still being written after 2 s")]
+    assert list(ranks.root.iterdir()) == []
+    ranks.submit(2)
+    assert isinstance(ranks.results()[0], Written)
+
+
+def test_the_others_drop_what_the_first_declines(ranks: Ranks) -> None:
+    ranks.joint[0].joint_save("checkpoint-1").decline("step 0 is still being written after 2 s")
+    ranks.submit(1, (1, 2))
+    assert ranks.results() == []
+    assert not ranks.root.exists()
+
+
+def test_an_error_of_a_writer_is_reported_by_the_first(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(28, "No space left on device")
+    fdatasync, own = os.fsync, ranks.writers[1]
+
+    def fail(fd: int) -> None:
+        if threading.get_ident() == own._thread.ident:
+            raise full
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    ranks.submit(1)
+    (failed,) = ranks.results()
+    assert isinstance(failed, WriteFailed)
+    assert failed.reason.startswith("rank 2: disk full: the checkpoint takes 0 MB, ")
+    assert list(ranks.root.iterdir()) == []
+
+
+def test_groups_that_differ_between_stages_are_named(ranks: Ranks) -> None:
+    ranks.submit(1, (0, 1))
+    other = part_of(2, 1)
+    other.meta["param_groups"][0]["lr"] = 0.2
+    ranks.writers[2].submit(other, jointly=ranks.joint[2].joint_save("checkpoint-1"))
+    (failed,) = ranks.results()
+    assert isinstance(failed, WriteFailed)
+    assert "parameter group 0: lr differs between stages (0.1 and 0.2)" in failed.reason
+
+
+@pytest.mark.parametrize("how", ["no progress", "the generation ends"])
+def test_a_writer_that_is_lost_is_not_waited_for(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stall = how == "no progress"
+    monkeypatch.setattr("orchestrator.state.part_writers.AFTER_END_S", 0.1)
+    ranks = Ranks(tmp_path / "checkpoints", stall_timeout_s=0.3 if stall else 60.0)
+    ranks.submit(1, (0, 1))
+    if not stall:
+        ranks.ended.set()
+    (failed,) = ranks.results()
+    limit = "0.3" if stall else "0.1"
+    assert failed == WriteFailed(step=1, reason=f"rank 5 has written nothing of its part for {limit} s")
+    assert list(ranks.root.iterdir()) == []
+    for writer in ranks.writers:
+        assert writer.close(20) is None
+
+
+def test_the_first_alone_asks_the_fence(tmp_path: Path) -> None:
+    (tmp_path / "fence").write_text(json.dumps({"generation": "later"}))
+    ranks = Ranks(tmp_path / "checkpoints", Fence(tmp_path / "fence", token="earlier"))
+    ranks.submit(1)
+    (failed,) = ranks.results()
+    assert isinstance(failed, WriteFailed)
+    assert failed.reason.startswith("a later generation of the run has replaced this worker")
+    assert list(ranks.root.iterdir()) == []
+    for writer in ranks.writers:
+        assert writer.close(20) is None
