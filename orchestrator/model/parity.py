@@ -52,6 +52,7 @@ def compare(
     seed: int,
     precision: Precision,
     free_bytes: int,
+    examine: Callable[[nn.Module], None] = lambda _: None,
 ) -> Verdict:
     """Compare the pieces of a model with the whole model, in training and in evaluation.
 
@@ -76,14 +77,20 @@ def compare(
         seed: the seed before the constructor runs.
         precision: what the forward passes are computed in.
         free_bytes: the memory of ``device`` that may be used.
+        examine: called with the whole model before its first pass, if there is memory for its initial values.
     """
-    if sequence.trains_as_the_whole:
-        return Verdict()
+    size = _bytes_of(sequence.whole.model.parameters())
     variants = _VariantBuilder(build=build, sequence=sequence, device=device, seed=seed, precision=precision)
     with kept_generators():
-        needed = COPIES * _bytes_of(sequence.whole.model.parameters())
+        if sequence.trains_as_the_whole:
+            if size <= free_bytes:
+                examine(variants.whole().module)
+            return Verdict()
+        needed = COPIES * size
         if needed <= free_bytes:
-            return Verdict(error=_difference(variants.whole(), variants.pieces(), inputs, loss, seed=seed))
+            whole = variants.whole()
+            examine(whole.module)
+            return Verdict(error=_difference(whole, variants.pieces(), inputs, loss, seed=seed))
         reason = f"two copies of the model with gradients need {needed / 1e9:.3g} GB of {free_bytes / 1e9:.3g} GB"
         if (streamed := _streamed_bytes(sequence)) > free_bytes:
             return Verdict(note=f"{_NOT_COMPARED}: {reason}, and its largest layer needs {streamed / 1e9:.3g} GB")

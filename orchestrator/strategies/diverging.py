@@ -13,9 +13,11 @@ from orchestrator.planning.plan import Plan
 def diverging_errors(job: Job, plan: Plan) -> list[str]:
     """Return why the replicas of a plan would not stay equal; empty if nothing is known to change them.
 
-    ``max_norm`` of an embedding rescales the rows that a replica looks up, and only there.
+    ``max_norm`` of an embedding rescales the rows that a replica looks up, and only there. Shards that hold the
+    parameters never see it.
     """
-    if plan.mesh.data_parallel_size == 1 or (model := on_meta_device(job.model)) is None:
+    copies = plan.mesh.data_parallel_size * plan.devices_per_worker + plan.mesh.num_shards
+    if copies == 1 or (model := on_meta_device(job.model)) is None:
         return []
     tables = [
         name
@@ -26,5 +28,6 @@ def diverging_errors(job: Job, plan: Plan) -> list[str]:
         return []
     return [
         f"max_norm of {first_few(tables, 2)}: each replica would rescale only the rows that its own samples look up, "
-        "and the replicas' weights would drift apart; leave it out, or use strategy=single or strategy=pipeline"
+        "and its weights would no longer be those of the others; leave it out, or use strategy=single or "
+        "strategy=pipeline"
     ]

@@ -54,6 +54,7 @@ from orchestrator.strategies.job_optimizer import optimizer_of_part
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.pipelined.chain import Chain
+from orchestrator.strategies.pipelined.comparisons import compare_with_whole
 from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, one_pipeline
 from orchestrator.strategies.pipelined.preflight import check_stages
 from orchestrator.strategies.pipelined.shared_tensors import Sharing
@@ -124,7 +125,8 @@ class Pipeline(OptimizerStep):
         super().__init__(context, job)
         self.reassign(context)
         self._waits = WaitTimer(context.device)  # for the other replicas
-        self._builder: StageBuilder | None = None  # from setup() until the stages are built
+        self._builder: StageBuilder | None = None  # from setup() until the stages are built, as the next one
+        self._train_set: Dataset[Any] | None = None
         self._cut: Cut | None = None  # None until the stages are built
         self.stages: Sequence[Stage] = ()
         self._shared: Sequence[Shared] = ()
@@ -145,7 +147,7 @@ class Pipeline(OptimizerStep):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
-        context = self.context
+        context, self._train_set = self.context, train_set
         self._steps_per_epoch = steps_per_epoch(train_set, context.train.global_batch_size)
         inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
@@ -172,10 +174,11 @@ class Pipeline(OptimizerStep):
         cut = self._agree_on_cut()
         if self._builder is not None:
             if self.context.global_rank == 0:
-                note = self._builder.check_parity()
-                self._warnings = () if note is None else (note,)
+                self._warnings = compare_with_whole(
+                    self._builder, self._train_set, context=context, precision=self.precision, rows=self._rows
+                )
             self._build(self._builder, cut)
-            self._builder = None
+            self._builder = self._train_set = None
         super().attach()
         if self._copies is not None:
             ring = mesh.group("pipeline", context.global_rank)

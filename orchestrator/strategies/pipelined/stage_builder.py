@@ -116,7 +116,9 @@ class StageBuilder:
         ordered = [layers[index] for index in sorted(layers)]
         return costs(ordered, self.values, self.inputs, precision=self.precision, loss=self._loss)
 
-    def check_parity(self, *, free_bytes: int | None = None) -> str | None:
+    def check_parity(
+        self, *, free_bytes: int | None = None, examine: Callable[[nn.Module], None] = lambda _: None
+    ) -> str | None:
         """Check on one micro-batch that the pieces of the model train as the whole model does.
 
         See :func:`~orchestrator.model.parity.compare`, which uses less memory if less is free, and none for a sequence
@@ -124,6 +126,7 @@ class StageBuilder:
 
         Args:
             free_bytes: the memory that may be used; None for half of what the device has free.
+            examine: called with the whole model, if there is memory for it.
 
         Returns:
             A note for the user on what was not compared; None if all was.
@@ -140,6 +143,7 @@ class StageBuilder:
             seed=self.seed,
             precision=self.precision,
             free_bytes=free_memory(self.device) // 2 if free_bytes is None else free_bytes,
+            examine=examine,
         )
         if verdict.error is not None:
             raise ValueError(

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, num_rows, split_batch, tensors_in
+from orchestrator.model.batch import first_rows, join, num_rows, split_batch, tensors_in
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums, StepResult
+from orchestrator.strategies.batch_parts import LossOfParts, Part
 from orchestrator.strategies.job_metrics import add_metrics, train_metrics
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas
@@ -133,6 +134,18 @@ class DP(WholeModel):
             raise ValueError(f"Job.loss returned a tensor of shape {tuple(loss.shape)}; return the mean, a scalar")
         total: Tensor = torch.stack([weighted(mean, w) for mean, w in zip(loss, weights, strict=True)]).sum()
         return total / sum(weights)
+
+    def _loss_of_parts(self) -> LossOfParts:
+        mean = super()._loss_of_parts()
+        if self._options.loss_on == "replicas" or self.context.train.grad_accumulation > 1:
+            return mean
+
+        def of_gathered(outputs: Sequence[Any], parts: Sequence[Part]) -> Tensor:
+            device = self.context.device
+            loss = self.job.loss(join(outputs, device), join([part.target for part in parts], device))
+            return loss if loss.numel() == 1 else mean(outputs, parts)
+
+        return of_gathered
 
     def _evaluated(self, inputs: Any) -> Any:
         before = self._gathered_bytes

@@ -75,6 +75,9 @@ class JobStep(WholeModel):
         schedulers = [scheduler for scheduler in made if scheduler is not None]
         self.scheduler = JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
 
+    def _division(self) -> None:
+        """The job makes its own updates, so nobody else can compute its loss."""
+
     def attach(self) -> None:
         if not self._partly_updated:
             super().attach()

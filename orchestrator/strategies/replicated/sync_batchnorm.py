@@ -146,15 +146,20 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
     Returns:
         Notes for the user, printed with the plan.
     """
-    if plan.mesh.data_parallel_size == 1:
+    replicas = plan.mesh.data_parallel_size * plan.devices_per_worker
+    if replicas * plan.grad_accumulation == 1:
         return ()
+    seen, remedy = f"slices of {plan.global_batch_size // plan.grad_accumulation} samples", ""
+    if replicas > 1:
+        seen = f"each {'device' if plan.devices_per_worker > 1 else 'worker'}'s own samples"
+        remedy = "; strategy=ddp strategy.sync_batchnorm=true uses those of all workers"
     model = on_meta_device(in_train_mode(job.model))
     if model is None:
         if synchronized:
             return ()  # the workers check their model
         return (
             "job.model() cannot be built on the meta device, so nothing is known about BatchNorm: if the model has "
-            "any, each worker uses the statistics of its own samples, unless strategy.sync_batchnorm=true",
+            f"any, it uses the statistics of {seen}{remedy}",
         )
     if synchronized and (error := conversion_error(model)):
         errors.append(error)
@@ -166,8 +171,8 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
     what = f"BatchNorm ({first_few(names, 2)})"
     if not synchronized:
         return (
-            f"{what} uses the statistics of each worker's own samples, with strategy=single those of the whole batch: "
-            "expect another loss curve; strategy.sync_batchnorm=true uses those of all workers",
+            f"{what} uses the statistics of {seen}, with strategy=single those of the whole batch: expect another "
+            f"loss curve{remedy}",
         )
     if plan.grad_accumulation > 1:
         return (

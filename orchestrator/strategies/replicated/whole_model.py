@@ -15,29 +15,42 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import seed_generators
+from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows
 from orchestrator.model.modes import evaluation_mode, note_on_dropout
 from orchestrator.model.precision import summable
 from orchestrator.planning.mesh import even_shares
+from orchestrator.planning.plan import Plan
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
+from orchestrator.strategies import registry
 from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.batch_parts import Division, LossOfParts, by_keys, mean_loss, warning_about_parts
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import steps_per_epoch
+from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.job_metrics import checked_metrics
 from orchestrator.strategies.job_optimizer import optimizer_of
 from orchestrator.strategies.optimizer_step import OptimizerStep
+from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.training_step import models_of
 
 
 class WholeModel(OptimizerStep):
     """A strategy that has the whole model, the optimizer and the loss on this worker."""
 
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        errors += diverging_errors(job, plan)
+        return check_batchnorm(job, plan, synchronized=False, errors=errors)
+
     def setup(self, train_set: Dataset[Any]) -> None:
         self._steps_per_epoch = steps_per_epoch(train_set, self.context.train.global_batch_size)
         seed_generators(self.context.seed)
         self.model = constructor_of(self.job, self.context.train, self.precision)().to(self.context.device)
+        notes = (note_on_dropout(self.model), self._warning_about_parts(train_set))
+        self._warnings = tuple(note for note in notes if note is not None)
         for model in models_of(self.model).values():
             # Inside of DistributedDataParallel, so that an evaluation runs compiled code too. The compiler knows of the
             # buckets and cuts the backward pass at them.
@@ -47,8 +60,7 @@ class WholeModel(OptimizerStep):
         self._set_up_optimizer()
 
     def setup_warnings(self) -> tuple[str, ...]:
-        note = note_on_dropout(self.model)
-        return () if note is None else (note,)
+        return self._warnings
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         inputs, target = self._on_device(batch)
@@ -113,6 +125,39 @@ class WholeModel(OptimizerStep):
     @property
     def full_model(self) -> nn.Module | None:
         return self.model if self.context.global_rank == 0 else None
+
+    def _warning_about_parts(self, train_set: Dataset[Any]) -> str | None:
+        """Return what differs because batches are divided. Before the model is compiled, for one shape of a batch."""
+        context, division = self.context, self._division()
+        if division is None or context.global_rank != 0:
+            return None
+        return warning_about_parts(
+            self.model,
+            self.job,
+            train_set,
+            division,
+            device=context.device,
+            precision=self.precision,
+            seed=context.seed,
+            loss=self._loss_of_parts(),
+        )
+
+    def _division(self) -> Division | None:
+        """Return how this strategy divides the global batch; None if it does not."""
+        context, options = self.context, self.context.options
+        replicas, slices = context.mesh.data_parallel_size * context.num_devices, context.train.grad_accumulation
+        if replicas * slices == 1:
+            return None
+        return Division(
+            by=by_keys(options.name, num_workers=replicas, grad_accumulation=slices),
+            rows=self.eval_batch_size // context.num_devices,
+            in_turn=slices > 1,
+            synchronous=registry.load(options.name).is_synchronous(options),
+        )
+
+    def _loss_of_parts(self) -> LossOfParts:
+        """Return the loss of a batch that is divided."""
+        return mean_loss(self.job)
 
     def _set_up_optimizer(self) -> None:
         self.use(optimizer_of(self.job, self.model))

@@ -32,6 +32,9 @@ def errors_of(job: Table, *overrides: str) -> list[str]:
     "overrides",
     [
         ("strategy=ddp", "strategy.num_workers=2"),
+        ("strategy=dp", "strategy.num_workers=2"),
+        ("strategy=parameter_server", "strategy.num_workers=2"),
+        ("strategy=parameter_server", "strategy.num_workers=1"),
         ("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"),
     ],
 )
@@ -40,5 +43,7 @@ def test_max_norm_of_an_embedding_is_refused_with_replicas(overrides: tuple[str,
     assert not [error for error in errors_of(Table(max_norm=None), *overrides) if "max_norm" in error]
 
 
-def test_without_replicas_it_is_not() -> None:
-    assert not [error for error in errors_of(Table(), "strategy=single") if "max_norm" in error]
+@pytest.mark.parametrize("name", ["single", "hogwild", "locked_sgd"])
+def test_with_one_table_for_all_it_is_not(name: str) -> None:
+    """The workers of hogwild rescale rows of the shared memory."""
+    assert not [error for error in errors_of(Table(), f"strategy={name}") if "max_norm" in error]

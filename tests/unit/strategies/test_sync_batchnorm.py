@@ -62,9 +62,9 @@ class Pretrained(Norms):
 
 
 def notes(job: Toy, *words: str) -> tuple[tuple[str, ...], list[str]]:
-    words = ("strategy=ddp", *words)
+    words = words if words[:1] and words[0].startswith("strategy=") else ("strategy=ddp", *words)
     config, plan, errors = config_of(*words), plan_of(LAPTOP, *words, embedded=True), list[str]()
-    return registry.load("ddp").check_job(config, job, plan, errors), errors
+    return registry.load(config.strategy.name).check_job(config, job, plan, errors), errors
 
 
 def test_modules_are_converted_in_place_and_keep_names_hooks_and_identity() -> None:
@@ -128,6 +128,20 @@ def test_the_plan_says_that_workers_use_their_own_statistics() -> None:
 )
 def test_nothing_is_said_where_losses_are_equal(job: Toy, words: tuple[str, ...]) -> None:
     assert notes(job, *words) == ((), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("strategy=dp", "strategy.num_workers=2"), "each device's own samples, with strategy=single"),
+        (("strategy=parameter_server", "strategy.consistency=sync"), "each worker's own samples, with strategy=single"),
+        (("strategy=single", "train.grad_accumulation=2"), "slices of "),
+    ],
+)
+def test_every_strategy_that_divides_a_batch_says_so(words: tuple[str, ...], said: str) -> None:
+    ((note,), errors) = notes(Norms(), *words)
+    assert note.startswith(f"BatchNorm (1, 3) uses the statistics of {said}")
+    assert errors == []
 
 
 def test_a_frozen_batchnorm_is_left_out() -> None:

@@ -13,7 +13,9 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.asynchronous.preflight import sharding_errors, statistics_notes
 from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,10 @@ class ParameterServer(Strategy):
         options = config.strategy
         assert isinstance(options, ParameterServerConfig)
         errors += sharding_errors(options.name, job, options.num_shards)
-        return () if cls.is_synchronous(options) else statistics_notes(job)
+        errors += diverging_errors(job, plan)
+        if cls.is_synchronous(options):
+            return check_batchnorm(job, plan, synchronized=False, errors=errors)
+        return statistics_notes(job)
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:

@@ -1,0 +1,225 @@
+"""Whether a job trains otherwise when its batches are divided: measured on one batch and its halves, before training.
+
+A strategy that divides the global batch equals ``single`` if the loss is a mean over samples, weighted by
+``Job.weight``, and if forward passes leave the same state behind. A loss that sums or compares samples is none, and a
+layer that keeps statistics of what it has seen leaves another state. BatchNorm is known by its class, so the notes of
+the plan tell of it, and it is left out here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from orchestrator.compat.generators import kept_generators
+from orchestrator.config.text import first_few
+from orchestrator.job import Job
+from orchestrator.model.batch import rows_between, split_batch, to_device
+from orchestrator.model.precision import Precision, summable
+from orchestrator.model.settled import Passed, passed
+from orchestrator.strategies.datasets import first_item, is_stream
+
+FEWEST, MOST = 4, 32
+"""Limits of the number of samples that are compared. Without gradients, a forward pass of the fewest needs about the
+memory of a training step with one."""
+
+TOLERANCE = 1e-4
+"""The relative difference of two losses in float32 that rounding explains, as in the comparison of stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a strategy divides the global batch.
+
+    Attributes:
+        by: what divides it, such as ``strategy=ddp with 2 replicas``.
+        rows: the number of samples of a part.
+        in_turn: whether a replica of the model sees several parts in a step.
+        cut: whether parts are cut out of a collated batch; otherwise each is collated by itself.
+        synchronous: whether the losses of all parts are to be those of the whole batch.
+    """
+
+    by: str
+    rows: int
+    in_turn: bool
+    cut: bool = False
+    synchronous: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some samples on the device, and what they weigh in a mean."""
+
+    inputs: Any
+    target: Any
+    weight: float | Tensor
+
+
+LossOfParts = Callable[[Sequence[Any], Sequence[Part]], Tensor]
+"""Returns the mean loss of a batch, given the outputs for its parts and the parts."""
+
+
+def mean_loss(job: Job) -> LossOfParts:
+    """Return the mean of the losses of all parts, as most strategies compute it."""
+
+    def mean(outputs: Sequence[Any], parts: Sequence[Part]) -> Tensor:
+        weights = torch.stack([torch.as_tensor(part.weight, dtype=torch.float64).cpu() for part in parts])
+        losses = [summable(job.loss(out, part.target)).cpu() for out, part in zip(outputs, parts, strict=True)]
+        counted = torch.where(weights > 0, torch.stack(losses).double() * weights, 0.0)
+        return counted.sum() / weights.sum()
+
+    return mean
+
+
+def warning_about_parts(
+    model: nn.Module,
+    job: Job,
+    train_set: Any,
+    division: Division,
+    *,
+    device: torch.device,
+    precision: Precision,
+    seed: int,
+    loss: LossOfParts,
+) -> str | None:
+    """Compare one batch with its halves; return what the user should know, or None if they train the same.
+
+    The model, its parameters and buffers and the random generators are left as they are. Dropout does nothing here.
+
+    Args:
+        model: the whole model, on the device.
+        job: defines the loss and the weights.
+        train_set: provides the samples.
+        division: how the strategy divides a batch.
+        device: where to compute.
+        precision: what the forward passes are computed in.
+        seed: seeds the random generators.
+        loss: the loss of a divided batch, such as :func:`mean_loss`.
+    """
+
+    def forward(model: nn.Module, part: Part) -> Any:
+        with precision.autocast():
+            return precision.outputs(job.forward(model, part.inputs))
+
+    def loss_of(outputs: Sequence[Any], parts: Sequence[Part]) -> Tensor:
+        with precision.autocast():
+            return loss(outputs, parts)
+
+    def run(number: int, seed: int, *, in_turn: bool = False) -> Passed:
+        parts = functools.partial(_parts, job, items, number, cut=division.cut, device=device, precision=precision)
+        return passed(model, parts, forward, loss_of, in_turn=in_turn, seed=seed)
+
+    tolerance = _tolerance(precision, device)
+    try:
+        with kept_generators(device):
+            items = spread(train_set, min(max(division.rows, FEWEST), MOST))
+            if len(items) < 2:
+                return None
+            whole = run(1, seed)
+            tries = [run(2, seed, in_turn=in_turn) for in_turn in {False, division.in_turn}]
+            differing = [t for t in tries if division.synchronous and t.differs(whole, tolerance)]
+            changed = list(dict.fromkeys(name for t in tries for name in t.changed(whole, tolerance)))
+            if differing or changed:  # because of random numbers that are not torch's?
+                other = run(1, seed + 1)
+                differing = [] if other.differs(whole, tolerance) else differing
+                changed = [name for name in changed if name not in other.changed(whole, tolerance)]
+    except Exception as e:  # the job may do anything; if training cannot do it either, it says so
+        return not_compared(division, " ".join(f"{type(e).__name__}: {e}".split())[:300])
+    return text_of(
+        division,
+        samples=len(items),
+        losses=(float(whole.loss), float(differing[0].loss)) if differing else None,
+        changed=changed,
+    )
+
+
+def by_keys(strategy: str, **numbers: int) -> str:
+    """Return what divides a batch, as typed on the command line; numbers of 1 do not."""
+    keys = {"num_workers": "strategy.", "num_microbatches": "strategy.", "grad_accumulation": "train."}
+    given = [f"{keys[name]}{name}={number}" for name, number in numbers.items() if number > 1]
+    return " ".join([f"strategy={strategy}", *given])
+
+
+def not_compared(division: Division, reason: str) -> str:
+    """Return the warning about a comparison that could not be made."""
+    return (
+        f"{division.by}: the loss of a batch was not compared with those of its halves ({reason}); one that sums or "
+        "compares samples would be another than with strategy=single"
+    )
+
+
+def text_of(
+    division: Division, *, samples: int, losses: tuple[float, float] | None, changed: Sequence[str]
+) -> str | None:
+    """Return the warning about a loss and a state that depend on the division; None if there are none.
+
+    Args:
+        division: how the strategy divides a batch.
+        samples: the number of samples that were compared.
+        losses: the loss of the batch, and the mean of those of its halves; None if they are equal.
+        changed: the names of the tensors that forward passes leave with other values.
+    """
+    if losses is None and not changed:
+        return None
+    found, remedies = [], []
+    if losses is not None:
+        found.append(f"the loss of {samples} samples is {losses[0]:.6g}, the mean over their halves {losses[1]:.6g}")
+        remedies += [
+            "let Job.loss return a mean, and Job.weight what that divides by (valid tokens, the sum of class weights)",
+            "compute a loss that compares samples in Job.training_step with gather_batch (strategy=ddp)",
+        ]
+    if changed:
+        when = "once for each part" if division.in_turn else "and those of the first worker's samples are kept"
+        found.append(f"forward passes change {first_few(changed, 3)}, {when}")
+        remedies.append("for statistics of batches, take nn.BatchNorm with strategy=ddp strategy.sync_batchnorm=true")
+    return (
+        f"{division.by}: this job trains otherwise on parts of a batch than on the whole: {'; '.join(found)}. "
+        f"Remedies: {'; '.join(remedies)}; or use strategy=single train.grad_accumulation=1"
+    )
+
+
+def spread(dataset: Any, count: int) -> list[Any]:
+    """Return up to ``count`` samples, evenly spaced, because a data set may be sorted; the first ones of a stream."""
+    first_item(dataset)  # raises what is wrong with the data set
+    if is_stream(dataset):
+        return list(itertools.islice(dataset, count))
+    count = min(count, len(dataset))
+    return [dataset[number * len(dataset) // count] for number in range(count)]
+
+
+def _parts(
+    job: Job, items: Sequence[Any], number: int, *, cut: bool, device: torch.device, precision: Precision
+) -> list[Part]:
+    """Return the samples in that many parts. They are copied, because ``Job.collate`` may change them."""
+    collate = job.collate or default_collate
+    bounds = [len(items) * i // number for i in range(number + 1)]
+    if cut:
+        whole = collate(copy.deepcopy(items))
+        batches = [rows_between(whole, begin, end) for begin, end in itertools.pairwise(bounds)]
+    else:
+        batches = [collate(copy.deepcopy(items[begin:end])) for begin, end in itertools.pairwise(bounds)]
+    parts = []
+    for batch, (begin, end) in zip(batches, itertools.pairwise(bounds), strict=True):
+        inputs, target = split_batch(to_device(batch, device))
+        weight = job.weight(target)
+        parts.append(
+            Part(inputs=precision.inputs(inputs), target=target, weight=end - begin if weight is None else weight)
+        )
+    return parts
+
+
+def _tolerance(precision: Precision, device: torch.device) -> float:
+    """Return by how much two losses may differ that are computed from the same samples in other shapes."""
+    dtype = precision.autocast_dtype or precision.model_dtype
+    if dtype is not None:
+        return 4 * torch.finfo(dtype).eps
+    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return 4 * torch.finfo(torch.float16).eps if tf32 else TOLERANCE  # TF32 has the digits of float16

@@ -1,0 +1,191 @@
+"""Jobs that train otherwise on parts of a batch are found before training, and others are not accused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from helpers.batch_toys import DEPEND, EQUAL, OfBatches, class_weighted, contrastive, summed
+from helpers.cases import DDP, SINGLE, TRAIN, Case, config_of, plan_of
+from helpers.layouts import pipeline
+from helpers.toys import Rows
+from helpers.zoo_cells import STRATEGIES
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.job import Job, Split
+from orchestrator.model.precision import Precision
+from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies import registry
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.datasets import example_batch
+from orchestrator.strategies.pipelined.comparisons import compare_with_whole
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.replicated.whole_model import WholeModel
+
+CPU = torch.device("cpu")
+
+
+def built(
+    job: Job, options: StrategyConfig, *, accumulation: int = 1, replicas: int = 2, devices: int = 1, rank: int = 0
+) -> WholeModel:
+    """The strategy on this rank, before there is a process group."""
+    context = Context(
+        mesh=Mesh(data_parallel_size=replicas),
+        global_rank=rank,
+        device=CPU,
+        seed=3,
+        train=replace(TRAIN, global_batch_size=16, grad_accumulation=accumulation),
+        options=options,
+        collective_timeout_s=1,
+        num_devices=devices,
+    )
+    strategy = registry.load(options.name).create(context, job)
+    assert isinstance(strategy, WholeModel)
+    strategy.setup(job.dataset("train"))
+    return strategy
+
+
+def warnings(job: Job, options: StrategyConfig, **layout: int) -> str:
+    return "\n".join(built(job, options, **layout).setup_warnings())
+
+
+@pytest.mark.parametrize("name", DEPEND)
+def test_what_replicas_would_change_is_said(name: str) -> None:
+    job, words, _ = DEPEND[name]
+    said = warnings(job, DDP)
+    assert bool(said) == bool(words), said
+    assert [word for word in words if word not in said] == []
+    assert said.count("strategy=ddp strategy.num_workers=2: this job trains otherwise") == bool(words)
+
+
+@pytest.mark.parametrize("name", DEPEND)
+def test_so_is_what_accumulation_would_change(name: str) -> None:
+    job, _, words = DEPEND[name]
+    said = warnings(job, SINGLE, replicas=1, accumulation=2)
+    assert said.startswith("strategy=single train.grad_accumulation=2: this job trains otherwise on parts of a batch")
+    assert [word for word in words if word not in said] == []
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_nobody_else_is_accused(name: str) -> None:
+    assert warnings(EQUAL[name], DDP) == ""
+    assert warnings(EQUAL[name], DDP, accumulation=2) == ""
+
+
+@pytest.mark.parametrize("name", DEPEND)
+def test_nothing_is_said_where_nothing_is_divided(name: str) -> None:
+    assert warnings(DEPEND[name][0], SINGLE, replicas=1) == ""
+
+
+def test_a_loss_of_gathered_outputs_is_that_of_the_batch() -> None:
+    """``dp`` computes it on the first device, unless each replica computes its own."""
+    options, _ = STRATEGIES["dp"]
+    job = OfBatches(loss_of=summed)
+    assert warnings(job, options, replicas=1, devices=2) == ""
+    assert "the mean over" in warnings(job, options, replicas=1, devices=2, accumulation=2)
+    assert "the mean over" in warnings(job, replace(options, loss_on="replicas"), replicas=1, devices=2)
+    assert "1.mean" in warnings(DEPEND["own batch norm"][0], options, replicas=1, devices=2)
+
+
+def test_asynchronous_workers_have_losses_of_their_own() -> None:
+    options, _ = STRATEGIES["hogwild"]
+    assert warnings(OfBatches(loss_of=contrastive), options) == ""
+    assert "1.highest" in warnings(DEPEND["observer"][0], options)
+
+
+@pytest.mark.parametrize("name", ["own batch norm", "codebook", "spectral norm", "step counter"])
+def test_the_model_and_the_generators_are_left_as_they_are(name: str) -> None:
+    def state(rank: int) -> list[Any]:
+        tensors = built(DEPEND[name][0], DDP, accumulation=2, rank=rank).model.state_dict()
+        numpy_state = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+        return [
+            {n: t.tolist() for n, t in tensors.items()},
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            numpy_state,
+        ]
+
+    assert state(0) == state(1), "only rank 0 compares"
+
+
+def test_plain_attributes_of_the_model_are_left_as_they_are() -> None:
+    assert built(EQUAL["counts calls"], DDP).model[1].calls == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(OfBatches):
+    """Its loss needs gradients."""
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return torch.autograd.grad(output.sum(), output, create_graph=True)[0].mean()
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    said = warnings(Failing(), DDP)
+    assert "the loss of a batch was not compared with those of its halves (RuntimeError: " in said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communicates(OfBatches):
+    def loss(self, output: Any, target: Any) -> Tensor:
+        dist.all_reduce(output)
+        return output.mean()
+
+
+def test_rank_0_does_not_wait_for_others(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert "it communicates with other workers (allreduce_)" in warnings(Communicates(), DDP)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sorted(OfBatches):
+    """The samples of a class follow one another, as in a folder of images for each class."""
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        return Rows(sorted(super().dataset(split), key=lambda item: item[1]))
+
+
+def test_samples_of_a_sorted_data_set_differ() -> None:
+    assert "the mean over" in warnings(Sorted(loss_of=class_weighted), DDP)
+
+
+def test_pipelines_compare_the_whole_model() -> None:
+    """On rank 0, also if it is a sequence of layers whose stages need no comparison."""
+    said = {name: pipeline_warnings(job) for name, (job, _, _) in DEPEND.items()}
+    assert {name: [word for word in words if word not in said[name]] for name, (_, _, words) in DEPEND.items()} == {
+        name: [] for name in DEPEND
+    }
+    assert {name: pipeline_warnings(job) for name, job in EQUAL.items()} == dict.fromkeys(EQUAL, "")
+
+
+def pipeline_warnings(job: Job) -> str:
+    config = config_of(Case(job=job, train=replace(TRAIN, global_batch_size=16), options=pipeline("1F1B", 2)), 2)
+    plan = plan_of(config)
+    context = Context(
+        mesh=plan.mesh,
+        global_rank=0,
+        device=CPU,
+        seed=3,
+        train=config.train,
+        options=config.strategy,
+        collective_timeout_s=1,
+        pipeline=plan.pipeline,
+    )
+    precision, rows = Precision(), plan.microbatch_rows
+    inputs, target = example_batch(job, job.dataset("train"), rows)
+    outline = StageBuilder.outline(
+        job, inputs, target, constructor=job.model, split=(), num_stages=2, device=CPU, seed=3, precision=precision
+    )
+    notes = compare_with_whole(outline, job.dataset("train"), context=context, precision=precision, rows=rows)
+    return "\n".join(notes)
