@@ -204,11 +204,10 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` itself runs hooks, before or after its forward or backward pass."""
-    return bool(
-        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-    )
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that a call of ``module`` itself runs, before or after its forward or backward pass."""
+    before = (module._forward_pre_hooks, module._backward_pre_hooks)
+    return [hook for hooks in (*before, module._forward_hooks, module._backward_hooks) for hook in hooks.values()]
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:

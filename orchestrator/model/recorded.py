@@ -14,6 +14,7 @@ from orchestrator.compat.torch import pytree
 from orchestrator.model.batch import leaves, map_tensors, tensors_in
 from orchestrator.model.calls import first_modules
 from orchestrator.model.fake_calls import fake_calls
+from orchestrator.model.glue_state import glue_state
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.sequence import LayerSequence, saved_tensors
@@ -220,31 +221,19 @@ class TapePiece(nn.Module):
 def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bool) -> Tape:
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     opened = [whole.model, *map(whole.model.get_submodule, sorted(parents))]
-    before = [_plain_attributes(module) for module in opened]
+    before = [glue_state(module) for module in opened]
     mode = contextlib.nullcontext() if training else evaluation_mode(whole.model)
     with mode, whole.mode, fake_calls(whole, opened=opened):
         tape = record(whole.model, map_tensors(whole.fake_like, inputs), opened=parents)
     # An earlier forward pass has set what is set only once, such as a cached shape.
     for module, state in zip(opened, before, strict=True):
-        if changed := [name for name, value in _plain_attributes(module).items() if state.get(name) != value]:
+        after = glue_state(module)
+        if changed := [name for name, v in after.items() if state.get(name) is not v and state.get(name) != v]:
             raise TapeError(
-                f"{type(module).__name__}: each forward pass changes its attribute {changed[0]}, and a recorded one "
-                "would not; move the code that does into a module of its own, or keep the value in a buffer"
+                f"{type(module).__name__}: each forward pass changes {changed[0]}, and a recorded one would not; move "
+                "the code that does into a module of its own, or keep the value in a buffer"
             )
     return tape
-
-
-def _plain_attributes(owner: object, depth: int = 2) -> dict[str, Any]:
-    """Return the numbers, texts and the like among the attributes of an object and of the objects that it holds."""
-    found: dict[str, Any] = {}
-    for name, value in vars(owner).items():
-        if isinstance(value, (bool, int, float, str, bytes, type(None))):
-            found[name] = value
-        elif isinstance(value, (list, tuple, set)):
-            found[name] = len(value)
-        elif depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)):
-            found |= {f"{name}.{inner}": v for inner, v in _plain_attributes(value, depth - 1).items()}
-    return found
 
 
 def _cut(tape: Tape, names: Sequence[str]) -> list[tuple[Step, ...]]:

@@ -25,7 +25,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import rows_between, split_batch, to_device
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.settled import Passed, passed
-from orchestrator.strategies.datasets import first_item, is_stream
+from orchestrator.strategies.datasets import check_dataset, is_stream
 
 FEWEST, MOST = 4, 32
 """Limits of the number of samples that are compared. Without gradients, a forward pass of the fewest needs about the
@@ -118,11 +118,14 @@ def warning_about_parts(
         return passed(model, parts, forward, loss_of, in_turn=in_turn, seed=seed)
 
     tolerance = _tolerance(precision, device)
-    try:
-        with kept_generators(device):
+    with kept_generators(device):
+        try:
             items = spread(train_set, min(max(division.rows, FEWEST), MOST))
-            if len(items) < 2:
-                return None
+        except Exception:
+            return None  # training reads these samples as well, and says what is wrong with them
+        if len(items) < 2:
+            return None
+        try:
             whole = run(1, seed)
             tries = [run(2, seed, in_turn=in_turn) for in_turn in {False, division.in_turn}]
             differing = [t for t in tries if division.synchronous and t.differs(whole, tolerance)]
@@ -131,8 +134,8 @@ def warning_about_parts(
                 other = run(1, seed + 1)
                 differing = [] if other.differs(whole, tolerance) else differing
                 changed = [name for name in changed if name not in other.changed(whole, tolerance)]
-    except Exception as e:  # the job may do anything; if training cannot do it either, it says so
-        return not_compared(division, " ".join(f"{type(e).__name__}: {e}".split())[:300])
+        except Exception as e:  # the job may do anything; if training cannot do it either, it says so
+            return not_compared(division, " ".join(f"{type(e).__name__}: {e}".split())[:300])
     return text_of(
         division,
         samples=len(items),
@@ -188,7 +191,7 @@ def text_of(
 
 def spread(dataset: Any, count: int) -> list[Any]:
     """Return up to ``count`` samples, evenly spaced, because a data set may be sorted; the first ones of a stream."""
-    first_item(dataset)  # raises what is wrong with the data set
+    check_dataset(dataset, split="train")
     if is_stream(dataset):
         return list(itertools.islice(dataset, count))
     count = min(count, len(dataset))

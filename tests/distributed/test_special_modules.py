@@ -92,8 +92,8 @@ class WarmsUp(Model):
     ("build", "said"),
     [
         (CustomFunctionInGlue, "would not train as the whole model does: the gradient of "),
-        (CountsInGlue, "CountsInGlue: each forward pass changes its attribute calls"),
-        (WarmsUp, "WarmsUp: each forward pass changes its attribute schedule.step"),
+        (CountsInGlue, "CountsInGlue: each forward pass changes calls"),
+        (WarmsUp, "WarmsUp: each forward pass changes schedule.step"),
     ],
 )
 def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: str) -> None:

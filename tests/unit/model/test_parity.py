@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,11 @@ class CountsInGlue(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = itertools.count(1)
+        self.calls = numpy.zeros(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.third(F.relu(self.special(self.first(x))) * next(self.calls)))
+        self.calls += 1
+        out: Tensor = self.head(self.third(F.relu(self.special(self.first(x))) * float(self.calls[0])))
         return out
 
 
