@@ -16,7 +16,7 @@ def diverging_errors(job: Job, plan: Plan) -> list[str]:
     ``max_norm`` of an embedding rescales the rows that a replica looks up, and only there. Shards that hold the
     parameters never see it.
     """
-    copies = plan.mesh.data_parallel_size * plan.devices_per_worker + plan.mesh.num_shards
+    copies = plan.mesh.data_parallel_size * plan.devices_per_worker + plan.mesh.num_servers
     if copies == 1 or (model := on_meta_device(job.model)) is None:
         return []
     tables = [

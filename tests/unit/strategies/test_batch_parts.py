@@ -38,7 +38,7 @@ def built(
 ) -> WholeModel:
     """The strategy on this rank, before there is a process group."""
     context = Context(
-        mesh=Mesh(data_parallel_size=replicas),
+        mesh=Mesh(replicate=replicas),
         global_rank=rank,
         device=CPU,
         seed=3,
