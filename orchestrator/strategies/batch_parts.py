@@ -205,10 +205,10 @@ def _parts(
     collate = job.collate or default_collate
     bounds = [len(items) * i // number for i in range(number + 1)]
     if cut:
-        whole = collate(copy.deepcopy(items))
+        whole = collate(copy.deepcopy(list(items)))
         batches = [rows_between(whole, begin, end) for begin, end in itertools.pairwise(bounds)]
     else:
-        batches = [collate(copy.deepcopy(items[begin:end])) for begin, end in itertools.pairwise(bounds)]
+        batches = [collate(copy.deepcopy(list(items[begin:end]))) for begin, end in itertools.pairwise(bounds)]
     parts = []
     for batch, (begin, end) in zip(batches, itertools.pairwise(bounds), strict=True):
         inputs, target = split_batch(to_device(batch, device))
