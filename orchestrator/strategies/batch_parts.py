@@ -127,7 +127,7 @@ def warning_about_parts(
             return None
         try:
             whole = run(1, seed)
-            tries = [run(2, seed, in_turn=in_turn) for in_turn in {False, division.in_turn}]
+            tries = [run(2, seed, in_turn=in_turn) for in_turn in dict.fromkeys((False, division.in_turn))]
             differing = [t for t in tries if division.synchronous and t.differs(whole, tolerance)]
             changed = list(dict.fromkeys(name for t in tries for name in t.changed(whole, tolerance)))
             if differing or changed:  # because of random numbers that are not torch's?
