@@ -47,13 +47,14 @@ class Ranks:
     def __init__(self, root: Path, fence: Fence | None = None, *, stall_timeout_s: float = 20.0):
         self.root = root
         self.ended = threading.Event()
-        store = dist.HashStore()
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        clients = [dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in RANKS[1:]]
         self.writers = [
             CheckpointWriter(root, keep=2, run_uid="run", fence=fence if p == 0 else None) for p in range(3)
         ]
         self.joint = [
             Writers(store=store, ranks=RANKS, rank=rank, names=NAMES, stall_timeout_s=stall_timeout_s, ended=self.ended)
-            for rank in RANKS
+            for rank, store in zip(RANKS, (server, *clients), strict=True)
         ]
 
     def submit(self, step: int, parts: Sequence[int] = (0, 1, 2), *, megabytes: float = 0.0) -> None:
