@@ -17,6 +17,7 @@ import itertools
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -26,9 +27,9 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -81,6 +82,17 @@ _NEVER = 2**30
 
 
 # Tensors and operators
+
+
+class FakeTensorMode(_FakeTensorMode):
+    """torch's mode, which a copy of a model with fake tensors shares with the model.
+
+    torch would copy the mode with each tensor, and with it pointers to storages, which would then be released twice and
+    corrupt the heap.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
+        return self
 
 
 def version_of(tensor: Tensor) -> int:
@@ -182,11 +194,16 @@ def setting_fake_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_fake_tensor_logs() -> Iterator[None]:
-    """Let operators that fail with fake tensors fail without a log: torch logs a traceback for each."""
+    """Hide what torch says about fake tensors: a traceback for each operator that fails with them, and a warning.
+
+    The warning says that a fake tensor has no memory. Torch itself asks for it when it copies a parameter.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
     finally:
         logger.disabled = was_disabled
 

@@ -26,6 +26,7 @@ from orchestrator.compat.torch import (
     pytree,
     setting_fake_data,
     storage_key,
+    without_fake_tensor_logs,
 )
 
 _FILLS = frozenset({"uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
@@ -94,7 +95,7 @@ class Recorder(TorchDispatchMode):
             NeedsRandomValues: ``build`` depends on random values and ``draw`` is False.
             Exception: whatever ``build`` raises, including the error of an operation that fake tensors do not support.
         """
-        with self, setting_fake_data(), loads_through(self._load_real):
+        with self, setting_fake_data(), loads_through(self._load_real), without_fake_tensor_logs():
             return build()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -314,9 +314,10 @@ def lora_gpt2() -> nn.Module:
 
 
 def lora_llama() -> nn.Module:
+    """Llama, of which adapters and a copy of the last norm are trained."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"]))
 
 
 def unet() -> nn.Module:

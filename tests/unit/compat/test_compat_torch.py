@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import subprocess
 import sys
@@ -97,6 +98,17 @@ def test_a_fake_parameter_is_converted_in_place_and_torch_is_restored() -> None:
     assert isinstance(weight, compat.FakeTensor)
     assert weight.dtype == torch.float64
     assert torch.utils.swap_tensors is swap
+
+
+def test_a_copy_of_a_fake_parameter_has_its_mode_and_torch_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    with compat.FakeTensorMode(), compat.without_fake_tensor_logs():
+        layer = nn.Linear(2, 2)
+        copied = copy.deepcopy(layer)
+    assert isinstance(layer.weight, compat.FakeTensor)
+    assert isinstance(copied.weight, compat.FakeTensor)
+    assert copied.weight is not layer.weight
+    assert copied.weight.fake_mode is layer.weight.fake_mode
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
