@@ -1,0 +1,29 @@
+"""Every command of the documentation that starts a run is one that the command line accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.documents import PAGES, ROOT, launches
+from orchestrator.config.compose import compose, preset_sweep
+from orchestrator.config.overrides import expand_sweep
+from orchestrator.config.search_space import example, is_search
+from orchestrator.strategies import registry
+
+WITH_COMMANDS = [page for page in PAGES if launches(page)]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=[str(page.relative_to(ROOT)) for page in WITH_COMMANDS])
+def test_the_keys_and_values_of_its_commands_exist(page: Path) -> None:
+    refused = []
+    for words in launches(page):
+        overrides = [word for word in words if not word.startswith("-")]
+        preset, errors = preset_sweep(overrides), list[str]()
+        searches = is_search(overrides, preset)
+        for run in [example(overrides, preset)] if searches else expand_sweep(overrides, preset)[:1]:
+            compose(run, errors, registry.config_class)
+        refused += [f"{' '.join(words)}: {error}" for error in errors]
+    assert refused == []
