@@ -18,6 +18,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
 from orchestrator.driver.auto.profile_key import profile_key
+from orchestrator.driver.preflight.job_check import check_job
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.result import RunResult
 from orchestrator.job import Job, has_training_step
@@ -149,7 +150,7 @@ class Chooser:
                 plan = make_plan(config, rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
                 if plan.device != self._plan.device:
                     errors.append(f"{rules.cpu_only}; the job was measured on GPUs")
-                notes = rules.check(config, self._job, plan, errors)
+                notes = check_job(rules, config, self._job, plan, errors)
                 self._plans[overrides] = (config, replace(plan, notes=(*plan.notes, *notes)))
             except ConfigError as e:
                 errors += e.errors

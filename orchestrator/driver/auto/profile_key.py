@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from orchestrator.config.schema import Config
+from orchestrator.driver.preflight.in_child import ChildDiedError, in_child
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
@@ -39,7 +40,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         config.job.target,
         plain_fields(job),
         _code_of(type(job)),
-        _outline_of(job),
+        _outline_of(job, timeout_s=config.recovery.build_max_s),
         dataclasses.asdict(dataclasses.replace(config.train, steps=1, log_every=1, eval_every=0)),
         plan.world_size,
         plan.threads_per_worker,
@@ -65,9 +66,16 @@ def _code_of(cls: type) -> list[str]:
     return sources
 
 
-def _outline_of(job: Job) -> list[str]:
+def _outline_of(job: Job, *, timeout_s: float) -> list[str]:
     """Return the modules of the model with the shapes of their tensors; nothing if it cannot be outlined."""
-    outline = on_meta_device(job.model)
-    if not isinstance(outline, nn.Module):
+
+    def outlined() -> list[str]:
+        outline = on_meta_device(job.model)
+        if not isinstance(outline, nn.Module):
+            return []
+        return [repr(outline), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in outline.state_dict().items())]
+
+    try:
+        return in_child(outlined, timeout_s=timeout_s)
+    except ChildDiedError:
         return []
-    return [repr(outline), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in outline.state_dict().items())]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.compat import deferred_dynamo
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
+from orchestrator.driver.preflight.in_child import ChildDiedError, in_child
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.reports import left_run
@@ -99,7 +100,11 @@ def find_resume(
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
-    errors = [] if job is None else _job_errors(job, checkpoint, manifest["meta"])
+    errors = []
+    if job is not None:
+        with contextlib.suppress(ChildDiedError):  # the workers compare them too
+            timeout_s = config.recovery.build_max_s
+            errors = in_child(lambda: _job_errors(job, checkpoint, manifest["meta"]), timeout_s=timeout_s)
     errors = [f"resume={config.resume}: {error}" for error in errors]
     # A driver that died after the last step has left a run that only lacks its end.
     complete = step == config.train.steps and run_dir.read_record().get("state") != "finished"
@@ -205,7 +210,6 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
 
     Empty if the model cannot be built without memory: the workers then find out when they restore it.
     """
-    deferred_dynamo.install()
     model = on_meta_device(job.model)
     if model is None:
         return []

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.schema import Config
+from orchestrator.driver.preflight.job_check import check_job
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
@@ -159,4 +160,4 @@ class _PlannedSizes:
         return self._job_checks[number]
 
     def _check_job(self, config: Config, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        return () if self._job is None else self._rules.check(config, self._job, plan, errors)
+        return () if self._job is None else check_job(self._rules, config, self._job, plan, errors)

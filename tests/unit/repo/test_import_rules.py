@@ -55,7 +55,7 @@ RULES = {
     "driver.submit":  ("config records compat display driver.process driver.code "
                        "driver.reporting",                                                     "ray"),
     "driver.preflight": ("job storage config planning records compat state model strategies policy tracking "
-                       "driver.process driver.code driver.nodes",                              "ray"),
+                       "driver.process driver.code driver.nodes",                              "torch ray"),
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
                        "driver.nodes",                                                         "ray"),
     "driver.run":     ("storage config planning protocol records state strategies policy tracking display "

@@ -1,0 +1,91 @@
+"""What a job's model does while it is checked happens in a child process, whose death is a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.cases import DDP, Case, config_of, plan_of
+from helpers.layouts import pipeline
+from helpers.toys import Toy
+from orchestrator.config.build import ConfigError
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.driver.preflight.in_child import ChildDiedError, in_child
+from orchestrator.driver.preflight.job_check import check_job
+from orchestrator.strategies import registry
+
+TIMEOUT_S = 60.0
+
+
+def test_the_result_is_that_of_another_process_with_one_thread() -> None:
+    pid, threads = in_child(lambda: (os.getpid(), torch.get_num_threads()), timeout_s=TIMEOUT_S)
+    assert pid != os.getpid()
+    assert threads == 1
+
+
+def test_an_error_has_its_type_and_its_traceback() -> None:
+    def refuse() -> None:
+        raise ConfigError(["one", "two"])
+
+    with pytest.raises(ConfigError) as raised:
+        in_child(refuse, timeout_s=TIMEOUT_S)
+    assert raised.value.errors == ("one", "two")
+    assert "in refuse" in raised.value.__notes__[0]
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
+    class LocalError(Exception):
+        pass
+
+    def fail() -> None:
+        raise LocalError("why")
+
+    with pytest.raises(RuntimeError, match="LocalError: why"):
+        in_child(fail, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), TIMEOUT_S, "was ended by SIGKILL"),
+        (lambda: os._exit(3), TIMEOUT_S, "ended with exit code 3"),
+        (lambda: time.sleep(60), 0.1, r"took longer than recovery\.build_max_s=0\.1"),
+    ],
+)
+def test_a_child_that_dies_is_a_sentence(function: Callable[[], None], timeout_s: float, said: str) -> None:
+    with pytest.raises(ChildDiedError, match=said):
+        in_child(function, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crashes(Toy):
+    def model(self) -> nn.Module:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().model()
+
+
+def checked(options: StrategyConfig) -> tuple[tuple[str, ...], list[str]]:
+    config, errors = config_of(Case(job=Crashes(), options=options), 2), list[str]()
+    notes = check_job(registry.load(options.name), config, Crashes(), plan_of(config), errors)
+    return notes, errors
+
+
+def test_a_model_that_crashes_its_process_is_refused_where_the_workers_would_crash_too() -> None:
+    notes, [error] = checked(pipeline("1F1B", 2))
+    assert notes == ()
+    assert error.startswith("strategy=pipeline: a process that built the job's model without memory")
+    assert "was ended by SIGKILL" in error
+    assert "use strategy=ddp" in error
+
+
+def test_it_is_a_note_elsewhere() -> None:
+    [note], errors = checked(DDP)
+    assert errors == []
+    assert "was ended by SIGKILL: nothing is known about the model" in note
