@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from orchestrator.compat.torch import calls_through
 from orchestrator.config.text import did_you_mean
 from orchestrator.model.batch import map_tensors
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.tensor_slots import new_tensors_dropped
 
 
 def first_modules(
@@ -34,19 +36,17 @@ def first_modules(
         ValueError: a module in ``split`` cannot begin a piece, or the forward pass fails with random values.
     """
     calls: list[str] = []
-    with whole.mode, fake_calls(whole) as real_calls:
+    names = {module: name for name, module in whole.model.named_modules() if name}
+    with whole.mode, new_tensors_dropped(whole.model), fake_calls(whole) as real_calls:
 
-        def note(name: str) -> None:
-            if not real_calls.active:
-                calls.append(name)
+        def note(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if module in names and not real_calls.active:
+                calls.append(names[module])
+            return call(module, *args, **kwargs)
 
-        hooks = [
-            module.register_forward_pre_hook(lambda *_, name=name: note(name))
-            for name, module in whole.model.named_modules()
-            if name
-        ]
         try:
-            whole.model(map_tensors(whole.fake_like, inputs))
+            with calls_through(note):
+                whole.model(map_tensors(whole.fake_like, inputs))
         except ValueError:
             raise
         except Exception as e:
@@ -54,9 +54,6 @@ def first_modules(
                 f"{type(whole.model).__name__}: its forward() fails with random values in place of a batch "
                 f"({type(e).__name__}: {' '.join(str(e).split())[:200]}), so it cannot be cut into stages"
             ) from e
-        finally:
-            for hook in hooks:
-                hook.remove()
     num_calls = Counter(calls)
     once = [name for name in calls if num_calls[name] == 1]
     setting = f"strategy.split=[{','.join(split)}]"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.torch import FakeTensor
+from orchestrator.model.batch import map_tensors
 from orchestrator.model.partial_init import build_part
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
@@ -217,7 +218,7 @@ def _difference(
         losses = []
         for variant in (whole, pieces):
             seed_generators(seed + number)
-            losses.append(variant.train(inputs, loss))
+            losses.append(variant.train(map_tensors(torch.clone, inputs), loss))  # a model may change its batch
         if whole.streamed is not None and not losses[0].isfinite():
             raise NotStreamableError("with random parameters, the loss is not finite")
         if not _close(*losses):
@@ -230,7 +231,7 @@ def _difference(
     losses = []
     for variant in (whole, pieces):
         seed_generators(seed)
-        losses.append(variant.evaluate(inputs, loss))
+        losses.append(variant.evaluate(map_tensors(torch.clone, inputs), loss))
     if not _close(*losses):
         values = f"{float(losses[1]):g}, that of the whole model {float(losses[0]):g}"
         return f"in evaluation, the loss of the pieces is {values}"

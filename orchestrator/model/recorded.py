@@ -19,7 +19,7 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.sequence import LayerSequence, saved_tensors
 from orchestrator.model.tape import Held, Slot, Step, Tape, TapeError, play, record, restore
-from orchestrator.model.tensor_slots import tensor_slots
+from orchestrator.model.tensor_slots import new_tensors_dropped, tensor_slots
 
 ValueKey = tuple[int, int]
 """A tensor that flows between pieces: the piece that computes it (-1 for the input), and its number among those."""
@@ -65,6 +65,11 @@ class RecordedLayers(LayerSequence):
                 f"the model takes {' and '.join(sorted(other))}; only tensors can be cut into micro-batches"
             )
         names = first_modules(whole, inputs, split, largest_share=largest_share)
+        if not names:
+            raise TapeError(
+                f"{type(whole.model).__name__}: its forward() calls no layer exactly once, and only such a layer can "
+                "begin a stage"
+            )
         tapes = {training: _record(whole, inputs, names, training=training) for training in (True, False)}
         cut_tapes = {training: _cut(tape, names) for training, tape in tapes.items()}
         flows = {training: _flow(pieces, tapes[training]) for training, pieces in cut_tapes.items()}
@@ -223,7 +228,7 @@ def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bo
     opened = [whole.model, *map(whole.model.get_submodule, sorted(parents))]
     before = [glue_state(module) for module in opened]
     mode = contextlib.nullcontext() if training else evaluation_mode(whole.model)
-    with mode, whole.mode, fake_calls(whole, opened=opened):
+    with mode, whole.mode, new_tensors_dropped(whole.model), fake_calls(whole, opened=opened):
         tape = record(whole.model, map_tensors(whole.fake_like, inputs), opened=parents)
     # An earlier forward pass has set what is set only once, such as a cached shape.
     for module, state in zip(opened, before, strict=True):

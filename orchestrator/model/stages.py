@@ -161,8 +161,8 @@ def build_stages(
 
     def entrance(of_stage: Sequence[int]) -> list[nn.Module]:
         # What a stage receives is a leaf of its autograd graph, and may be the output of a stage on the same worker.
-        first = of_stage[0]
-        changed = first > 0 and change_their_input(sequence, of_stage, values[first], precision=precision)
+        # Micro-batches are views of one batch, so that a change of one counts as a change of all.
+        changed = change_their_input(sequence, of_stage, values[of_stage[0]], precision=precision)
         return [Copy()] if changed else []
 
     return [

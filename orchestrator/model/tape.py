@@ -12,6 +12,7 @@ The recorded shapes hold for every micro-batch, because all micro-batches have o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,10 +195,11 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._inside_leaf = False
         if _fingerprint((args, kwargs)) != before:
-            kinds = {type(leaf).__name__ for leaf in pytree.tree_leaves((args, kwargs)) if _is_object(leaf)}
+            objects = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_object(leaf)]
+            kinds = {type(leaf).__name__ for leaf in objects}
             raise TapeError(
                 f"the layer {name} changes an object that it is called with ({', '.join(sorted(kinds))}); "
-                "a cache of a Hugging Face model is turned off by use_cache=False in its configuration"
+                f"{_remedy(objects[0])}"
             )
         self._add(name, arguments, out)
         return out
@@ -234,10 +236,12 @@ class _Recorder(TorchFunctionMode):
 
         def stand_in(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
+                if isinstance(leaf, nn.Module) and any(True for _ in tensor_slots(leaf)):
+                    raise TapeError(f"{where}: a {type(leaf).__name__} is passed on, and only tensors can pass between "
+                                    "layers; pass its result, or the tensor of it that is needed")  # fmt: skip
                 if any(self._is_computed(tensor) for tensor in _tensors_of_object(leaf)):
-                    raise TapeError(f"{where}: a {type(leaf).__name__} holds tensors; only tensors, tuples, lists and "
-                                    "dicts of them can pass between layers; a cache of a Hugging Face model is turned "
-                                    "off by use_cache=False in its configuration")  # fmt: skip
+                    raise TapeError(f"{where}: {_described(leaf)} holds tensors; only tensors, tuples, lists and dicts "
+                                    f"of them can pass between layers; {_remedy(leaf)}")  # fmt: skip
                 return leaf
             found = self._slots.get(id(leaf)) or self._held.get(id(leaf))
             if found is None:
@@ -260,6 +264,16 @@ class _Recorder(TorchFunctionMode):
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, range, type, type(...), torch.dtype, torch.device)
 _PLAIN_TORCH = (torch.layout, torch.memory_format, torch.Size, torch.Generator)
+
+
+def _described(leaf: Any) -> str:
+    return f"{'the dataclass' if dataclasses.is_dataclass(leaf) else 'a'} {type(leaf).__name__}"
+
+
+def _remedy(leaf: Any) -> str:
+    if dataclasses.is_dataclass(leaf):
+        return "pass its tensors, or register the class with torch's pytree"
+    return "a cache of a Hugging Face model is turned off by use_cache=False in its configuration"
 
 
 def _is_object(leaf: Any) -> bool:

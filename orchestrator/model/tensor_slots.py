@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +64,40 @@ def tensor_slots(model: nn.Module) -> Iterator[TensorSlot]:
             for path, leaf in pytree.tree_leaves_with_path(value):
                 if isinstance(leaf, Tensor):
                     yield TensorSlot(name + pytree.keystr(path), module, attribute, leaf)
+
+
+@contextlib.contextmanager
+def new_tensors_dropped(model: nn.Module) -> Iterator[None]:
+    """Restore at the end of the block the plain attributes of the modules that a forward pass has given new tensors.
+
+    These are masks that it caches, for example, which another instance of the model does not have yet.
+    """
+    before = {
+        module: {n: copy.copy(value) if isinstance(value, (dict, list)) else value for n, value in vars(module).items()}
+        for module in model.modules()
+    }
+    known = {id(slot.tensor) for slot in tensor_slots(model)}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            for name, value in list(_plain(module)):
+                if not any(isinstance(leaf, Tensor) and id(leaf) not in known for leaf in pytree.tree_leaves(value)):
+                    continue
+                if name not in attributes:
+                    del vars(module)[name]
+                elif isinstance(value, dict):  # other modules may share it
+                    value.clear()
+                    value.update(attributes[name])
+                else:
+                    vars(module)[name] = attributes[name]
+
+
+def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that hold neither parameters nor buffers nor modules, if they may hold tensors."""
+    for name, value in vars(module).items():
+        if name not in _ATTRIBUTES_OF_EVERY_MODULE and isinstance(value, (type(None), Tensor, tuple, list, dict)):
+            yield name, value
 
 
 def move(slots: Collection[TensorSlot], device: torch.device) -> None:

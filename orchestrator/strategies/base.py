@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
-from orchestrator.config.text import to_cli
+from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
@@ -24,7 +24,7 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.confirmation import no_confirmation
-from orchestrator.strategies.constructor import blocks_note
+from orchestrator.strategies.constructor import blocks_note, lazy_names
 from orchestrator.strategies.memory import TensorSize
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.timeline.spans import Span
@@ -129,6 +129,13 @@ class Strategy(LayoutRules, abc.ABC):
                 return ()
         if config.train.compile is not False and (reason := cls.why_not_compiled(plan)) is not None:
             errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
+        if lazy := lazy_names(job):
+            errors.append(
+                f"job.model(): {first_few(lazy, 2)} have no shape before the first call, and optimizers, stages and "
+                "checkpoints need it; give the sizes, as in nn.Linear(in_features, out_features), or call the model "
+                "once in Job.model"
+            )
+            return ()
         note = blocks_note(job, config.train)
         return (*cls.check_job(config, job, plan, errors), *([] if note is None else [note]))
 

@@ -85,5 +85,14 @@ def blocks_note(job: Job, train: TrainConfig) -> str | None:
     )
 
 
+def lazy_names(job: Job) -> list[str]:
+    """Return the names of the parameters that get their shapes in the first forward pass, as those of ``LazyLinear``.
+
+    Empty if the model cannot be built without memory.
+    """
+    model = on_meta_device(job.model)
+    return [] if model is None else [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+
+
 def _uses_blocks(train: TrainConfig) -> bool:
     return train.compiles_blocks or train.activation_checkpointing != "none"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -57,6 +57,21 @@ def add_metrics(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Add ``values`` to ``sums`` by name, on the devices of the sums."""
     for name, value in values.items():
         sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
+
+
+def loss_reads(job: Job, output: Any, target: Any, which: Callable[[Tensor], bool]) -> bool:
+    """Return whether the loss depends on those floating-point tensors of an output for which ``which`` is true."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point() and which(tensor))
+
+    with torch.enable_grad():
+        return job.loss(map_tensors(leaf, output), target).requires_grad
+
+
+def is_scalar(tensor: Tensor) -> bool:
+    """Return whether a tensor of an output is a number that no sample has for itself, such as a loss."""
+    return tensor.ndim == 0
 
 
 def _checked_name(name: Any, where: str, reserved: re.Pattern[str]) -> str:

@@ -88,16 +88,88 @@ class WarmsUp(Model):
         return super().forward(x) * (1.0 if self.schedule.step < 100 else 0.5)
 
 
+class CalledThrice(nn.Module):
+    """As for a triplet loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.net(2 * x) + self.net(3 * x)
+
+
+class CarriesState(Model):
+    """Keeps a state from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(16, 16))
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.special(self.first(x)) + (0.0 if self.state is None else self.state)
+        self.state = hidden.detach()
+        return self.head(self.third(hidden))
+
+
+class GivesALayer(Model):
+    """Calls a layer with another one, of which it uses the weights, as Perceiver does."""
+
+    class Reuse(nn.Module):
+        def forward(self, x: Tensor, layer: nn.Linear) -> Tensor:
+            return F.linear(x, layer.weight)
+
+    def __init__(self) -> None:
+        super().__init__(self.Reuse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.special(self.third(self.first(x)).tanh(), self.third))
+
+
+@dataclass
+class Hidden:
+    value: Tensor
+
+
+class PassesADataclass(Model):
+    """Its layers pass on a dataclass that torch does not know."""
+
+    class Wrap(nn.Module):
+        def forward(self, x: Tensor) -> Hidden:
+            return Hidden(x)
+
+    class Unwrap(nn.Linear):
+        def forward(self, hidden: Hidden) -> Tensor:  # type: ignore[override]
+            return super().forward(hidden.value)
+
+    def __init__(self) -> None:
+        super().__init__(self.Wrap)
+        self.third = self.Unwrap(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.third(self.special(self.first(x))))
+
+
+def scripted_root() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)))  # type: ignore[no-untyped-call,no-any-return]
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (CustomFunctionInGlue, "would not train as the whole model does: the gradient of "),
+        (CalledThrice, "CalledThrice: its forward() calls no layer exactly once"),
+        (scripted_root, "RecursiveScriptModule: its forward() calls no layer exactly once"),
+        (CarriesState, "keeps tensors for its next call, put it into an nn.Module"),
+        (PassesADataclass, "the arguments of third: the dataclass Hidden holds tensors"),
+        (GivesALayer, "the arguments of special: a Linear is passed on"),
+        (CustomFunctionInGlue, "the whole model; if code of forward() between the layers uses an autograd function"),
         (CountsInGlue, "CountsInGlue: each forward pass changes calls"),
         (WarmsUp, "WarmsUp: each forward pass changes schedule.step"),
     ],
 )
 def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: str) -> None:
-    case = Case(job=Chain(build=build), train=having(steps=2, global_batch_size=16), options=LAYOUTS["pipeline"][0])
+    options = replace(LAYOUTS["pipeline"][0], split="auto")
+    case = Case(job=Chain(build=build), train=having(steps=2, global_batch_size=16), options=options)
     answers = gang.ask(train, case, world_size=2)
     assert said in str(answers[0].error)
     assert "Job.stages" in str(answers[0].error)

@@ -253,6 +253,47 @@ class InPlaceNetwork(nn.Module):
         return self.head(x)
 
 
+class CachesMask(nn.Module):
+    """Caches what it computes in its first forward pass, in an attribute and in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(10, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.mask: Tensor | None = None
+        self.scales: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.mask is None:
+            self.mask = torch.linspace(0.5, 1.5, 16, device=x.device)
+        if 16 not in self.scales:
+            self.scales[16] = torch.full((16,), 0.5, device=x.device)
+        return self.head(self.second(hidden * self.mask).tanh() * self.scales[16])
+
+
+class ChangesBatch(nn.Module):
+    """Changes its batch in place, which no loss sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*_layers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.mul_(0.5))
+
+
+class Scripted(nn.Module):
+    """A layer of TorchScript between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(10, 16), nn.Linear(16, 4)
+        self.middle = torch.jit.script(nn.Sequential(nn.Tanh(), nn.Linear(16, 16)))  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.first(x)) * 2)
+
+
 class Teacher(nn.Module):
     """A frozen copy of a layer follows the layer in ``forward``, as in BYOL and MoCo."""
 
@@ -283,4 +324,7 @@ ROOTS: dict[str, Callable[[], nn.Module]] = {
     "hooks": hooked_root,
     "in-place layers": in_place_layers,
     "in-place network": InPlaceNetwork,
+    "cached tensors": CachesMask,
+    "batch changed in place": ChangesBatch,
+    "TorchScript layer": Scripted,
 }

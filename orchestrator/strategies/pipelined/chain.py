@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, map_tensors, rows_between
+from orchestrator.model.batch import first_rows, rows_between
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import EvalSums
-from orchestrator.strategies.job_metrics import add_metrics, checked_metrics
+from orchestrator.strategies.job_metrics import add_metrics, checked_metrics, is_scalar, loss_reads
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.replicated.whole_model import weighted
@@ -148,7 +148,7 @@ class Chain:
                 weight = self._job.weight(wanted)
                 weight = rows if weight is None else weight
                 loss = self._job.loss(output, wanted)
-                if rows < self._rows and self._loss_counts_padding(output, wanted):
+                if rows < self._rows and loss_reads(self._job, output, wanted, is_scalar):
                     raise ValueError(
                         "the loss has a part that the model has computed over a whole batch, so it counts the padding "
                         "of the last evaluation batch; compute it in Job.loss, or use strategy=ddp"
@@ -157,15 +157,6 @@ class Chain:
                 total += weight
                 add_metrics(sums, checked_metrics(self._job.metrics(output, wanted), "metrics"))
         return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
-
-    def _loss_counts_padding(self, output: Any, target: Any) -> bool:
-        """Return whether the loss of an output depends on a number in it, which no sample has for itself."""
-
-        def leaf(tensor: Tensor) -> Tensor:
-            return tensor.detach().requires_grad_(tensor.dim() == 0 and tensor.is_floating_point())
-
-        with torch.enable_grad():
-            return self._job.loss(map_tensors(leaf, output), target).requires_grad
 
     def microbatches(self, value: Any) -> list[Any]:
         """Cut the tensors of a slice into micro-batches along their first dimension."""

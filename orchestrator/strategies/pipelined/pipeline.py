@@ -449,7 +449,9 @@ class Pipeline(OptimizerStep):
             if missing:
                 raise ValueError(
                     f"parameters that take no part in the loss: {', '.join(missing)}; the other replicas would "
-                    "wait for their gradients. Use these parameters or freeze them (requires_grad=False)"
+                    "wait for their gradients. Use these parameters, freeze them (requires_grad=False), or use "
+                    "strategy=ddp, which has strategy.find_unused_parameters=true; stages have no such option, because "
+                    "their replicas sum all gradients in one order"
                 )
         sum_over(replicas, [p.grad for p in self.parameters if p.grad is not None])
         broadcast_tensors(self._buffers(), source=0, device=self.context.device, group=replicas)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -11,18 +13,22 @@ from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
+from orchestrator.model.batch import has_row_per_sample, map_tensors, tensors_in
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.flops import forward_flops
-from orchestrator.model.layers import flow
+from orchestrator.model.layers import change_their_input, flow
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
+from orchestrator.model.tensor_slots import random_like
+from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.datasets import example_batch
+from orchestrator.strategies.datasets import example_batch, is_stream
+from orchestrator.strategies.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.pipelined.layout import StagedConfig
 
 
@@ -52,7 +58,9 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     split = () if strategy.split == "auto" else strategy.split
     try:
         precision = Precision.named(config.train.precision, "cpu")
-        inputs = precision.inputs(example_batch(job, job.dataset("train"), rows)[0])
+        inputs, target = example_batch(job, job.dataset("train"), rows)
+        loss_reads_inputs = target is inputs
+        inputs = precision.inputs(inputs)
         sequence = sequence_of(
             constructor_of(job, config.train, precision),
             inputs,
@@ -62,10 +70,18 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
             job=job,
         )
         layer_errors = _layer_errors(sequence, plan, size_key)
+        all_layers = range(len(sequence.names))
+        if loss_reads_inputs and change_their_input(sequence, all_layers, inputs, precision=precision):
+            layer_errors.append(
+                f"strategy={strategy.name}: the model changes its batch in place, and the loss, which another worker "
+                "computes, would read what the batch was; let Job.model change a copy"
+            )
+        values = flow(sequence, inputs, precision=precision)
+        layer_errors += _evaluation_errors(job, precision.outputs(values[-1]), target, plan)
         if strategy.split != "auto" and not layer_errors:
             cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)
             if cut is not None:
-                boundaries_of(sequence, flow(sequence, inputs, precision=precision), cut)
+                boundaries_of(sequence, values, cut)
         errors += layer_errors
         notes = notes_of(sequence.whole, plan, rows)
         if config.plan and (note := _note_on_size(sequence, inputs, plan, precision)) is not None:
@@ -121,6 +137,39 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
         except ValueError as e:
             errors.append(_too_few_layers_error(plan, str(e), size_key))
     return errors
+
+
+def _evaluation_errors(job: Job, output: Any, target: Any, plan: Plan) -> list[str]:
+    """Return why the padding of the last evaluation batch could not be left out of the loss.
+
+    Empty if there is none, and for a validation stream, whose length is unknown.
+    """
+    rows = plan.microbatch_rows
+    if has_row_per_sample(output, rows):
+        return []
+    val_set = job.dataset("val")
+    if val_set is None or is_stream(val_set):
+        return []
+    assert isinstance(val_set, Sized)
+    shares = even_shares(len(val_set), plan.mesh.data_parallel_size)
+    if not any(share % rows for share in shares):
+        return []
+    multiple = rows * plan.mesh.data_parallel_size
+    remedy = f"or let job.dataset('val') have a multiple of {multiple} samples, or use strategy=ddp"
+    example = map_tensors(random_like, output)
+    with contextlib.suppress(Exception):  # a loss may refuse random outputs
+        if loss_reads(job, example, target, is_scalar):
+            return [
+                f"strategy={plan.strategy}: the loss has a part that the model has computed over a whole batch, so it "
+                f"would count the padding of the last evaluation batch; compute it in Job.loss, {remedy}"
+            ]
+        if loss_reads(job, example, target, lambda tensor: len(tensor) != rows if tensor.ndim else False):
+            shape = next(list(t.shape) for t in tensors_in(output) if t.ndim and len(t) != rows)
+            return [
+                f"strategy={plan.strategy}: the model returns a tensor of shape {shape} for {rows} samples, so the "
+                f"padding of the last evaluation batch cannot be cut off; return a row for each sample, {remedy}"
+            ]
+    return []
 
 
 def _too_few_layers_error(plan: Plan, reason: str, size_key: str) -> str:

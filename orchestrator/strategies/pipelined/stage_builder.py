@@ -24,6 +24,12 @@ from orchestrator.model.stages import (
     shared_tensors,
 )
 
+_OUTSIDE = (
+    "if code of forward() between the layers uses an autograd function, a reentrant checkpoint or autocast, or keeps "
+    "tensors for its next call, put it into an nn.Module; otherwise "
+)
+"""What a recording of the code between the layers misses."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltStages:
@@ -147,8 +153,8 @@ class StageBuilder:
         )
         if verdict.error is not None:
             raise ValueError(
-                f"the model's stages would not train as the whole model does: {verdict.error}; cut elsewhere with "
-                "strategy.split, define Job.stages, make job.model() an nn.Sequential, or use strategy=ddp"
+                f"the model's stages would not train as the whole model does: {verdict.error}; {_OUTSIDE}cut elsewhere "
+                "with strategy.split, define Job.stages, make job.model() an nn.Sequential, or use strategy=ddp"
             )
         return verdict.note
 

@@ -1,0 +1,114 @@
+"""Models that a strategy refuses before anything starts, with a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from helpers.cases import DDP, SINGLE, Case, config_of, plan_of
+from helpers.layouts import MODEL_PARALLEL, PARAMETER_SERVER, pipeline
+from helpers.toys import Toy
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.job import Job
+from orchestrator.strategies import registry
+
+
+def errors_of(job: Job, options: StrategyConfig, *, world_size: int = 2) -> list[str]:
+    config = config_of(Case(job=job, options=options), world_size)
+    errors: list[str] = []
+    registry.load(config.strategy.name).check(config, job, plan_of(config), errors)
+    return errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lazy(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("options", [DDP, PARAMETER_SERVER, MODEL_PARALLEL, SINGLE], ids=lambda options: options.name)
+def test_parameters_without_a_shape(options: StrategyConfig) -> None:
+    [error] = errors_of(Lazy(), options, world_size=1 if options is SINGLE else 4 if options is PARAMETER_SERVER else 2)
+    assert error.startswith("job.model(): 0.weight, 0.bias have no shape before the first call")
+
+
+class Halves(nn.Module):
+    """Halves its input, in place or not."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.first, self.head = nn.Linear(10, 16), nn.Linear(16, 4)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"].mul_(0.5) if self.in_place else batch["x"] * 0.5
+        return self.head(self.first(x).tanh())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dicts(Toy):
+    """The loss reads the same dict as the model."""
+
+    in_place: bool
+
+    def model(self) -> nn.Module:
+        return Halves(in_place=self.in_place)
+
+    def item(self, index: int, inputs: Tensor, target: int) -> Any:
+        return {"x": inputs, "y": torch.tensor(target)}
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        return F.cross_entropy(output, target["y"])
+
+
+@pytest.mark.parametrize("options", [pipeline("1F1B", 2), MODEL_PARALLEL], ids=lambda options: options.name)
+def test_a_batch_that_is_changed_in_place_although_the_loss_reads_it(options: StrategyConfig) -> None:
+    [error] = errors_of(Dicts(in_place=True), options)
+    assert "the model changes its batch in place" in error
+    assert errors_of(Dicts(in_place=False), options) == []
+
+
+class TimeMajor(nn.Sequential):
+    """Returns a row per step of time, or a row per sample with a loss beside it."""
+
+    def __init__(self, *, scalar: bool) -> None:
+        super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.scalar = scalar
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return (out, out.square().mean()) if self.scalar else torch.stack([out, out, out])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Views(Toy):
+    scalar: bool
+    reads: bool = True
+
+    def model(self) -> nn.Module:
+        return TimeMajor(scalar=self.scalar)
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        if self.scalar:
+            return F.cross_entropy(output[0], target) + (output[1] if self.reads else 0.0)
+        return F.cross_entropy(output[-1], target)
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (Views(scalar=False, samples=201), "returns a tensor of shape [3, 32, 4] for 32 samples, so the padding"),
+        (Views(scalar=True, samples=201), "the loss has a part that the model has computed over a whole batch"),
+        (Views(scalar=True, reads=False, samples=201), None),
+        (Views(scalar=False, samples=192), None),
+    ],
+    ids=["time-major", "scalar", "scalar that the loss does not read", "no padding"],
+)
+def test_outputs_from_which_padding_cannot_be_cut_are_refused_before_training(job: Views, said: str | None) -> None:
+    errors = errors_of(job, pipeline("1F1B", 2))
+    assert errors == [] if said is None else said in errors[0]
