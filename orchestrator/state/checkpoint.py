@@ -41,6 +41,7 @@ _FOREIGN_STALE_S = 3600.0
 STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>.*)\.(?P<pid>\d+)(-\d+)?")
 _NUMBERS = itertools.count()
+_REMOVALS = 10
 
 
 def save(
@@ -84,7 +85,11 @@ def staging(root: Path, step: int) -> Iterator[Path]:
         directory.mkdir()
         yield directory
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        # Another writer may add its next file meanwhile; it cannot once the directory is gone.
+        for _ in range(_REMOVALS):
+            shutil.rmtree(directory, ignore_errors=True)
+            if not directory.exists():
+                break
 
 
 def write_part(

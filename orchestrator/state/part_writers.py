@@ -81,8 +81,9 @@ class JointSave:
         return self._part == 0
 
     def decline(self, reason: str) -> None:
-        """Let the others know that this rank does not write its part."""
-        self._put(self._own_topic, {"failed": reason})
+        """Let the others know that this rank does not write its part, unless the store is gone."""
+        with contextlib.suppress(PartError):
+            self._put(self._own_topic, {"failed": reason})
 
     def save(
         self,
@@ -117,8 +118,7 @@ class JointSave:
                 return self._commit_all(root, state, run_uid=run_uid, fence=fence, on_progress=on_progress)
             self._write_own(root / self._await(0, on_progress)["directory"], state, on_progress)
         except Exception as e:
-            with contextlib.suppress(PartError):  # the first error is the one to report
-                self.decline(explain(e) if isinstance(e, OSError) else f"{type(e).__name__}: {e}")
+            self.decline(explain(e) if isinstance(e, OSError) else f"{type(e).__name__}: {e}")
             raise
         return None
 

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,14 @@ def test_a_part_that_is_declined_costs_the_checkpoint_and_leaves_no_trace(ranks:
     assert list(ranks.root.iterdir()) == []
     ranks.submit(2)
     assert isinstance(ranks.results()[0], Written)
+
+
+def test_a_writer_whose_store_is_gone_declines_without_an_error(ranks: Ranks) -> None:
+    class Gone:
+        def set(self, key: str, value: str, /) -> None:
+            raise dist.DistNetworkError("connection reset by peer")
+
+    replace(ranks.joint[1], store=Gone()).joint_save("checkpoint-1").decline("busy")
 
 
 def test_the_others_drop_what_the_first_declines(ranks: Ranks) -> None:
