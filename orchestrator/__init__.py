@@ -1,7 +1,8 @@
 """A Ray-based cluster job orchestrator for PyTorch training.
 
 :func:`run` starts a run from Python; ``python -m orchestrator.launch`` does so from the command line. A job is a
-subclass of :class:`Job`. :func:`gather_batch` is for losses over the global batch.
+subclass of :class:`Job`. :func:`gather_batch` is for losses over the global batch, and :func:`batches_by_length` for
+batches of samples of similar length.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from orchestrator.version import __version__
 if TYPE_CHECKING:
     from orchestrator.driver.process.result import RunResult
     from orchestrator.strategies.replicated.gather import gather_batch
+    from orchestrator.worker.data.length import batches_by_length
 
-__all__ = ["ConfigError", "Job", "StepEnd", "__version__", "gather_batch", "run"]
+__all__ = ["ConfigError", "Job", "StepEnd", "__version__", "batches_by_length", "gather_batch", "run"]
 
 Argument = Job | type[Job] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 """What :func:`run` takes: a job, its class, an override such as ``"train.steps=100"``, a mapping of keys to values, or
@@ -67,4 +69,8 @@ def __getattr__(name: str) -> Any:
         from orchestrator.strategies.replicated.gather import gather_batch
 
         return gather_batch
+    if name == "batches_by_length":
+        from orchestrator.worker.data.length import batches_by_length
+
+        return batches_by_length
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -256,6 +256,26 @@ class Job(abc.ABC):
         """
         return None
 
+    def batch_sampler(
+        self, dataset: Any, batch_size: int, generator: torch.Generator
+    ) -> Iterable[Sequence[int]] | None:
+        """Return the batches of an epoch as lists of sample indices, for an order of your own; None for the run's.
+
+        It is called for each epoch, in every process, and has to return the same batches there: draw random numbers
+        from ``generator`` alone. The ranks divide each batch among them. A ``torch.utils.data.BatchSampler`` with
+        ``drop_last=True`` is such a list, and ``orchestrator.batches_by_length`` makes one of samples of similar
+        length. The dataset must be map-style.
+
+        Args:
+            dataset: the training set.
+            batch_size: ``train.global_batch_size``, the number of samples in every batch.
+            generator: a generator on the CPU, seeded by ``seed`` and the epoch.
+
+        Returns:
+            As many batches in every epoch. A sample may be in several batches, or in none.
+        """
+        return None
+
     def weight(self, target: Any) -> int | Tensor | None:
         """Return the number of units that the mean :meth:`loss` of a batch is taken over, such as its valid tokens.
 

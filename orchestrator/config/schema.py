@@ -49,6 +49,7 @@ class TrainConfig:
     log_every: int = option("steps between logged points", minimum=1)
     eval_every: int = option("steps between evaluations; 0: evaluate only after the last step", minimum=0)
     clip_norm: float | None = option("maximum gradient norm over all parameters; null: no clipping", above=0)
+    clip_value: float | None = option("maximum size of each entry of the gradient; null: no clipping", above=0)
     precision: Literal["auto", "fp32", "tf32", "bf16", "bf16-true", "fp16"] = option(
         "bf16, fp16: autocast of forward pass and loss, with fp16 scaling the loss; bf16-true: also parameters and "
         "gradients; tf32: fp32 with faster matrix products on GPUs; auto: bf16 on GPUs that have it, else fp32, and on "
@@ -74,6 +75,11 @@ class TrainConfig:
             raise ValueError(
                 f"train.ema_decay={self.ema_decay:g}: an average in bfloat16 loses its small updates; set it to null, "
                 "or train.precision=bf16"
+            )
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError(
+                f"train.clip_value={self.clip_value:g}: train.clip_norm={self.clip_norm:g} clips the same gradients; "
+                "set one of them to null"
             )
         if self.compile is not False and self.activation_checkpointing == "selective":
             raise ValueError(

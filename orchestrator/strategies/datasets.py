@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from orchestrator.job import Job, Split
@@ -31,9 +34,62 @@ def known_length(dataset: Any) -> int | None:
         return None
 
 
-def steps_per_epoch(dataset: Any, global_batch_size: int) -> float | None:
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """Return the generator that an epoch of the training set is drawn from."""
+    return torch.Generator().manual_seed(mix(seed, epoch))
+
+
+def mix(*values: int) -> int:
+    """Return 63 bits that depend on every value and on their order."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def drawn_batches(job: Job, dataset: Any, global_batch_size: int, generator: torch.Generator) -> Tensor | None:
+    """Return the samples of an epoch as the job draws them: int64, shape (batches, ``global_batch_size``).
+
+    None if the job leaves the order to the run.
+
+    Raises:
+        DatasetError: these are no batches of ``dataset``.
+    """
+    if type(job).batch_sampler is Job.batch_sampler:
+        return None
+    if is_stream(dataset):
+        raise DatasetError(
+            "job.batch_sampler: a stream is read in its own order; return a map-style dataset from "
+            "job.dataset('train'), or let the stream yield the samples in the order of the batches"
+        )
+    made = job.batch_sampler(dataset, global_batch_size, generator)
+    if made is None:
+        return None
+    batches = [list(batch) for batch in made]
+    if not batches:
+        raise DatasetError("job.batch_sampler returns no batch; return at least one, or lower train.global_batch_size")
+    for number, batch in enumerate(batches):
+        if len(batch) != global_batch_size:
+            raise DatasetError(
+                f"job.batch_sampler: batch {number} has {len(batch)} samples, and "
+                f"train.global_batch_size={global_batch_size}; fill it up, or leave it out (drop_last=True)"
+            )
+    indices = torch.tensor(batches, dtype=torch.int64)
+    if indices.min() < 0 or indices.max() >= len(dataset):
+        raise DatasetError(
+            f"job.batch_sampler: samples {int(indices.min())} to {int(indices.max())}, but the dataset has those from "
+            f"0 to {len(dataset) - 1}"
+        )
+    return indices
+
+
+def samples_per_epoch(job: Job, dataset: Any, global_batch_size: int) -> int | None:
+    """Return the number of samples in an epoch; None if it is not known."""
+    drawn = drawn_batches(job, dataset, global_batch_size, epoch_generator(0, 0))
+    return known_length(dataset) if drawn is None else drawn.numel()
+
+
+def steps_per_epoch(job: Job, dataset: Any, global_batch_size: int) -> float | None:
     """Return the number of steps in an epoch, which need not be whole; None if it is not known."""
-    samples = known_length(dataset)
+    samples = samples_per_epoch(job, dataset, global_batch_size)
     return None if samples is None else samples / global_batch_size
 
 

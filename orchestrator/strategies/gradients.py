@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from orchestrator.config.schema import TrainConfig
 from orchestrator.strategies.sparse_sum import sparse_sum
 
 BUCKET_BYTES = 25 * 2**20
@@ -80,6 +81,28 @@ def norm_over(group: dist.ProcessGroup, tensors: Sequence[Tensor], device: torch
         squares += nn.utils.get_total_norm(tensors).to(device, torch.float64).square()
     dist.all_reduce(squares, group=group)
     return squares.sqrt().float()
+
+
+def clip(parameters: Iterable[nn.Parameter], train: TrainConfig, norm: Tensor | None) -> None:
+    """Clip the gradients as the configuration says, in place.
+
+    Args:
+        parameters: the parameters; those without a gradient are left out.
+        train: how to clip.
+        norm: the norm of the whole gradient, for ``train.clip_norm``.
+    """
+    if train.clip_norm is not None:
+        assert norm is not None
+        nn.utils.clip_grads_with_norm_(parameters, train.clip_norm, norm)
+    if (limit := train.clip_value) is not None:
+        dense = []
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # the sum of several entries for one index counts
+                parameter.grad.values().clamp_(-limit, limit)
+            else:
+                dense.append(parameter)
+        nn.utils.clip_grad_value_(dense, limit)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -24,6 +24,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.fused_updates import fuse_updates, sparse_parameters
+from orchestrator.strategies.gradients import clip
 from orchestrator.strategies.job_metrics import add_metrics, has_train_metrics, train_metrics
 from orchestrator.strategies.job_optimizer import scheduler_of
 from orchestrator.strategies.loss_scale import LossScale
@@ -106,8 +107,7 @@ class OptimizerStep(Strategy):
         if not finite and (train.on_nonfinite == "skip" or (scale is not None and scale.can_fall)):
             self.forget_step()
             return StepResult(loss_sum=loss_sum, weight=weight, grad_norm=norm, skipped=True, metrics=metrics)
-        if norm is not None and train.clip_norm is not None:
-            self._clip(norm)
+        self._clip(norm)
         self._update()
         self._schedule()
         self._in_step = False
@@ -212,9 +212,8 @@ class OptimizerStep(Strategy):
     def _own_buffers(self) -> Sequence[Mapping[str, Tensor | None]]:
         return [own_buffers(module) for module in nn.ModuleList(self._modules()).modules()]
 
-    def _clip(self, norm: Tensor) -> None:
-        assert self.context.train.clip_norm is not None
-        nn.utils.clip_grads_with_norm_(self.parameters, self.context.train.clip_norm, norm)
+    def _clip(self, norm: Tensor | None) -> None:
+        clip(self.parameters, self.context.train, norm)
 
     def _update(self) -> None:
         self.optimizer.step()

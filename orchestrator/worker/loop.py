@@ -24,7 +24,7 @@ from orchestrator.state.part_writers import Store
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.confirmation import confirmation
-from orchestrator.strategies.datasets import is_stream, known_length
+from orchestrator.strategies.datasets import is_stream
 from orchestrator.strategies.weight_average import forget_average
 from orchestrator.worker.control.context import context_of, seed_step
 from orchestrator.worker.control.control import Outbox, StepGate
@@ -238,7 +238,7 @@ class Loop:
                         startup["compile_s"] = compile_meter.seconds
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                 if self._is_logged(step):
-                    self._log(window, result, known_length(data.datasets.train))
+                    self._log(window, result, data.samples_per_epoch)
                 if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
                     self._run_due_tasks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from jobs.names import Names
 from jobs.resnet50 import ResNet50
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from jobs.toy import Toy
+from orchestrator import batches_by_length
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,17 @@ def test_sparse_gradients_are_clipped_by_the_norm_that_dense_ones_have(gang, job
         assert min(map(min, norms[0])) > 0.1, "nothing was clipped"
 
 
-@pytest.mark.parametrize(("grad_accumulation", "world_sizes"), [(1, (2, 4)), (2, (3,))])
-def test_names_of_unequal_length(gang, grad_accumulation, world_sizes):
+@dataclass(frozen=True, kw_only=True)
+class NamesByLength(Names):
+    def batch_sampler(self, dataset, batch_size, generator):
+        return batches_by_length([len(name) for name in dataset.names], batch_size, generator)
+
+
+@pytest.mark.parametrize(
+    ("job", "grad_accumulation", "world_sizes"),
+    [(Names(width=8), 1, (2, 4)), (NamesByLength(width=8), 2, (3,))],
+)
+def test_names_of_unequal_length(gang, job, grad_accumulation, world_sizes):
     train = having(global_batch_size=25, grad_accumulation=grad_accumulation)
-    ranks = assert_equal_losses(gang, Case(job=Names(width=8), train=train), world_sizes, rtol=ADAMW)
+    ranks = assert_equal_losses(gang, Case(job=job, train=train), world_sizes, rtol=ADAMW)
     assert all(len(set(at_step)) > 1 for at_step in zip(*(r.weights for r in ranks), strict=True))

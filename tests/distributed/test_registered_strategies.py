@@ -38,7 +38,7 @@ def test_a_synchronous_strategy_has_the_losses_and_the_metrics_of_single(gang: G
     options = default_options(name)
     case = Case(
         job=MeasuredDigits(hidden=24, depth=3),
-        train=having(global_batch_size=48, steps=20),
+        train=having(global_batch_size=48, steps=20, clip_value=0.05),
         options=options,
         alone=options,
     )
@@ -48,7 +48,9 @@ def test_a_synchronous_strategy_has_the_losses_and_the_metrics_of_single(gang: G
     in_slices = replace(case, train=having(case.train, grad_accumulation=2))
     ranks = gang.run(train, in_slices, world_size=plan.world_size)
     (alone,) = gang.run(train, Case(job=case.job, train=case.train), world_size=1)
+    (free,) = gang.run(train, Case(job=case.job, train=replace(case.train, clip_value=None)), world_size=1)
     assert losses([alone])[-1] < losses([alone])[0], "nothing was learned, so nothing is compared"
+    assert (losses([free]) - losses([alone])).abs().max() > 1e-3, "nothing was clipped"
     torch.testing.assert_close(losses(ranks), losses([alone]), rtol=1e-5, atol=0)
     expected = metrics_of([alone])
     assert len({metrics["large/logit"] for metrics in expected}) == len(expected), "they are not those of each step"

@@ -49,8 +49,9 @@ def test_equal_loss_in_even_and_uneven_shares(gang: Gang, name: str) -> None:
     assert len({r.weights[0] for r in ranks}) == 2
 
 
-def test_gradients_are_clipped_for_each_optimizer_alone(gang: Gang) -> None:
-    clipped = Case(job=ScheduledGAN(), train=having(UNEVEN, clip_norm=0.05))
+@pytest.mark.parametrize("clipping", [{"clip_norm": 0.05}, {"clip_value": 0.001}])
+def test_gradients_are_clipped_for_each_optimizer_alone(gang: Gang, clipping: dict[str, float]) -> None:
+    clipped = Case(job=ScheduledGAN(), train=having(UNEVEN, **clipping))
     ranks = assert_equal_steps(gang, clipped, 2)
     (free,) = gang.run(train, replace(clipped, train=UNEVEN), world_size=1)
     assert (free.model["generator.0.weight"] - ranks[0].model["generator.0.weight"]).abs().max() > 1e-3

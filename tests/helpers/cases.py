@@ -24,6 +24,7 @@ TRAIN = schema.TrainConfig(
     log_every=1,
     eval_every=0,
     clip_norm=None,
+    clip_value=None,
     precision="fp32",
     activation_checkpointing="none",
     compile=False,

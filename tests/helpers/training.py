@@ -27,6 +27,7 @@ from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.replicated.whole_model import WholeModel
 from orchestrator.worker.control.context import seed_step
 from orchestrator.worker.data.batches import checked_weights, train_batches
+from orchestrator.worker.data.job_data import Datasets, batches_of
 
 CPU = torch.device("cpu")
 made: list[Strategy] = []
@@ -100,8 +101,10 @@ def steps(
     train, mesh = context.train, context.mesh
     last = train.steps if last is None else last
     samples_consumed = (first - 1) * train.global_batch_size
+    job, dataset = strategy.job, strategy.job.dataset("train")
+    weights = checked_weights(job.sample_weights("train"), dataset)
     batches = train_batches(
-        opened(strategy.job.dataset("train"), samples_consumed),
+        opened(dataset, samples_consumed),
         collate=strategy.job.collate,
         seed=context.seed,
         samples_consumed=samples_consumed,
@@ -113,7 +116,8 @@ def steps(
         num_workers=0,
         pin_memory=False,
         timeout_s=10,
-        weights=checked_weights(strategy.job.sample_weights("train"), strategy.job.dataset("train")),
+        weights=weights,
+        batches=batches_of(job, Datasets(train=dataset, val=None, weights=weights), train.global_batch_size),
         read=strategy.reads_data,
     )
     for step, batch in zip(range(first, last + 1), batches, strict=True):

@@ -32,7 +32,7 @@ from orchestrator.strategies.job_optimizer import optimizer_of
 from orchestrator.strategies.training_step import joined, optimizers_of
 
 PRECISION = "train.precision"
-_SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|precision|on_nonfinite)")
+_SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|clip_value|precision|on_nonfinite)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,7 @@ class Pipeline(OptimizerStep):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context, self._train_set = self.context, train_set
-        self._steps_per_epoch = steps_per_epoch(train_set, context.train.global_batch_size)
+        self._steps_per_epoch = steps_per_epoch(self.job, train_set, context.train.global_batch_size)
         inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
             self.job,

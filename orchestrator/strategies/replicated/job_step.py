@@ -31,7 +31,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult
 from orchestrator.strategies.device_clock import WaitTimer
-from orchestrator.strategies.gradients import weighted_sum_over
+from orchestrator.strategies.gradients import clip, weighted_sum_over
 from orchestrator.strategies.replicated import gather
 from orchestrator.strategies.replicated.sync_batchnorm import synchronize
 from orchestrator.strategies.replicated.whole_model import WholeModel, entries
@@ -165,11 +165,11 @@ class JobStep(WholeModel):
         if self._has_peers:
             with self._waits.waiting():
                 weighted_sum_over(_world(), parameters, self._rows / train.global_batch_size, self.context.device)
+        norm: Tensor | None = None
         if train.clip_norm is not None or self._wants_norm:
             norm = nn.utils.get_total_norm([entries(p.grad) for p in parameters if p.grad is not None])
             self._norms[name] = norm.to(self.context.device)
-            if train.clip_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, train.clip_norm, norm)
+        clip(parameters, train, norm)
         self.confirm()
         self._updating = True
 

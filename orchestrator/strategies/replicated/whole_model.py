@@ -46,7 +46,7 @@ class WholeModel(OptimizerStep):
         return check_batchnorm(job, plan, synchronized=False, errors=errors)
 
     def setup(self, train_set: Dataset[Any]) -> None:
-        self._steps_per_epoch = steps_per_epoch(train_set, self.context.train.global_batch_size)
+        self._steps_per_epoch = steps_per_epoch(self.job, train_set, self.context.train.global_batch_size)
         seed_generators(self.context.seed)
         self.model = constructor_of(self.job, self.context.train, self.precision)().to(self.context.device)
         notes = (note_on_dropout(self.model), self._warning_about_parts(train_set))

@@ -1,9 +1,9 @@
 """Which samples a worker reads, and in which order.
 
 The samples of a run form one endless sequence: a permutation of the dataset for epoch 0, another one for epoch 1, and
-so on. Each permutation is a pure function of ``(seed, epoch)``, and so are the samples drawn by weight. A position in
-the sequence is the number of samples that the whole run has consumed, and a global batch is its next piece. There is no
-sampler state to save: any layout continues at the exact next sample.
+so on. Each permutation is a pure function of ``(seed, epoch)``, and so are samples drawn by weight or by the job. A
+position in the sequence is the number of samples that the whole run has consumed, and a global batch is its next piece.
+There is no sampler state to save: any layout continues at the exact next sample.
 
 A dataset that is itself a stream gives its own sequence, epoch after epoch. Every rank reads all of it and collates
 only its share, so that the global batches are the same in any layout; :mod:`orchestrator.worker.data.stream` finds
@@ -13,12 +13,11 @@ the next sample.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import math
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -26,9 +25,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from orchestrator.planning.mesh import even_shares
-from orchestrator.strategies.datasets import DatasetError, check_dataset, is_stream
+from orchestrator.strategies.datasets import DatasetError, check_dataset, epoch_generator, is_stream, mix
 from orchestrator.worker.data.loader import BatchReader, Collate, Collator, DataError, Loader, ReadFailure, Slice
 from orchestrator.worker.data.stream import StreamReader
+
+Batches = Callable[[torch.Generator], Tensor]
+"""Draws the global batches of an epoch: int64, shape (batches, global batch size)."""
 
 
 def epoch_of(samples_consumed: int, n: int | None) -> float | None:
@@ -47,13 +49,15 @@ class SampleOrder:
         seed: the seed of the run.
         weights: draw each sample with a probability in proportion to its weight, and with replacement; float64, shape
             (n,). None for a permutation in each epoch.
+        batches: draws the batches of an epoch, of n samples in all, from a generator; None if the job draws none.
     """
 
-    def __init__(self, *, n: int, seed: int, weights: Tensor | None = None):
+    def __init__(self, *, n: int, seed: int, weights: Tensor | None = None, batches: Batches | None = None):
         assert n > 0
         self.n = n
         self.seed = seed
         self.weights = weights
+        self.batches = batches
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -64,17 +68,27 @@ class SampleOrder:
             epoch, offset = divmod(start + len(found), self.n)
             if epoch != self._epoch:
                 self._epoch = epoch
-                if self.weights is None:
+                if self.batches is not None:
+                    self._order = self.batches(epoch_generator(self.seed, epoch)).flatten()
+                    self._check_length(epoch)
+                elif self.weights is None:
                     self._order = permutation(self.n, seed=self.seed, epoch=epoch)
                 else:
                     self._order = drawn_by_weight(self.weights, seed=self.seed, epoch=epoch)
             found += self._order[offset : offset + count - len(found)].tolist()
         return found
 
+    def _check_length(self, epoch: int) -> None:
+        if len(self._order) != self.n:
+            raise DatasetError(
+                f"job.batch_sampler: epoch {epoch} has {len(self._order)} samples, and the first had {self.n}; return "
+                "as many batches in every epoch"
+            )
+
 
 def permutation(n: int, *, seed: int, epoch: int) -> Tensor:
     """Return the order of the samples in an epoch: int64, shape (n,)."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(_mix(seed, epoch)))
+    return torch.randperm(n, generator=epoch_generator(seed, epoch))
 
 
 def drawn_by_weight(weights: Tensor, *, seed: int, epoch: int) -> Tensor:
@@ -82,7 +96,7 @@ def drawn_by_weight(weights: Tensor, *, seed: int, epoch: int) -> Tensor:
 
     Not by ``torch.multinomial``, which takes at most 2**24 weights.
     """
-    random = torch.Generator().manual_seed(_mix(seed, epoch))
+    random = epoch_generator(seed, epoch)
     bounds = weights.cumsum(0)
     points = torch.rand(len(weights), generator=random, dtype=torch.float64) * bounds[-1]
     last = int(weights.nonzero()[-1])  # in case a product is rounded up to the last bound
@@ -114,12 +128,6 @@ def checked_weights(weights: Any, dataset: Any) -> Tensor | None:
     return values
 
 
-def _mix(*values: int) -> int:
-    """Return 63 bits that depend on every value and on their order."""
-    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def train_batches(
     dataset: Dataset[Any] | StreamReader,
     *,
@@ -135,6 +143,7 @@ def train_batches(
     pin_memory: bool,
     timeout_s: float,
     weights: Tensor | None = None,
+    batches: Batches | None = None,
     read: bool = True,
 ) -> Generator[list[Any], None, None]:
     """Yield this rank's micro-batches, as ``collate`` returns them, for each of ``steps`` steps.
@@ -150,6 +159,7 @@ def train_batches(
             processes collate its samples.
         timeout_s: the longest wait for a batch of a loader process.
         weights: the sampling weight of each sample, as :func:`checked_weights` returns them; None for permutations.
+        batches: draws the global batches of an epoch from a generator; None if the job draws none.
         read: False on a rank that needs no data; each micro-batch is then None.
 
     Raises:
@@ -161,7 +171,13 @@ def train_batches(
     offsets = list(itertools.accumulate(sizes, initial=sum(shares[:dp_rank])))
 
     def indices(dataset: Any) -> Iterator[list[int]]:
-        order = SampleOrder(n=len(dataset), seed=seed, weights=weights)
+        n = len(dataset) if batches is None else batches(epoch_generator(seed, 0)).numel()
+        if batches is not None and samples_consumed % global_batch_size:
+            raise DatasetError(
+                f"train.global_batch_size={global_batch_size}: the run has read {samples_consumed} samples in batches "
+                "of job.batch_sampler, which is no whole number of these; continue with the batch size so far"
+            )
+        order = SampleOrder(n=n, seed=seed, weights=weights, batches=batches)
         for step in range(steps):
             start = samples_consumed + step * global_batch_size
             for offset, size in zip(offsets, sizes, strict=False):
@@ -190,14 +206,14 @@ def train_batches(
         reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
     loader = Loader(
         reader,
-        seed=_mix(seed, samples_consumed, dp_rank),
+        seed=mix(seed, samples_consumed, dp_rank),
         num_workers=num_workers,
         pin_memory=pin_memory,
         timeout_s=timeout_s,
     )
     with contextlib.closing(loader):
-        batches = loader.read(elements)
-        while step := list(itertools.islice(batches, grad_accumulation)):
+        read_batches = loader.read(elements)
+        while step := list(itertools.islice(read_batches, grad_accumulation)):
             yield step
 
 
@@ -235,7 +251,7 @@ class EvalBatches:
             num_workers = min(num_workers, num_batches)
         self._loader = Loader(
             Collator(function, "val") if self._streamed else BatchReader(dataset, function, "val"),
-            seed=_mix(dp_rank),
+            seed=mix(dp_rank),
             num_workers=num_workers,
             pin_memory=pin_memory,
             timeout_s=timeout_s,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +15,18 @@ from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
 from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.datasets import check_dataset, is_stream
+from orchestrator.strategies.datasets import (
+    DatasetError,
+    check_dataset,
+    drawn_batches,
+    epoch_generator,
+    is_stream,
+    samples_per_epoch,
+)
 from orchestrator.strategies.prefetch import SideStream, prefetched
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.warner import Warner
-from orchestrator.worker.data.batches import EvalBatches, checked_weights, train_batches
+from orchestrator.worker.data.batches import Batches, EvalBatches, checked_weights, train_batches
 from orchestrator.worker.data.stream import Mark, StreamReader
 
 STREAM = "stream"
@@ -56,11 +64,26 @@ def datasets_of(job: Job) -> Datasets:
     return Datasets(train=train, val=val, weights=checked_weights(job.sample_weights("train"), train))
 
 
+def batches_of(job: Job, datasets: Datasets, global_batch_size: int) -> Batches | None:
+    """Return what draws the batches of an epoch; None if the job leaves the order to the run.
+
+    Raises:
+        DatasetError: the job cannot draw batches of this dataset, or draws samples by weight, too.
+    """
+    draw = functools.partial(drawn_batches, job, datasets.train, global_batch_size)
+    if draw(epoch_generator(0, 0)) is None:
+        return None
+    if datasets.weights is not None:
+        raise DatasetError("job.batch_sampler and job.sample_weights both choose the samples; return None from one")
+    return cast(Batches, draw)
+
+
 class JobData:
     """Opens the batches of this rank. It outlives a generation: a stream is read on by the same reader if it can be.
 
     Attributes:
         datasets: the data of the job.
+        samples_per_epoch: None if it is not known.
     """
 
     def __init__(
@@ -89,6 +112,9 @@ class JobData:
     def reassign(self, assignment: Assignment) -> None:
         """Read the share of the rank of ``assignment``."""
         self._assignment = assignment
+        batch_size = assignment.config.train.global_batch_size
+        self._batches = batches_of(self._job, self.datasets, batch_size)
+        self.samples_per_epoch = samples_per_epoch(self._job, self.datasets.train, batch_size)
 
     def train_batches(self, *, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:
         """Return the micro-batches of each of the next ``steps`` steps, as :func:`worker.data.train_batches` does.
@@ -114,6 +140,7 @@ class JobData:
             pin_memory=self._device.type == "cuda",
             timeout_s=config.recovery.loader_timeout_s,
             weights=self.datasets.weights,
+            batches=self._batches,
             read=self._strategy.reads_data,
         )
         self._outbox.begin_loader()

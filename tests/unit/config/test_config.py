@@ -220,6 +220,7 @@ EXPECTED_WORKERS = "expected a whole number of at least 1, auto or [a whole numb
         ("train.steps=null", "expected a whole number of at least 1"),
         ("train.clip_norm=0", "must be greater than 0"),
         ("train.clip_norm=nan", "expected a number or null"),
+        ("train.clip_value=0", "must be greater than 0"),
         ("train.ema_decay=1", "must be less than 1"),
         ("train.clip_norm=inf", "expected a number or null"),
         ("train.clip_norm=true", "expected a number or null"),

@@ -131,7 +131,7 @@ class Endless:
 
 def step_size(job: Toy, dataset: Any) -> int:
     optimizer = optimizer_of(job, job.model())
-    scheduler = scheduler_of(job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(dataset, 64))
+    scheduler = scheduler_of(job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(job, dataset, 64))
     assert isinstance(scheduler, StepLR)
     return scheduler.step_size
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orchestrator.compat.generators import seed_generators
+from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job
 from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_error, touches_rows_alone
 from orchestrator.model.stages import module_of
@@ -18,6 +19,7 @@ from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes, parts_of
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
+from orchestrator.strategies.gradients import clip
 from orchestrator.strategies.job_optimizer import optimizer_of, scheduler_of
 from orchestrator.strategies.replicated.whole_model import entries
 
@@ -113,9 +115,9 @@ class ShardPieces:
         dist.all_reduce(square, group=shards)
         return square.sqrt().float()
 
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients so that a whole gradient of norm ``norm`` has at most ``max_norm``."""
-        nn.utils.clip_grads_with_norm_(self._pieces.values(), max_norm, norm)
+    def clip(self, train: TrainConfig, norm: Tensor | None) -> None:
+        """Clip the gradients; ``norm`` is that of the whole gradient, for ``train.clip_norm``."""
+        clip(self._pieces.values(), train, norm)
 
     def update(self) -> None:
         """Apply the gradients."""

@@ -83,7 +83,7 @@ class Shard(Strategy):
         self._copies = PeerCopies() if context.peer_copy_every and context.mesh.num_servers > 1 else None
 
     def setup(self, train_set: Dataset[Any]) -> None:
-        self._steps_per_epoch = steps_per_epoch(train_set, self.context.train.global_batch_size)
+        self._steps_per_epoch = steps_per_epoch(self.job, train_set, self.context.train.global_batch_size)
         self._build(None)
 
     def attach(self) -> None:
@@ -280,8 +280,7 @@ class Shard(Strategy):
                     sends.send(norm, worker, NORM)
         skipped = norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm)
         if not skipped:
-            if norm is not None and train.clip_norm is not None:
-                self._pieces.clip(train.clip_norm, norm)
+            self._pieces.clip(train, norm)
             self._update()
         self._end_step(skipped=skipped)
         for worker in self._workers:

@@ -52,7 +52,8 @@ class Worker(WholeModel):
         assert isinstance(options, ParameterServerConfig)
         self._options = options
         self._sync = options.consistency == "sync"
-        self._changes_gradient = not self._sync and (train.clip_norm is not None or train.on_nonfinite == "skip")
+        clips = train.clip_norm is not None or train.clip_value is not None
+        self._changes_gradient = not self._sync and (clips or train.on_nonfinite == "skip")
         self._group_set: Groups | None = None
         self._hooks: list[RemovableHandle] = []
         self._connections: list[ShardConnection] = []
@@ -288,7 +289,7 @@ class Worker(WholeModel):
             dist.recv(norm, self._connections[0].rank, tag=NORM)
         return norm
 
-    def _clip(self, norm: Tensor) -> None:
+    def _clip(self, norm: Tensor | None) -> None:
         if not self._sync:
             super()._clip(norm)
 
