@@ -112,7 +112,14 @@ def basic_overrides(address: str, *, strategy: str = "ddp", workers: int = WORKE
 
 def launch(workload: Workload, overrides: Sequence[str], folder: Path, *, checkpoint_every: int = 0) -> RunDir:
     """Run ``python -m orchestrator.launch`` in ``folder`` and return its run directory."""
-    common = [
+    common = workload_overrides(workload, checkpoint_every=checkpoint_every)
+    execute(["-m", "orchestrator.launch", *common, *overrides], folder)
+    return run_dir_in(folder)
+
+
+def workload_overrides(workload: Workload, *, checkpoint_every: int = 0) -> list[str]:
+    """Return the overrides that choose the job and its steps."""
+    return [
         f"job._target_={workload.job}",
         *(f"job.{name}={value}" for name, value in workload.fields.items()),
         f"train.steps={workload.steps}",
@@ -121,8 +128,6 @@ def launch(workload: Workload, overrides: Sequence[str], folder: Path, *, checkp
         "train.eval_every=0",
         f"checkpoint.every={checkpoint_every}",
     ]
-    execute(["-m", "orchestrator.launch", *common, *overrides], folder)
-    return run_dir_in(folder)
 
 
 def stalling_checkpoints(run_dir: RunDir, *, steps: int) -> list[dict[str, Any]]:
@@ -143,10 +148,14 @@ def plain_loop(workload: Workload, *, compile: bool, loading_processes: int) -> 
     return _peer([str(PEERS / "plain_loop.py"), *flags], workload)
 
 
-def torchrun(workload: Workload, *, workers: int = WORKERS, loading_processes: int = 0) -> Arm:
-    """Return the arm that runs plain ``DistributedDataParallel`` under torchrun, with NCCL if there are GPUs."""
+def torchrun(workload: Workload, *, workers: int = WORKERS, loading_processes: int = 0, share_gpu: bool = False) -> Arm:
+    """Return the arm that runs plain ``DistributedDataParallel`` under torchrun, with NCCL if there are GPUs.
+
+    ``share_gpu``: all ranks use the first GPU.
+    """
     command = torchrun_command("torchrun_ddp.py", workers=workers)
-    return _peer([*command, f"--loading-processes={loading_processes}"], workload)
+    flags = [f"--loading-processes={loading_processes}", *(["--share-gpu"] if share_gpu else [])]
+    return _peer([*command, *flags], workload)
 
 
 def torch_pipeline(workload: Workload, *, split: str, schedule: str, num_microbatches: int) -> Arm:

@@ -1,13 +1,15 @@
-"""``single`` relative to a plain loop, model FLOPs utilization, checkpoints, and recovery of two ranks on one GPU.
+"""``single`` relative to a plain loop, model FLOPs utilization, checkpoints, and two ranks on one GPU.
 
-With several GPUs, also ``ddp`` on all of them relative to torchrun, and what it costs to be able to recover.
+With several GPUs, also ``ddp`` on all of them relative to torchrun, and what it costs to be able to recover. On both
+sides, the updates are fused and as many processes load data.
 
 python benchmarks/gpu.py
 python benchmarks/gpu.py --smoke
 
 Takes about ten minutes with one GPU: rounds that would begin late are left out. With ``--smoke``, a tiny model is
 trained on whatever device there is, to try the script. Two ranks that share one GPU show that losses are equal, that a
-killed rank is replaced, and that recoveries leave no memory behind; their speed means nothing.
+killed rank is replaced, and that recoveries leave no memory behind. They communicate through sockets: of their speed,
+only the ratio to torchrun's on the same GPU means anything.
 """
 
 from __future__ import annotations
@@ -17,24 +19,51 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from arms import Arm, Timing, Workload, basic_overrides, launch, ours, plain_loop, stalling_checkpoints, torchrun
-from rounds import Claim, Rounds, argument_parser, interleave, median, rates_table, ratios, report, run_round, table
+from arms import (
+    WORKERS,
+    Arm,
+    Timing,
+    Workload,
+    basic_overrides,
+    launch,
+    ours,
+    plain_loop,
+    stalling_checkpoints,
+    torchrun,
+    workload_overrides,
+)
+from rounds import (
+    Claim,
+    Rounds,
+    argument_parser,
+    in_turn,
+    interleave,
+    median,
+    rates_table,
+    ratios,
+    report,
+    run_round,
+    table,
+)
 
 from orchestrator import run
 from orchestrator.config.schema import TrainConfig
 from orchestrator.records.journal import read_lines
+from orchestrator.strategies.confirmation import Confirmation, Event, no_confirmation
 from orchestrator.worker.measure.peak_flops import peak_flops_per_s
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_S = 400.0
 """No round of the throughput begins later than this after the start."""
 COMPILES = "compile" in {field.name for field in fields(TrainConfig)}
+STEP_MS = 5
+"""Of the steps that show what a confirmation costs."""
 STEPS, FAULTS = 60, ("kill@20:1", "raise@30:1", "raise@40:1")
 """Of the run of two ranks."""
 
@@ -111,7 +140,10 @@ def main() -> int:
     saved = checkpoints(comparisons[0].workload)
     results = throughput(comparisons, deadline, rounds=1 if arguments.quick else None)
     grown = recovery_by_state({"1 MB": 200} if arguments.smoke else STATES)
-    replicas = {} if arguments.smoke else all_gpus(rounds=1 if arguments.quick else 2)
+    few = 1 if arguments.smoke or arguments.quick else 2
+    replicas = {**on_one_gpu(TINY if arguments.smoke else SMALL, rounds=few)}
+    replicas |= {} if arguments.smoke else all_gpus(rounds=few)
+    confirmed = confirmed_steps(steps=5 if arguments.smoke else 200)
     report(
         f"gpu-{slug(device_name())}",
         [
@@ -131,13 +163,18 @@ def main() -> int:
             Claim(name="last loss, two ranks with three failures / one rank", ratios=[recovery.loss], at_least=0.99),
             *(
                 Claim(
-                    name=f"samples/s, ddp on all GPUs, {arm} / torchrun",
+                    name=f"samples/s, {name}, {arm} / torchrun",
                     ratios=ratios(rounds, arm, "torchrun", "samples_per_s"),
                     at_least=0.99,
                 )
-                for rounds in replicas.values()
+                for name, rounds in replicas.items()
                 for arm in rounds[0]
                 if arm != "torchrun"
+            ),
+            Claim(
+                name=f"a step of {STEP_MS} ms whose confirmation spins / sleeps",
+                ratios=[ms["spinning"] / ms["sleeping"] for ms in confirmed],
+                at_most=1.0,
             ),
             Claim(name="memory of tensors, after three recoveries / before", ratios=[recovery.memory], at_most=1.01),
         ],
@@ -151,6 +188,9 @@ def main() -> int:
                 checkpoints_table(saved),
                 f"Two ranks on one GPU, with {', '.join(FAULTS)}: the next step came after "
                 f"{', '.join(f'{s:.1f}' for s in recovery.seconds)} s.",
+                f"A step of {STEP_MS} ms, by how its update is confirmed: "
+                + ", ".join(f"{how} {statistics.median(ms[how] for ms in confirmed):.2f} ms" for how in confirmed[0])
+                + ".",
                 "With a larger state: "
                 f"{', '.join(f'{size} after {seconds:.1f} s' for size, seconds in grown.items())}.",
             ]
@@ -241,6 +281,80 @@ def recovery_by_state(widths: Mapping[str, int]) -> dict[str, float]:
                 raise RuntimeError(f"a run with a state of {size} failed: {result.reason}")
             (seconds[size],) = result.summary["recovery_s"]
     return seconds
+
+
+def on_one_gpu(workload: Workload, *, rounds: int) -> dict[str, Rounds]:
+    """Compare ``ddp`` with torchrun, each with two ranks that share the first GPU."""
+    from helpers.shared_gpu import shared_gpu_ray
+
+    words = ["tracking=none", *basic_overrides("local"), *workload_overrides(workload), *ON_GPU]
+
+    def shared(folder: Path) -> Timing:
+        with shared_gpu_ray(WORKERS):
+            result = run([*words, f"output_dir={folder}"])
+        if result.status != "FINISHED":
+            raise RuntimeError(f"a run on a shared GPU failed: {result.reason}")
+        return Timing(**{name: result.summary[name] for name in Timing.__dataclass_fields__})
+
+    arms = {"ours": shared, "torchrun": torchrun(workload, loading_processes=LOADING_PROCESSES, share_gpu=True)}
+    return {"two ranks on one GPU": interleave(arms, rounds=rounds)}
+
+
+def confirmed_steps(*, steps: int) -> list[dict[str, float]]:
+    """Return, for three rounds, the milliseconds of a step on this GPU by how its update is confirmed.
+
+    The step computes for about ``STEP_MS``. On a CPU, which has no work to wait for, a step only waits.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    matrix = torch.randn(4096 if on_gpu else 8, 4096 if on_gpu else 8, device=device)
+    weights = [torch.nn.Parameter(torch.zeros(1024, device=device)) for _ in range(100)]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW(weights, fused=on_gpu)
+
+    def compute(products: int) -> None:
+        for _ in range(products):
+            torch.mm(matrix, matrix)
+
+    def timed_ms(confirm: Callable[[], None], products: int) -> float:
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            compute(products)
+            confirm()
+            optimizer.step()
+        synchronize(device)
+        return (time.perf_counter() - began) * 1e3 / steps
+
+    def record() -> Event:
+        return torch.cuda.current_stream().record_event() if on_gpu else Deadline(time.perf_counter() + STEP_MS / 1e3)
+
+    timed_ms(no_confirmation, 1)  # the first call of a kernel takes longer
+    products = max(1, round(STEP_MS / timed_ms(no_confirmation, 1)))
+    arms = {
+        "never": no_confirmation,
+        "spinning": Confirmation(no_confirmation, waits=True, record=record),
+        "sleeping": Confirmation(no_confirmation, waits=True, record=record, spin_s=0.0),
+    }
+    return [{how: timed_ms(arms[how], products) for how in in_turn(arms, number)} for number in range(3)]
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """An event at a time of ``perf_counter``."""
+
+    at_s: float
+
+    def query(self) -> bool:
+        """Return whether it has come."""
+        return time.perf_counter() >= self.at_s
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def all_gpus(*, rounds: int) -> dict[str, Rounds]:

@@ -36,6 +36,7 @@ class Settings:
     checkpoint_every: int
     compile: bool
     loading_processes: int
+    share_gpu: bool
 
     def kills(self, step: int) -> bool:
         """Return whether rank 1 dies before this step."""
@@ -71,6 +72,7 @@ def parse() -> Settings:
     parser.add_argument("--checkpoint-every", type=int, default=20)
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--loading-processes", type=int, default=0, help="processes that load data for each rank")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks use the first GPU")
     return Settings(**vars(parser.parse_args()))
 
 

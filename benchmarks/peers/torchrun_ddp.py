@@ -20,7 +20,10 @@ def main() -> None:
     settings = parse()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    index = 0 if settings.share_gpu else int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
+    if settings.share_gpu:  # NCCL allows it on different hosts, which it tells apart by this name
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)

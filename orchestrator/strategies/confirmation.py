@@ -33,6 +33,9 @@ from typing import Protocol
 import torch
 
 POLL_S = 5e-5
+SPIN_S = 2e-4
+"""A pause lasts up to 100 us longer than it should, and the GPU has nothing to do meanwhile. So the host makes none in
+a short wait; a long one, for a slow rank, must not take a CPU."""
 
 
 class Event(Protocol):
@@ -54,19 +57,23 @@ class Confirmation:
         check: raises if the generation is marked as ended.
         waits: whether to wait; otherwise the caller has read a number from the device, and only has to know its worth.
         record: records an event behind the work that has been enqueued.
+        spin_s: for how long to wait without a pause.
     """
 
-    def __init__(self, check: Callable[[], None], *, waits: bool, record: Callable[[], Event]):
+    def __init__(self, check: Callable[[], None], *, waits: bool, record: Callable[[], Event], spin_s: float = SPIN_S):
         self._check = check
         self._waits = waits
         self._record = record
+        self._spin_s = spin_s
 
     def __call__(self) -> None:
         if self._waits:
             event = self._record()
+            spins_until = time.perf_counter() + self._spin_s
             while not event.query():
                 self._check()
-                time.sleep(POLL_S)
+                if time.perf_counter() > spins_until:
+                    time.sleep(POLL_S)
         self._check()
 
 

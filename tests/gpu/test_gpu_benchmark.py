@@ -28,6 +28,8 @@ def test_the_benchmark_compares_trains_two_ranks_and_recovers() -> None:
         "samples/s, ours / plain loop, a tiny model, compiled",
         "memory of tensors",
         "last loss, two ranks",
+        "samples/s, two ranks on one GPU, ours / torchrun",
+        "a step of 5 ms whose confirmation spins / sleeps",
     ):
         assert claim in done.stdout
     assert "raise@40:1: the next step came after " in done.stdout

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from helpers.cases import Case, having
 from helpers.gang import Gang, own_device
+from helpers.layouts import LAYOUTS
+from helpers.toys import Toy
+from helpers.training import make, steps
 from orchestrator.strategies.device_clock import WaitTimer
 
 WAIT_S = 0.05
@@ -34,3 +39,31 @@ def test_a_busy_gpu_does_not_wait_for_the_host(gang: Gang) -> None:
     ((busy_ms, idle_ms),) = gang.run(waits_ms, world_size=1)
     assert idle_ms >= 0.9e3 * WAIT_S
     assert busy_ms < 0.5 * idle_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Toy):
+    """Its weights are numbers of the host."""
+
+    def weight(self, target: torch.Tensor) -> int:
+        return len(target)
+
+
+def step_that_may_not_wait(rank: int, case: Case) -> float:
+    """The loss of a step in which torch refuses to wait for the device."""
+    results = steps(make(case, rank))
+    next(results)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = next(results)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return float(result.loss_sum)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["single", "ddp-2"])
+def test_a_step_reads_nothing_from_the_device_and_copies_no_number_to_it(gang: Gang, name: str) -> None:
+    """If it fails, each step waits until the device has nothing left to do."""
+    case = LAYOUTS[name].of(Case(job=Weighted(), train=having(steps=2, global_batch_size=16)))
+    assert all(loss > 0 for loss in gang.run(step_that_may_not_wait, case, world_size=LAYOUTS[name].world_size))

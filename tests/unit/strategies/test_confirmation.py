@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.fake_stream import FakeEvent, FakeStream
-from orchestrator.strategies.confirmation import Confirmation, confirmation, no_confirmation
+from orchestrator.strategies.confirmation import POLL_S, Confirmation, confirmation, no_confirmation
 from orchestrator.worker.control.control import AbandonedError, StepGate
 
 GARBAGE = -1
@@ -111,6 +111,25 @@ def test_what_completes_after_the_mark_is_not_confirmed() -> None:
     for waits in (True, False):
         with pytest.raises(AbandonedError):
             Confirmation(ended, waits=waits, record=complete)()
+
+
+class Queried:
+    """A point that the device has reached when it is asked for the third time."""
+
+    def __init__(self) -> None:
+        self.queries = 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        return self.queries == 3
+
+
+@pytest.mark.parametrize(("spin_s", "pauses"), [(60.0, []), (-1.0, [POLL_S, POLL_S])], ids=["short", "long"])
+def test_only_a_long_wait_has_pauses(monkeypatch: pytest.MonkeyPatch, spin_s: float, pauses: list[float]) -> None:
+    made: list[float] = []
+    monkeypatch.setattr(time, "sleep", made.append)
+    Confirmation(lambda: None, waits=True, record=Queried, spin_s=spin_s)()
+    assert made == pauses
 
 
 @pytest.mark.parametrize(
