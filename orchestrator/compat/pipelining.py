@@ -14,18 +14,45 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get_schedule_class
 
 PASSES_CONSTANTS = hasattr(PipelineStage, "_validate_stage_tensors")
 """Whether a stage can receive tensors without a gradient, such as masks. With torch 2.11 it cannot."""
 
 
 class ConnectedStage(PipelineStage):
-    """A stage that can have a neighbour on its own rank under every backend."""
+    """A stage that can have a neighbour on its own rank under every backend, and a group for each direction.
+
+    ``backward_group`` has the ranks of ``group``, and carries the gradients of activations.
+    """
+
+    def __init__(self, *args: Any, backward_group: dist.ProcessGroup, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._backward_group = backward_group
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._backward(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._backward(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _backward(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        group = self._backward_group
+        return [dist.P2POp(o.op, o.tensor, group=group, tag=o.tag, group_peer=o.group_peer) for o in operations]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # torch 2.11 connects a rank to itself too, which gloo refuses.
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
+
+
+def sends_one_way(schedule: str) -> bool:
+    """Return whether all that a schedule sends at once goes one way through the stages, so may have a group for each.
+
+    The others send activations and gradients in one batch, which is of one group: in two, they might wait for each
+    other.
+    """
+    return issubclass(get_schedule_class(schedule), _PipelineScheduleRuntime)
 
 
 def microbatches_in_memory(stage: PipelineStage) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d_bindings
 from torch.distributed import distributed_c10d
 
@@ -38,6 +39,14 @@ def abort_together(backends: Sequence[Any]) -> None:
     if backends:
         with ThreadPoolExecutor(len(backends), thread_name_prefix="abort") as pool:
             list(pool.map(lambda backend: backend.abort(), backends))
+
+
+def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Begin to replace each tensor by its sum over the ranks of ``group``, as one operation without a copy on GPUs.
+
+    The tensors are contiguous, and of one dtype. ``dist.all_reduce_coalesced`` does the same, with a warning.
+    """
+    return group.allreduce_coalesced(list(tensors), c10d_bindings.AllreduceCoalescedOptions())
 
 
 def _backend_on_gpu(group: dist.ProcessGroup) -> Any:

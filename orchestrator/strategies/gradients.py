@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from orchestrator.compat.process_groups import all_reduce_together
 from orchestrator.config.schema import TrainConfig
 from orchestrator.strategies.sparse_sum import sparse_sum
 
@@ -15,22 +16,33 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over the ranks of ``group``.
+    """Replace each tensor by its sum over the ranks of ``group``."""
+    begin_sum(group, tensors)()
 
-    Dense tensors are reduced in buckets of at most ``BUCKET_BYTES``, sparse ones one at a time.
+
+def begin_sum(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Begin to replace each tensor by its sum over the ranks of ``group``.
+
+    Dense tensors are reduced in buckets of at most ``BUCKET_BYTES``, sparse ones one at a time, at the end.
+
+    Returns:
+        A function that waits for the sums. Until then, the tensors must not be used.
     """
-    pending = []
-    for tensor in tensors:
-        if tensor.is_sparse:
-            tensor.copy_(sparse_sum(tensor, group))
-    for bucket in _buckets([t for t in tensors if not t.is_sparse]):
-        flat = torch.cat([t.reshape(-1) for t in bucket])
-        pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in pending:
-        assert work is not None
-        work.wait()
-        for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(total.view_as(tensor))
+    dense = [tensor for tensor in tensors if not tensor.is_sparse and tensor.numel()]
+    reduced = [tensor.contiguous() for tensor in dense]
+    works = [all_reduce_together(bucket, group) for bucket in _buckets(reduced)]
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        for tensor, total in zip(dense, reduced, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
+        for tensor in tensors:
+            if tensor.is_sparse:
+                tensor.copy_(sparse_sum(tensor, group))
+
+    return finish
 
 
 def weighted_sum_over(

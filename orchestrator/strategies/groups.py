@@ -40,10 +40,16 @@ def own_group(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessG
         return dist.group.WORLD
     if all(len(ranks) == 1 for ranks in parts):
         return None
+    return divided(context, parts)
+
+
+def divided(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Divide all ranks into ``parts`` of one size, and return a new group of those of this rank."""
     if context.device.type == "cuda":  # in one call for all parts
         split: dist.ProcessGroup | None = dist.split_group(
             split_ranks=[list(ranks) for ranks in parts], timeout=_timeout(context)
         )
+        assert split is not None
         return split
     groups = [new_group(context, ranks) for ranks in parts]
     return next(group for group, ranks in zip(groups, parts, strict=True) if context.global_rank in ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from helpers.layouts import LAYOUTS, MODEL_PARALLEL, Layout, ddp_pipeline, layou
 from helpers.quick_jobs import digits
 from helpers.step_toys import Contrastive
 from helpers.toys import Normed, Tokens, Toy, Wide
-from helpers.training import make, steps
+from helpers.training import Steps, losses, make, steps, train
+from orchestrator.compat.pipelining import sends_one_way
 from orchestrator.planning.schedules import SCHEDULES
+from orchestrator.strategies.pipelined.pipeline import Pipeline
 
 GRIDS: dict[str, Callable[[str], Layout]] = {
     "2": lambda schedule: layout(pipeline(schedule, 4), 2),
@@ -58,6 +61,24 @@ def test_every_schedule(gang: Gang, schedule: str, grid: str) -> None:
     train = having(steps=2, global_batch_size=32, grad_accumulation=2, clip_norm=0.1)
     case = Case(job=digits(depth=8, hidden=8, val_size=33), train=train)
     assert_no_deadlock(gang.run(everything, of_schedule.of(case), world_size=of_schedule.world_size))
+
+
+def in_two_groups(rank: int, case: Case) -> tuple[list[Launch], Steps]:
+    """Train with a group for each direction, as NCCL has them."""
+    with recorded() as launches, patch.object(Pipeline, "_has_backward_group", return_value=True):
+        return launches, train(rank, case)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if sends_one_way(name)])
+def test_activations_and_their_gradients_may_have_groups_of_their_own(gang: Gang, schedule: str) -> None:
+    of_schedule = layout(pipeline(schedule, 4), 2)
+    case = of_schedule.of(Case(job=digits(depth=8, hidden=8), train=having(steps=2, global_batch_size=32)))
+    seen = gang.run(in_two_groups, case, world_size=2)
+    launches = [own for own, _ in seen]
+    assert_no_deadlock(launches)
+    transfers = {o for own in launches for launch in own for o in launch if o.name == "transfer"}
+    assert len({transfer.group for transfer in transfers}) == 2
+    assert torch.equal(losses([steps for _, steps in seen]), losses(gang.run(train, case, world_size=2)))
 
 
 @pytest.mark.parametrize(

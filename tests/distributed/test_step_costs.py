@@ -14,7 +14,8 @@ import helpers.stage_toys as of
 from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
 from helpers.launches import recorded
-from helpers.layouts import LAYOUTS
+from helpers.layouts import LAYOUTS, ddp_pipeline, layout
+from helpers.quick_jobs import digits
 from helpers.step_toys import NormedGAN
 from helpers.toys import Normed
 from helpers.training import make, steps
@@ -50,6 +51,20 @@ def test_a_step_walks_over_no_modules_and_sends_all_buffers_at_once(gang: Gang, 
     for walks, operations in gang.run(third_step, WHERE[name], world_size=world_size):
         assert walks == 0
         assert operations["broadcast"] == (world_size > 1)
+
+
+def first_sum_and_last_transfer(rank: int, case: Case) -> tuple[int, int]:
+    """Where in the launches of a step the first sum of gradients and the last transfer between stages are."""
+    results = steps(make(case, rank))
+    with recorded() as launches:
+        next(results)
+    names = [launch[0].name for launch in launches]
+    return names.index("allreduce_coalesced"), len(names) - 1 - names[::-1].index("transfer")
+
+
+def test_the_gradients_of_a_stage_are_summed_while_others_compute(gang: Gang) -> None:
+    case = layout(ddp_pipeline("LoopedBFS", 2), 4).of(Case(job=digits(depth=8, hidden=8), train=TRAIN))
+    assert all(first < last for first, last in gang.run(first_sum_and_last_transfer, case, world_size=4))
 
 
 class Replacing(nn.Module):

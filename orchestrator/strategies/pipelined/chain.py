@@ -48,6 +48,8 @@ class Chain:
         group: dist.ProcessGroup,
         precision: Precision,
         measure: Callable[[Any, Any], None],
+        passed: Callable[[int], None],
+        backward_group: dist.ProcessGroup,
     ):
         """Connect the stages.
 
@@ -60,6 +62,8 @@ class Chain:
             group: the ranks of this pipeline.
             precision: what the forward passes are computed in.
             measure: called in training with the output and the target of every micro-batch.
+            passed: called with the number of a stage after each backward pass of a micro-batch through it.
+            backward_group: the ranks of this pipeline, for the gradients of activations; may be ``group``.
         """
         self.feeds = stages[0].inputs is None
         self.has_loss = stages[-1].outputs is None
@@ -86,6 +90,8 @@ class Chain:
                 clock=self._clock,
                 inputs=self._inputs,
                 precision=precision,
+                passed=passed,
+                backward_group=backward_group,
             )
             for stage in stages
         ]

@@ -3,7 +3,7 @@
 Each rank builds and trains only its own stages. Activations and their gradients are sent point to point between
 neighbouring stages, one micro-batch at a time; the rank of the last stage owns the loss. ``model_parallel`` is the
 naive split with one micro-batch. With several replicas, the gradients of each stage are summed over them once a step,
-after the last backward pass: the zero-bubble schedules bypass the hooks of ``DistributedDataParallel``. The loss of a
+after its last backward pass: the zero-bubble schedules bypass the hooks of ``DistributedDataParallel``. The loss of a
 micro-batch is weighted by its share of the global weight, so that the summed gradients equal those of ``single``.
 
 Schedules: GPipe (Huang et al., NeurIPS 2019), 1F1B (PipeDream: Narayanan et al., SOSP 2019; with a flush: ICML 2021),
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from orchestrator.compat.pipelining import sends_one_way
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
@@ -48,8 +49,8 @@ from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import example_batch, steps_per_epoch
 from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.diverging import diverging_errors
-from orchestrator.strategies.gradients import norm_over, on_device, sum_over
-from orchestrator.strategies.groups import new_group, own_group
+from orchestrator.strategies.gradients import norm_over, on_device
+from orchestrator.strategies.groups import divided, new_group, own_group
 from orchestrator.strategies.job_optimizer import optimizer_of_part
 from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
@@ -57,6 +58,7 @@ from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
 from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, one_pipeline
 from orchestrator.strategies.pipelined.preflight import check_stages
+from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.shared_tensors import Sharing
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
@@ -80,12 +82,14 @@ class _Connected:
         pipeline: the ranks of this replica.
         host: the same ranks with gloo, on GPUs, so that states in host memory need not pass through them; else None.
         replicas: the ranks that have the same stages; None if there is one replica.
+        sums: those of the gradients over the replicas.
     """
 
     pipeline: dist.ProcessGroup
     host: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
     sharing: Sharing
+    sums: ReplicaSums
     chain: Chain
 
 
@@ -169,8 +173,10 @@ class Pipeline(OptimizerStep):
         context = self.context
         mesh = context.mesh
         pipeline = own_group(context, mesh.groups("pipeline"))
+        backward = divided(context, mesh.groups("pipeline")) if self._has_backward_group() else pipeline
         replicas = own_group(context, mesh.groups("replicate"))
         assert pipeline is not None
+        assert backward is not None
         cut = self._agree_on_cut()
         if self._builder is not None:
             if self.context.global_rank == 0:
@@ -189,6 +195,11 @@ class Pipeline(OptimizerStep):
             context=context,
             stage_ranks=self.layout.stage_ranks,
         )
+        sums = ReplicaSums(
+            replicas,
+            {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
+            {p: n for n, p in self.state_module().named_parameters() if p.requires_grad and n not in self._unused},
+        )
         chain = Chain(
             self.stages,
             self.layout,
@@ -198,9 +209,20 @@ class Pipeline(OptimizerStep):
             group=pipeline,
             precision=self.precision,
             measure=self._measure,
+            passed=sums.passed,
+            backward_group=backward,
         )
         host = None if context.device.type == "cpu" else self._new_gloo_group()
-        self._connections = _Connected(pipeline=pipeline, host=host, replicas=replicas, sharing=sharing, chain=chain)
+        self._connections = _Connected(
+            pipeline=pipeline, host=host, replicas=replicas, sharing=sharing, sums=sums, chain=chain
+        )
+
+    def _has_backward_group(self) -> bool:
+        """Return whether gradients of activations have a process group beside that of activations and of the norm.
+
+        A group of NCCL has one stream for all point-to-point operations, in which one waits for the next.
+        """
+        return self.context.device.type == "cuda" and sends_one_way(self.layout.schedule)
 
     def _build(self, builder: StageBuilder, cut: Cut) -> None:
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks)
@@ -424,6 +446,7 @@ class Pipeline(OptimizerStep):
     def _backward(
         self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor
     ) -> Tensor:
+        self._connected.sums.begin_step(passes=len(slices) * self.layout.num_microbatches)
         loss_sum = self._connected.chain.train(slices, weights, total_weight)
         self._reduce_gradients()
         return loss_sum
@@ -434,24 +457,13 @@ class Pipeline(OptimizerStep):
         return norm_over(self._connected.pipeline, counted, self.context.device)
 
     def _reduce_gradients(self) -> None:
-        """Sum each gradient over the replicas of its stage, then gradients of shared parameters over their stages."""
-        self._waits.restart()
-        with self._waits.waiting():
-            if (replicas := self._connected.replicas) is not None:
-                self._sum_over(replicas)
-            self._connected.sharing.add_gradients()
+        """Sum each gradient over the replicas of its stage, then gradients of shared parameters over their stages.
 
-    def _sum_over(self, replicas: dist.ProcessGroup) -> None:
-        """Sum the gradients over the replicas, and give all of them the buffers of the first."""
-        if any(p.requires_grad and p.grad is None for p in self.parameters):
-            named = self.state_module().named_parameters()
-            missing = [n for n, p in named if p.requires_grad and p.grad is None and n not in self._unused]
-            if missing:
-                raise ValueError(
-                    f"parameters that take no part in the loss: {', '.join(missing)}; the other replicas would "
-                    "wait for their gradients. Use these parameters, freeze them (requires_grad=False), or use "
-                    "strategy=ddp, which has strategy.find_unused_parameters=true; stages have no such option, because "
-                    "their replicas sum all gradients in one order"
-                )
-        sum_over(replicas, [p.grad for p in self.parameters if p.grad is not None])
-        broadcast_tensors(self._buffers(), source=0, device=self.context.device, group=replicas)
+        All replicas take the buffers of the first.
+        """
+        self._waits.restart()
+        self._connected.sums.finish(self._waits)
+        with self._waits.waiting():
+            self._connected.sharing.add_gradients()
+        if (replicas := self._connected.replicas) is not None:
+            broadcast_tensors(self._buffers(), source=0, device=self.context.device, group=replicas)

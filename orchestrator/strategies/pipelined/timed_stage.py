@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,8 +105,22 @@ class TimedStage(ConnectedStage):
         clock: Clock,
         inputs: InputBuffer,
         precision: Precision,
+        passed: Callable[[int], None],
+        backward_group: dist.ProcessGroup,
     ):
         """Connect ``stage`` to its neighbours.
+
+        Args:
+            stage: the stage.
+            num_stages: of the whole model.
+            device: where it computes.
+            group: the ranks of the pipeline, for activations.
+            clock: records when it computes.
+            inputs: the inputs of the model, for the first stage.
+            precision: what it computes in.
+            passed: called with the number of the stage when the gradients of a micro-batch have been added to those of
+                its parameters.
+            backward_group: the same ranks, for the gradients of activations; may be ``group``.
 
         Raises:
             ValueError: this torch cannot send the values between the stages.
@@ -126,8 +140,10 @@ class TimedStage(ConnectedStage):
             input_args=microbatch_number if received is None else received.examples(device),
             output_args=placeholder if stage.outputs is None else stage.outputs.examples(device),
             group=group,
+            backward_group=backward_group,
         )
         self._stage = stage
+        self._passed = passed
         self._clock = clock
         self._inputs = inputs
         self._precision = precision
@@ -159,11 +175,14 @@ class TimedStage(ConnectedStage):
         with self._clock.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id), _original_error():
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         make_input_gradients_contiguous(self, bwd_chunk_id)
+        if full_backward:
+            self._passed(self.stage_index)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._clock.span("W", self.stage_index, bwd_chunk_id), _original_error():
             if bwd_chunk_id in self.backward_state:  # otherwise the first half was the whole backward pass
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._passed(self.stage_index)
 
     def _can_split_backward(self, chunk_id: int, loss: Tensor | None) -> bool:
         """Return whether the weights' gradients can be computed after the inputs' gradients, in a pass of their own."""

@@ -251,7 +251,10 @@ class Checked(pipelining.ConnectedStage):
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 x = torch.ones(1, 2)
-stage = Checked(torch.nn.Linear(2, 2), 0, 1, torch.device("cpu"), input_args=x, output_args=x, group=dist.group.WORLD)
+stage = Checked(
+    torch.nn.Linear(2, 2), 0, 1, torch.device("cpu"), input_args=x, output_args=x, group=dist.group.WORLD,
+    backward_group=dist.group.WORLD,
+)
 ScheduleGPipe(stage, 1, loss_fn=lambda output, target: (output - target).sum()).step(x, target=x)
 assert stage.checked and pipelining.microbatches_in_memory(stage) == 0
 
@@ -263,6 +266,9 @@ takes("forward_one_chunk", "fwd_chunk_id", "args", "kwargs")
 takes("backward_one_chunk", "bwd_chunk_id", "loss", "full_backward", "last_backward")
 takes("backward_weight_one_chunk", "bwd_chunk_id", "last_backward")
 takes("forward_maybe_with_nosync")
+takes("get_bwd_recv_ops", "bwd_chunk_id")
+takes("get_bwd_send_ops", "bwd_chunk_id")
+assert pipelining.sends_one_way("ZBVZeroBubble") and not pipelining.sends_one_way("1F1B")
 dist.destroy_process_group()
 """
 

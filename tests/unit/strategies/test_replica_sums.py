@@ -1,0 +1,84 @@
+"""When the gradients of a stage are summed over its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.launches import recorded
+from orchestrator.strategies.device_clock import WaitTimer
+from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
+
+WAITS = WaitTimer(torch.device("cpu"))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def parameters(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2)) for _ in range(count)]
+
+
+def begun(sums: ReplicaSums, passes: Sequence[int]) -> list[int]:
+    """The sums that have begun after each of these backward passes, given by their stage, and at the end."""
+    seen = []
+    with recorded() as launches:
+        for stage in passes:
+            sums.passed(stage)
+            seen.append(len(launches))
+        sums.finish(WAITS)
+    return [*seen, len(launches)]
+
+
+def test_a_sum_begins_with_the_last_pass_of_its_stage(group: dist.ProcessGroup) -> None:
+    first, second, frozen_input = parameters(3)
+    first.grad = second.grad = torch.ones(2)
+    frozen_input.grad = torch.ones(2)
+    sums = ReplicaSums(group, {0: [first], 1: [second], 2: [frozen_input]}, {})
+    for _ in range(2):
+        sums.begin_step(passes=2)
+        assert begun(sums, [1, 0, 1, 0]) == [0, 0, 1, 2, 3], "no pass goes through stage 2"
+
+
+def test_a_parameter_of_two_stages_is_summed_once_after_both(group: dist.ProcessGroup) -> None:
+    (shared,) = parameters(1)
+    shared.grad = torch.ones(2)
+    sums = ReplicaSums(group, {0: [shared], 3: [shared, shared]}, {})
+    sums.begin_step(passes=1)
+    assert begun(sums, [3, 0]) == [0, 1, 1]
+
+
+def test_a_gradient_that_is_missing_is_named_before_the_replicas_wait_for_it(group: dist.ProcessGroup) -> None:
+    used, unused, allowed = parameters(3)
+    used.grad = torch.ones(2)
+    sums = ReplicaSums(group, {0: [used, unused, allowed]}, {used: "layer.used", unused: "layer.unused"})
+    sums.begin_step(passes=1)
+    with recorded() as launches, pytest.raises(ValueError, match=r"take no part in the loss: layer\.unused;"):
+        sums.passed(0)
+    assert launches == []
+
+
+def test_gradients_of_any_layout_are_summed_where_they_are(group: dist.ProcessGroup) -> None:
+    table = torch.arange(6.0).reshape(2, 3)
+    gradients = [table.clone(), table.t().clone().t(), table.clone().to_sparse(), torch.empty(0), table.half()]
+    own = [nn.Parameter(torch.zeros(g.shape, dtype=g.dtype)) for g in gradients]
+    for parameter, gradient in zip(own, gradients, strict=True):
+        parameter.grad = gradient
+    sums = ReplicaSums(group, {0: own}, {})
+    sums.begin_step(passes=1)
+    sums.passed(0)
+    sums.finish(WAITS)
+    for parameter, gradient in zip(own, gradients, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient.to_dense().float(), table if gradient.numel() else gradient)
