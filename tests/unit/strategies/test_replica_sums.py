@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.launches import recorded
+from orchestrator.compat.pipelining import computations
+from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 
@@ -49,6 +52,17 @@ def test_a_sum_begins_with_the_last_pass_of_its_stage(group: dist.ProcessGroup) 
     for _ in range(2):
         sums.begin_step(passes=2)
         assert begun(sums, [1, 0, 1, 0]) == [0, 0, 1, 2, 3], "no pass goes through stage 2"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_every_schedule_each_stage_has_a_last_pass_for_each_micro_batch(schedule: str) -> None:
+    """A backward pass in halves counts with the second one, which computes the gradients of the parameters."""
+    workers, microbatches = 2, 8
+    orders = computations(schedule, workers, microbatches, SCHEDULES[schedule].stages_per_rank)
+    passes = Counter((stage, number) for order in orders for kind, stage, number in order if kind in "BW")
+    stages = {stage for stage, _ in passes}
+    assert len(stages) == workers * SCHEDULES[schedule].stages_per_rank
+    assert passes == Counter((stage, number) for stage in stages for number in range(microbatches))
 
 
 def test_a_parameter_of_two_stages_is_summed_once_after_both(group: dist.ProcessGroup) -> None:
