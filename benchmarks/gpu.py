@@ -287,7 +287,7 @@ def on_one_gpu(workload: Workload, *, rounds: int) -> dict[str, Rounds]:
     """Compare ``ddp`` with torchrun, each with two ranks that share the first GPU."""
     from helpers.shared_gpu import shared_gpu_ray
 
-    words = ["tracking=none", *basic_overrides("local"), *workload_overrides(workload), *ON_GPU]
+    words = ["tracking=none", "strategy=ddp", f"strategy.num_workers={WORKERS}", *workload_overrides(workload), *ON_GPU]
 
     def shared(folder: Path) -> Timing:
         with shared_gpu_ray(WORKERS):
