@@ -20,7 +20,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.gang.slots import Slots
 from orchestrator.driver.process.event_stream import EventStream
-from orchestrator.driver.process.run_spec import RunSpec
+from orchestrator.driver.process.run_spec import RunContext, RunSpec
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import ResourceWait
 from orchestrator.driver.reporting.uploads import RecordUpload
@@ -394,4 +394,5 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, Redactor())
     code = WorkerCode(working_dir=None, py_modules=(), pip=())
-    return Run(spec, code, events, StopSignals(), uploader, records, lease), watcher
+    context = RunContext(spec=spec, events=events, stop=StopSignals(), lease=lease)
+    return Run(context, code, uploader, records), watcher

@@ -19,11 +19,11 @@ from orchestrator.display.comparison import CompareError, Run, read_run
 from orchestrator.display.run_list import plain, run_list
 from orchestrator.display.text import writable
 from orchestrator.records.progress import progress_of
-from orchestrator.records.run_dir import STATES_WITHOUT_END, state_of
+from orchestrator.records.run_dir import END_STATES, STATES_WITHOUT_END, state_of
 from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
 
-STATES = (*STATES_WITHOUT_END, "finished", "failed", "killed")
+STATES = (*STATES_WITHOUT_END, *END_STATES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from orchestrator.protocol.events import (
     RunStarted,
     SampleSaved,
     StageSummary,
+    StateChanged,
     StopRequested,
     StragglerFound,
     SystemMetricsLogged,
@@ -70,7 +71,7 @@ def describe(event: Event) -> list[Line]:
             return [(f"note: {event.message}", "")]
         case Warned():
             return [(f"warning: {event.message}", "yellow")]
-        case FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
+        case StateChanged() | FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
             return []
         case SampleSaved() | TextSampled() | RunEnded():
             return []

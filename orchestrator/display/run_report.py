@@ -27,8 +27,7 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
     Args:
         run_dir: the directory of the run.
         record: the contents of its ``run.json``.
-        state: ``finished``, ``failed``, ``killed``, ``running``, ``waiting`` for its workers, or ``died``: not ended,
-            and without a driver.
+        state: see :data:`~orchestrator.protocol.events.RunState`, or ``died``: not ended, and without a driver.
         now: seconds since the epoch.
         verb: returns the command line of a verb, of which it receives the name and the arguments.
     """

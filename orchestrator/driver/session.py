@@ -35,7 +35,7 @@ from orchestrator.driver.process.event_stream import EventStream, FailureSink
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.reports import report_end, report_run
 from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_spec import RunSpec
+from orchestrator.driver.process.run_spec import RunContext, RunSpec
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.stop_requests import StopRequests
 from orchestrator.driver.process.stop_wait import stop_wait_warning
@@ -357,7 +357,8 @@ def _run(
             console.emit(Warned(message=short))
         try:
             with StopRequests(run_dir, stop):
-                result = Run(spec, code, events, stop, uploader, records, lease).execute()
+                context = RunContext(spec=spec, events=events, stop=stop, lease=lease)
+                result = Run(context, code, uploader, records).execute()
         except SupersededError as e:
             # The directory belongs to the other driver now: write nothing more to it.
             writer.discard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from orchestrator.policy.failure import first_failure
@@ -11,13 +12,14 @@ from orchestrator.protocol.messages import Failure, Outcome, RecoverableSteps
 class Outcomes:
     """The outcomes of the ranks of one generation.
 
-    ``by_rank``: those that are known. ``returned``: the ranks whose process lives.
+    ``world_size``: the number of ranks. ``by_rank``: the outcomes that are known. ``returned``: the ranks whose process
+    lives.
     """
 
     def __init__(self, world_size: int):
+        self.world_size = world_size
         self.by_rank: dict[int, Outcome] = {}
         self.returned: set[int] = set()
-        self._world_size = world_size
 
     def __contains__(self, rank: int) -> bool:
         return rank in self.by_rank
@@ -34,7 +36,7 @@ class Outcomes:
     @property
     def unfinished(self) -> list[int]:
         """The ranks whose outcome is not known."""
-        return [rank for rank in range(self._world_size) if rank not in self.by_rank]
+        return [rank for rank in range(self.world_size) if rank not in self.by_rank]
 
     @property
     def any_failed(self) -> bool:
@@ -45,6 +47,16 @@ class Outcomes:
     def first_failed(self) -> int | None:
         """The rank whose failure caused the others; None if none has failed."""
         return first_failure(self.by_rank)
+
+    def least_advanced(self, last_step: Mapping[int, int]) -> int | None:
+        """Return the rank that the others no longer wait for, which has not ended; None unless that is the failure.
+
+        It is so if all failures are broken connections. ``last_step``: the last completed step of each rank.
+        """
+        rank = self.first_failed
+        if rank is None or not self.failure(rank).collateral or not self.unfinished:
+            return None
+        return min(self.unfinished, key=lambda r: (last_step.get(r, 0), r))
 
     @property
     def last_step(self) -> int:

@@ -86,6 +86,23 @@ class Yielded(Event):
     to: str
 
 
+RunState = Literal[
+    "waiting", "running", "recovering", "replacing", "growing", "yielding", "finished", "failed", "killed"
+]
+"""What a run does or how it ended, as ``run.json`` and ``orchestrator runs`` name it.
+
+It is ``waiting`` without workers; ``recovering`` after a failure, ``replacing`` workers that must leave and ``growing``
+until the next step is done; ``yielding`` while it releases its workers for another run.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateChanged(Event):
+    """The run has come into another ``state``. For the first state and the last one, it starts and ends instead."""
+
+    state: RunState
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationStarted(Event):
     """A process group has been formed; ``workers`` describes the node and device of each rank.
@@ -217,6 +234,9 @@ class StragglerFound(Event):
 
 PauseReason = Literal["preempted", "growing", "yielded"]
 """Why all ranks end a generation after a step: workers must leave, more could join, or another run goes first."""
+
+EndReason = PauseReason | Literal["stopped"]
+"""Why the driver asked all ranks to end a generation: to go on with other workers, or to end the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

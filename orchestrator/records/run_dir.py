@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from orchestrator.protocol.events import RunState
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.listing import folders_in
 from orchestrator.records.lock import changed_at, locked, now_on
@@ -20,10 +21,10 @@ from orchestrator.storage.remote import Remote
 LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
 
-ACTIVE_STATES = ("running", "waiting")
+END_STATES: tuple[RunState, ...] = ("finished", "failed", "killed")
+ACTIVE_STATES: tuple[RunState, ...] = tuple(state for state in get_args(RunState) if state not in END_STATES)
 STATES_WITHOUT_END = (*ACTIVE_STATES, "died")
-"""The states in ``run.json`` of a run that has not ended: with workers, and without them, at first and after it has
-yielded. The run has died if no process drives it."""
+"""The states in ``run.json`` of a run that has not ended. The run has died if no process drives it."""
 
 _RESERVE_BYTES = 256 << 10
 

@@ -203,7 +203,7 @@ class Gang:
             NoWorkersError: not in time, or each new worker dies at once.
             Interrupted: a stop was requested.
         """
-        while len(spares := self._spares.alive(self._infos())) < len(ranks):
+        while len(spares := self._answering_spares()) < len(ranks):
             self.wait_for_spares(len(ranks), f"{_workers(len(ranks))} in place of those lost")
         workers = [(m.slot, m.info) for m in self.members]
         for rank in ranks:
@@ -222,6 +222,7 @@ class Gang:
             Interrupted: a stop was requested.
         """
         given_up = self._spares.num_given_up
+        self.advance_spares()
         wait = self._wait_for(wanted, max(1, count - self.ready()))
         while (missing := count - self.ready()) > 0:
             if self._spares.num_given_up > given_up:
@@ -230,6 +231,7 @@ class Gang:
             self._spares.seek(missing)
             wait.check()
             self._spares.wait(SPARES_POLL_S)
+            self.advance_spares()
 
     def reassign_ranks(self, plan: Plan, before: Sequence[int | None]) -> bool:
         """Change to ``plan``, whose ranks go to present members and spares.
@@ -241,7 +243,7 @@ class Gang:
         Returns:
             False if there are too few live spares; nothing has changed then.
         """
-        spares = self._spares.alive(self._infos()) if None in before else []
+        spares = self._answering_spares() if None in before else []
         if len(spares) < before.count(None):
             return False
         joining = iter(spares)
@@ -267,12 +269,17 @@ class Gang:
         starts: loading takes CPU time from it. A slot in which :data:`START_ATTEMPTS` workers in a row died counts as
         one of them for a while.
         """
+        self.advance_spares()
         self._spares.prepare()
         self._spares.retry()
         self._spares.refill(workers - len(self.members))
 
+    def advance_spares(self) -> None:
+        """Start workers on nodes that have been admitted by now, and take over as spares those that have started."""
+        self._spares.advance(self._infos())
+
     def ready(self) -> int:
-        """Return how many spares could take a rank at once."""
+        """Return how many spares could take a rank at once, as far as :meth:`advance_spares` knew."""
         return len(self._spares.fit(self._infos()))
 
     def heartbeats(
@@ -386,6 +393,12 @@ class Gang:
 
     def _infos(self) -> list[WorkerInfo]:
         return [member.info for member in self.members]
+
+    def _answering_spares(self) -> list[int]:
+        """Return the slots of the spares that can take a rank and answer at once; the silent ones are discarded."""
+        self.advance_spares()
+        self._spares.discard_silent()
+        return self._spares.fit(self._infos())
 
     def _vacate(self, member: Member) -> None:
         self._spares.vacate(member.slot, member.info.node_id)

@@ -147,8 +147,11 @@ class Spares:
         else:
             time.sleep(timeout_s)
 
-    def fit(self, members: Sequence[WorkerInfo]) -> list[int]:
-        """Return the slots of the spares that could take a rank beside ``members``, in ascending order."""
+    def advance(self, members: Sequence[WorkerInfo]) -> None:
+        """Start workers on the nodes that have been admitted by now, and take over those that have started.
+
+        ``members``: the workers with a rank, beside whom they would take one.
+        """
         self._start_admitted()
         starting = list(self._starting)
         for reference in ray.wait(starting, num_returns=len(starting), timeout=0)[0] if starting else ():
@@ -159,18 +162,19 @@ class Spares:
                 self._record_failed_start(slot, e)
             else:
                 self._record_start(slot, info, members)
-        trouble = self._nodes.trouble()
-        return sorted(s for s, info in self.infos.items() if info.node_id not in trouble and can_join(info, members))
 
-    def alive(self, members: Sequence[WorkerInfo]) -> list[int]:
-        """Return those of :meth:`fit` that answer at once; the others are given up."""
-        self.fit(members)
+    def discard_silent(self) -> None:
+        """Discard the spares that do not answer at once."""
         answers = answers_in_time(
             {self._slots.actor(slot).worker_info.remote(): slot for slot in self.infos}, SPARE_TIMEOUT_S
         )
         for slot in self.infos.keys() - answers:
             self.vacate(slot, self.infos[slot].node_id)
-        return self.fit(members)
+
+    def fit(self, members: Sequence[WorkerInfo]) -> list[int]:
+        """Return the slots of the spares that could take a rank beside ``members``, in ascending order."""
+        trouble = self._nodes.trouble()
+        return sorted(s for s, info in self.infos.items() if info.node_id not in trouble and can_join(info, members))
 
     def _is_stranded(self, slot: int) -> bool:
         # Workers that must share a node are of no use elsewhere.

@@ -1,4 +1,4 @@
-"""What defines a run, for its driver."""
+"""What defines a run, for its driver, and what all parts of the driver have at hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.config.schema import Config
+from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.signals import StopSignals
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.queue import QueueEntry
+from orchestrator.records.lease import Lease
 from orchestrator.records.run_dir import RunDir
 
 
@@ -36,3 +39,13 @@ class RunSpec:
     queue_entry: QueueEntry | None = None
     checked_nodes: frozenset[str] = frozenset()
     known_namesakes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What every part of the driver of a run has at hand: the run, where its events go, its signals and its lease."""
+
+    spec: RunSpec
+    events: EventStream
+    stop: StopSignals
+    lease: Lease

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.process.calls import NoWorkersError, UnfitError, check_ray
@@ -28,8 +29,7 @@ class TurnLostError(Exception):
 class WaitMonitor:
     """The driver's duties while it waits for workers that do not train yet.
 
-    ``grace_s``: the seconds that a wait continues after a stop request. ``check_turn``, ``offer_turn``: see
-    :class:`~orchestrator.driver.queue.queue_place.QueuePlace`.
+    ``check_turn``, ``offer_turn``: see :class:`~orchestrator.driver.queue.queue_place.QueuePlace`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class WaitMonitor:
         self._stop = stop
         self._check_turn = check_turn
         self.offer_turn = offer_turn
-        self.grace_s = 0.0
+        self._grace_s = 0.0
 
     def check(self) -> None:
         """Decide whether to wait longer. To be called several times a second.
@@ -58,8 +58,17 @@ class WaitMonitor:
         """
         self._lease.check()
         self._check_turn()
-        if self._stop.received is not None and self._stop.seconds_ago >= self.grace_s:
+        if self._stop.received is not None and self._stop.seconds_ago >= self._grace_s:
             raise Interrupted
+
+    @contextlib.contextmanager
+    def grace(self, seconds: float) -> Iterator[None]:
+        """Let the waits in this context go on for ``seconds`` after the request to stop."""
+        self._grace_s = seconds
+        try:
+            yield
+        finally:
+            self._grace_s = 0.0
 
     def warn(self, message: str) -> None:
         """Warn the user."""

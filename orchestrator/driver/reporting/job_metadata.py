@@ -10,9 +10,9 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.protocol.events import (
     Event,
-    GenerationStarted,
     RunEnded,
     RunStarted,
+    StateChanged,
     WaitingForResources,
     WaitingInQueue,
     Yielded,
@@ -47,8 +47,8 @@ def job_state(event: Event) -> str | None:
             return f"waiting: {event.wanted}"
         case Yielded():
             return f"waiting: yielded to {event.to}"
-        case GenerationStarted():
-            return "running"
+        case StateChanged():
+            return event.state
         case RunEnded():
             return event.status.lower()
     return None

@@ -6,33 +6,30 @@ import socket
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import ray.exceptions
 
-from orchestrator.driver.gang.gang import Gang, Member
-from orchestrator.driver.nodes.node_watch import NodeWatch, kernel_oom_kills
+from orchestrator.driver.gang.gang import Member
+from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.driver.process.calls import NoAnswerError, cause_of_death, check_ray, completed, results
-from orchestrator.driver.process.event_stream import EventStream
-from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.queue.queue_place import QueuePlace
+from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.driver.run.abandonment import abandon
 from orchestrator.driver.run.health import Health, failed_call_of
 from orchestrator.driver.run.pause import Pause
-from orchestrator.driver.run.resizing import Resizing
 from orchestrator.driver.run.telemetry import HEARTBEAT_WAIT_S, Telemetry
+from orchestrator.driver.run.workforce import Held, Workforce
 from orchestrator.planning.faults import Fault
-from orchestrator.planning.plan import Plan
 from orchestrator.policy.failure import cannot_leave_nccl, death, no_store
 from orchestrator.policy.hang import WatchedTime
 from orchestrator.policy.outcomes import Outcomes
 from orchestrator.policy.recovery import RecoveryPlan
-from orchestrator.protocol.events import Event, GenerationStarted, StopRequested
-from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome, RecoverableSteps, WorkerEnvironment
-from orchestrator.records.lease import Lease
+from orchestrator.policy.run_state import GenerationEnd
+from orchestrator.protocol.events import Event, GenerationStarted
+from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome
 from orchestrator.records.rank_log import crash_report
-from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.actor import Worker
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
@@ -43,98 +40,73 @@ LONGEST_ROUND_FACTOR = 4.0
 """A round of heartbeats that takes more than this many times its interval says nothing about the workers."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a generation begins.
+
+    Args:
+        recovery_plan: where the state comes from; None in the first generation.
+        held: the state that the workers hold from earlier generations, by rank.
+        checkpoint: what ranks load that get their state from no survivor; None to start from the beginning.
+        faults: those still to be injected.
+        only_saves: the ranks are to save what they hold and to stop, because the run cannot continue.
+    """
+
+    recovery_plan: RecoveryPlan | None
+    held: Held
+    checkpoint: Path | None
+    faults: tuple[Fault, ...] = ()
+    only_saves: bool = False
+
+
 class Generation:
-    """The ranks of ``plan``, from forming their group to the end of all their parts in it.
+    """The ranks of a plan, from forming their group to the end of all their parts in it.
 
     ``outcomes``: how each rank's part ended, as far as it is known. ``health``: what was found about the ranks.
-    ``pause``: whether and why all ranks were asked to end this generation, so that the next one can continue.
-    ``stop_sent``: the ranks were asked to stop because of a signal.
-    ``only_saves``: the ranks are asked to save what they hold and to stop, because the run cannot continue.
     """
 
     def __init__(
         self,
         number: int,
-        gang: Gang,
-        environment: WorkerEnvironment,
-        plan: Plan,
-        run_dir: RunDir,
+        context: RunContext,
+        workers: Workforce,
+        start: Start,
         *,
         telemetry: Telemetry,
-        stop: StopSignals,
-        nodes: NodeWatch,
-        lease: Lease,
-        events: EventStream,
-        resizing: Resizing,
-        queue: QueuePlace,
         earlier_hangs: Sequence[int],
     ):
-        config = environment.config
         self.number = number
-        self.outcomes = Outcomes(plan.world_size)
+        self.outcomes = Outcomes(workers.plan.world_size)
         self.health = Health(
-            number,
-            gang,
-            plan,
-            config,
-            run_dir,
-            telemetry=telemetry,
-            nodes=nodes,
-            outcomes=self.outcomes,
-            earlier_hangs=earlier_hangs,
+            number, context, workers, telemetry=telemetry, outcomes=self.outcomes, earlier_hangs=earlier_hangs
         )
-        self.pause = Pause(
-            number,
-            gang,
-            plan,
-            nodes=nodes,
-            queue=queue,
-            resizing=resizing,
-            events=events,
-            answer_timeout_s=config.cluster.stop_grace_s,
-            check=self._check_driver,
-        )
-        self.stop_sent = False
-        self.only_saves = False
-        self._gang = gang
-        self._nodes = nodes
-        self._environment = environment
-        self._config = config
-        self._plan = plan
-        self._run_dir = run_dir
+        self._pause = Pause(number, context, workers, check=self._check_driver)
+        self._start = start
+        self._gang = workers.gang
+        self._nodes = workers.nodes
+        self._environment = workers.environment
+        self._config = workers.environment.config
+        self._plan = workers.plan
+        self._run_dir = context.spec.run_dir
+        self._run_uid = context.spec.run_uid
         self._telemetry = telemetry
-        self._stop = stop
-        self._lease = lease
-        self._events = events
+        self._stop = context.stop
+        self._lease = context.lease
+        self._events = context.events
         self._pending: dict[Any, Member] = {}  # by the reference to its outcome
         self._next_round = 0.0  # when the next heartbeats are due
         self._oom_kills = kernel_oom_kills()
-        self._backend: Literal["gloo", "nccl"] = "nccl" if all(m.info.gpu_uuid for m in gang.members) else "gloo"
+        self._backend: Literal["gloo", "nccl"] = "nccl" if all(m.info.gpu_uuid for m in self._gang.members) else "gloo"
 
-    def begin(
-        self,
-        run_uid: str,
-        recovery_plan: RecoveryPlan | None,
-        *,
-        recoverable_steps: Mapping[int, RecoverableSteps],
-        checkpoint: Path | None,
-        faults: tuple[Fault, ...],
-    ) -> None:
+    def begin(self) -> None:
         """Let every rank join the group and train.
-
-        Args:
-            run_uid: the id that checkpoints of this run carry.
-            recovery_plan: where the state comes from; None in the first generation.
-            recoverable_steps: the state that the workers hold from earlier generations, by rank.
-            checkpoint: what ranks load that get their state from no survivor; None to start from the beginning.
-            faults: those still to be injected.
 
         Raises:
             GangError: Ray is dead.
             SupersededError: another driver has taken over the run.
         """
         members = self._gang.members
-        if (store := self._open_store(recoverable_steps)) is None:
+        if (store := self._open_store()) is None:
             return
         if self._backend == "gloo" and self._plan.device == "cuda" and self.number == 1:
             why = members[0].info.gpu_error
@@ -148,6 +120,7 @@ class Generation:
                 workers=tuple(_describe(m) for m in members),
             )
         )
+        recovery_plan, checkpoint = self._start.recovery_plan, self._start.checkpoint
         fence = f"{uuid.uuid4().hex} generation {self.number}"
         self._lease.admit(fence)
         assignment = Assignment(
@@ -158,14 +131,14 @@ class Generation:
             backend=self._backend,
             run_dir=str(self._run_dir.path),
             remote=self._run_dir.remote,
-            run_uid=run_uid,
+            run_uid=self._run_uid,
             environment=self._environment,
             plan=self._plan,
             fence=fence,
             sources=None if recovery_plan is None else recovery_plan.sources,
             source_step=0 if recovery_plan is None else recovery_plan.step,
             checkpoint=None if checkpoint is None else str(checkpoint),
-            faults=faults,
+            faults=self._start.faults,
         )
         packed = assignment.packed()  # once, not for every worker
         self._next_round = time.monotonic() + self._config.cluster.heartbeat_s  # the calls below take part of it
@@ -199,10 +172,10 @@ class Generation:
             ready = completed(self._pending, timeout_s, gather_s=GATHER_S if abandoned else 0.0)
             self._check_driver()
             self._record_outcomes(ready)
-            if ready and abandoned and not self.stop_sent:  # a large gang takes longer
+            if ready and abandoned and self._pause.reason != "stopped":  # a large gang takes longer
                 give_up_at = time.monotonic() + settle_s
             if give_up_at is not None and time.monotonic() > give_up_at:
-                return
+                break
             if not self._pending and self.outcomes.any_failed and not abandoned:
                 self._abandon()
             if self._pending and time.monotonic() < self._next_round:
@@ -210,34 +183,30 @@ class Generation:
             ranks: Collection[int] | None = None  # the next in turn
             if not self._pending:
                 ranks = self._gang.unanswered()
-            elif self.pause.awaits_ranks:
+            elif self._pause.awaits_ranks:
                 ranks = range(self._plan.world_size)
             collected = self._telemetry.collect(self._gang, ranks=ranks)
             yield from collected.events
             self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
             self._next_round = time.monotonic() + self._config.cluster.heartbeat_s
-            is_asked = self._stop.received is not None or self.only_saves
-            stop_due = is_asked and not self.stop_sent and self.pause.reason is None
-            if stop_due and not self.outcomes.any_failed:  # a failed generation cannot stop in order; the next one can
-                self._coordinate_stop()
+            stop_due = self._stop.received is not None or self._start.only_saves
+            # A failed generation cannot stop in order; the next one can.
+            if stop_due and self._pause.reason is None and not self.outcomes.any_failed:
+                self._pause.stop()
                 give_up_at = time.monotonic() + self._stop_limit_s()
+        if (rank := self.outcomes.least_advanced(self._telemetry.last_step)) is not None:
+            self.health.record_standstill(rank)
 
-    def find_failed_rank(self) -> int | None:
-        """Return the rank that failed first; None if none did.
-
-        If all reported failures are broken connections, the cause is the least advanced rank that has not ended. It is
-        recorded as failed.
-        """
-        rank, unfinished = self.outcomes.first_failed, self.outcomes.unfinished
-        if rank is None or not self.outcomes.failure(rank).collateral or not unfinished:
-            return rank
-        rank = min(unfinished, key=lambda r: (self._telemetry.last_step.get(r, 0), r))
-        self.health.record_standstill(rank)
-        return rank
-
-    def last_step(self) -> int:
-        """Return the last step that any rank has completed."""
-        return max([self.outcomes.last_step, *self._telemetry.last_step.values()])
+    def end(self) -> GenerationEnd:
+        """Return what has happened in this generation, as far as it is known."""
+        return GenerationEnd(
+            outcomes=self.outcomes,
+            last_step=max([self.outcomes.last_step, *self._telemetry.last_step.values()]),
+            asked=self._pause.reason,
+            asked_at=self._pause.began,
+            draining=self._pause.draining,
+            stopped_ago_s=None if self._stop.received is None else self._stop.seconds_ago,
+        )
 
     def note_of_lost_with(self, rank: int) -> str | None:
         """Return a note on the ranks to replace that have not failed themselves; None if there are none."""
@@ -246,7 +215,7 @@ class Generation:
         phases = {unfinished: self.health.phase(unfinished) for unfinished in self.outcomes.unfinished}
         return cannot_leave_nccl(phases, lost=rank)
 
-    def _open_store(self, recoverable_steps: Mapping[int, RecoverableSteps]) -> tuple[str, int] | None:
+    def _open_store(self) -> tuple[str, int] | None:
         """Let rank 0 open the store of the group; returns its host and port, or None if rank 0 has failed."""
         timeout_s = self._config.cluster.rendezvous_timeout_s
         members = self._gang.members
@@ -256,12 +225,12 @@ class Generation:
                 0, Worker.open_store, timeout_s, on_one_node, timeout_s=timeout_s, check=self._lease.check
             )
         except NoAnswerError:
-            self._record_as_idle(recoverable_steps, besides=0)
+            self._record_as_idle(besides=0)
             info = members[0].info
             self.health.terminate(0, no_store(timeout_s, pid=info.pid, hostname=info.hostname, time=time.time()))
             return None
         except ray.exceptions.RayError as e:
-            self._record_as_idle(recoverable_steps, besides=0)
+            self._record_as_idle(besides=0)
             self._record_error(members[0], e)
             return None
         return store
@@ -300,11 +269,11 @@ class Generation:
             elif rank not in self.outcomes:  # otherwise the driver has killed it, for the reason recorded there
                 self._record_error(member, outcome)
 
-    def _record_as_idle(self, recoverable_steps: Mapping[int, RecoverableSteps], *, besides: int) -> None:
+    def _record_as_idle(self, *, besides: int) -> None:
         """Record that the ranks ``besides`` one that failed have not begun the generation, and keep their state."""
         for rank in range(self._plan.world_size):
             if rank != besides:
-                step, states = self._telemetry.last_step.get(rank, 0), recoverable_steps.get(rank, {})
+                step, states = self._telemetry.last_step.get(rank, 0), self._start.held.get(rank, {})
                 self.outcomes.add(rank, Outcome(status="stopped", step=step, recoverable_steps=states))
 
     def _record_error(self, member: Member, error: ray.exceptions.RayError) -> None:
@@ -333,16 +302,10 @@ class Generation:
         self.health.check(heartbeats, now)
         if self.outcomes.any_failed:
             return
-        self.pause.observe(heartbeats)
+        self._pause.observe(heartbeats)
         all_train = self._telemetry.has_trained(self.number) and not self.outcomes.by_rank
         if all_train and self._stop.received is None:
-            self.pause.begin_if_due()
-
-    def _coordinate_stop(self) -> None:
-        self.stop_sent = True
-        if self._stop.received is not None:
-            self._events.emit(StopRequested(signal=self._stop.cause))
-        self.pause.finish_step(save=True)
+            self._pause.begin_if_due()
 
     def _stop_limit_s(self) -> float:
         """Return how long the ranks may take to stop: without a signal, also to form their group."""

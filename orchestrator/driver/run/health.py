@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from time import time
 from typing import cast
 
 import ray.exceptions
 
-from orchestrator.config.schema import Config
-from orchestrator.driver.gang.gang import Gang, Member
-from orchestrator.driver.nodes.node_watch import NodeWatch
+from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.process.calls import describe_error
-from orchestrator.driver.reporting.hang_report import write_stacks
+from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.driver.run.telemetry import Telemetry
+from orchestrator.driver.run.workforce import Workforce
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.failure import (
     failed_call,
@@ -45,25 +45,23 @@ class Health:
     def __init__(
         self,
         generation: int,
-        gang: Gang,
-        plan: Plan,
-        config: Config,
-        run_dir: RunDir,
+        context: RunContext,
+        workers: Workforce,
         *,
         telemetry: Telemetry,
-        nodes: NodeWatch,
         outcomes: Outcomes,
         earlier_hangs: Sequence[int],
     ):
+        config = context.spec.config
         self.hung_at: int | None = None
         self.lost_nodes: set[str] = set()
         self._generation = generation
-        self._gang = gang
-        self._plan = plan
+        self._gang = workers.gang
+        self._nodes = workers.nodes
+        self._plan = workers.plan
         self._config = config
-        self._run_dir = run_dir
+        self._run_dir = context.spec.run_dir
         self._telemetry = telemetry
-        self._nodes = nodes
         self._outcomes = outcomes
         self._heard_at: dict[int, float] = {}
         synchronous = registry.load(config.strategy.name).is_synchronous(config.strategy)
@@ -186,3 +184,30 @@ def failed_call_of(info: WorkerInfo, error: ray.exceptions.RayError) -> Failure:
     """Describe a call to a living worker that has failed."""
     what = describe_error(error)
     return failed_call(what, pid=info.pid, hostname=info.hostname, time=time(), traceback=str(error))
+
+
+def write_stacks(run_dir: RunDir, generation: int, plan: Plan, stacks: Mapping[int, Stacks]) -> str:
+    """Write the stacks of all ranks to a file, and flight records to files beside it.
+
+    Args:
+        run_dir: the run.
+        generation: the number of the generation that hung.
+        plan: its plan.
+        stacks: what the ranks that answer do.
+
+    Returns:
+        The path of the file with the stacks, or why there is none.
+    """
+    path = run_dir.stacks_file(generation)
+    try:
+        path.write_text("\n".join(_text(rank, plan, stacks.get(rank)) for rank in range(plan.world_size)))
+        for rank, stack in stacks.items():
+            if stack.flight is not None:
+                run_dir.flight_file(generation, rank).write_bytes(zlib.decompress(stack.flight.dump))
+    except OSError as e:
+        return f"not written ({e.strerror})"
+    return run_dir.location_of(path)
+
+
+def _text(rank: int, plan: Plan, stacks: Stacks | None) -> str:
+    return f"==== {plan.display_name(rank)}\n{'does not answer' if stacks is None else stacks.text}\n"

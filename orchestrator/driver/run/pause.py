@@ -1,52 +1,35 @@
-"""The end of a generation after a step: all ranks stop at the same one, which they may save."""
+"""The end of a generation that the driver asks for: all ranks stop after the same step, which they may save."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 
-from orchestrator.driver.gang.gang import Gang
-from orchestrator.driver.nodes.node_watch import NodeWatch
-from orchestrator.driver.process.event_stream import EventStream
-from orchestrator.driver.queue.queue_place import QueuePlace
-from orchestrator.driver.run.resizing import Resizing
-from orchestrator.planning.plan import Plan
-from orchestrator.protocol.events import PauseReason
+from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.run.workforce import Workforce
+from orchestrator.protocol.events import EndReason, PauseReason, StopRequested
 from orchestrator.protocol.messages import Heartbeat
 from orchestrator.worker.actor import Worker
 
 
 class Pause:
-    """Ends a generation after a step, so that the next one can continue with other workers.
+    """Ends a generation after a step: for the next one to continue with other workers, or for the run to stop.
 
     ``reason``: why the ranks were asked to end it; None if they were not. ``began``: when, in seconds since the epoch.
     ``draining``: the ranks to replace then.
     """
 
-    def __init__(
-        self,
-        generation: int,
-        gang: Gang,
-        plan: Plan,
-        *,
-        nodes: NodeWatch,
-        queue: QueuePlace,
-        resizing: Resizing,
-        events: EventStream,
-        answer_timeout_s: float,
-        check: Callable[[], None],
-    ):
-        self.reason: PauseReason | None = None
+    def __init__(self, generation: int, context: RunContext, workers: Workforce, *, check: Callable[[], None]):
+        self.reason: EndReason | None = None
         self.began = 0.0
         self.draining: tuple[int, ...] = ()
         self._generation = generation
-        self._gang = gang
-        self._plan = plan
-        self._nodes = nodes
-        self._queue = queue
-        self._resizing = resizing
-        self._events = events
-        self._answer_timeout_s = answer_timeout_s
+        self._workers = workers
+        self._gang = workers.gang
+        self._plan = workers.plan
+        self._stop = context.stop
+        self._events = context.events
+        self._answer_timeout_s = context.spec.config.cluster.stop_grace_s
         self._check = check
         self._leaving: set[int] = set()  # the ranks that have received SIGTERM
         self._awaited: set[int] = set()  # the ranks to hear from before the next attempt
@@ -68,7 +51,7 @@ class Pause:
         """Pause if workers must leave, if all must make room, or if more could join."""
         if self.reason is not None or self._awaited:
             return
-        nodes = self._nodes.draining
+        nodes = self._workers.nodes.draining
         draining = self._leaving | {m.global_rank for m in self._gang.members if m.info.node_id in nodes}
         if draining:
             self.draining = tuple(sorted(draining))
@@ -77,15 +60,21 @@ class Pause:
                 "the run saves a checkpoint and replaces it"
             )
             self._begin("preempted", save=True)
-        elif self._queue.yield_to is not None:
+        elif self._workers.queue.yield_to is not None:
             self._begin("yielded", save=True)
         else:
-            others_wait = self._queue.others_wait
-            larger = self._resizing.refill_and_find_larger(self._plan, others_wait=others_wait)
-            if larger is not None:
+            self._workers.refill()
+            if (larger := self._workers.find_larger()) is not None:
                 self._begin("growing", save=larger.state_sources is None)
 
-    def finish_step(self, *, save: bool) -> bool:
+    def stop(self) -> None:
+        """Let all ranks save what they hold and stop, for the run to end."""
+        self.reason, self.began = "stopped", time.time()
+        if self._stop.received is not None:
+            self._events.emit(StopRequested(signal=self._stop.cause))
+        self._finish_step(save=True)
+
+    def _finish_step(self, *, save: bool) -> bool:
         """Let all ranks stop after the most advanced step that any of them has begun.
 
         Returns:
@@ -108,7 +97,7 @@ class Pause:
         If some ranks do not answer, the others train on. The next attempt is made when these have answered again.
         """
         began = time.time()
-        if self.finish_step(save=save):
+        if self._finish_step(save=save):
             self.reason, self.began = reason, began
         else:
             self._gang.tell(Worker.open_gate, self._generation, ranks=range(self._plan.world_size))

@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import shutil
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
 
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.code.worker_variables import worker_variables
-from orchestrator.driver.gang.admission import Admission
-from orchestrator.driver.gang.gang import Gang
 from orchestrator.driver.nodes.node_uploads import NodeUploads
-from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitError, check_ray
-from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_spec import RunSpec
-from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.process.waiting import Interrupted, TurnLostError, WaitMonitor
-from orchestrator.driver.queue.queue_place import QueuePlace
+from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting.job_metadata import add_tracking_page
 from orchestrator.driver.reporting.uploads import RecordUpload
-from orchestrator.driver.run.generation import Generation
-from orchestrator.driver.run.last_checkpoints import wait_for_last_checkpoints
+from orchestrator.driver.run.course import Course
+from orchestrator.driver.run.generation import Generation, Start
 from orchestrator.driver.run.left_reports import record_ranks
-from orchestrator.driver.run.resizing import Resizing
-from orchestrator.driver.run.run_times import RunTimes
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.telemetry import Telemetry
+from orchestrator.driver.run.workforce import Held, Workforce
 from orchestrator.planning.faults import without_next
-from orchestrator.planning.plan import Plan
-from orchestrator.policy import verdict
-from orchestrator.policy.aggregate import Aggregator
-from orchestrator.policy.devices import with_common_precision
-from orchestrator.policy.elastic import find_rescue, reassigned
+from orchestrator.policy import run_state, verdict
+from orchestrator.policy.outcomes import Outcomes
 from orchestrator.policy.rank_order import placement_note
-from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
-from orchestrator.policy.transitions import Continuation, Interruption, TransitionLog
+from orchestrator.policy.recovery import FailureRecord, RecoveryPlan
+from orchestrator.policy.run_state import GenerationEnd, what_follows
+from orchestrator.policy.transitions import Interruption
 from orchestrator.policy.verdict import Verdict
 from orchestrator.protocol.events import (
     CheckpointFailed,
     CheckpointSaved,
     Event,
     FirstStepDone,
-    MetricsLogged,
     RunStarted,
     TextSampled,
     WorkerFailed,
@@ -61,11 +48,8 @@ from orchestrator.protocol.events import (
     WorkerLost,
     Yielded,
 )
-from orchestrator.protocol.messages import RecoverableSteps, WorkerEnvironment
-from orchestrator.protocol.queue import run_label
-from orchestrator.records.lease import Lease, SupersededError
+from orchestrator.records.lease import SupersededError
 from orchestrator.records.rank_log import log_tail
-from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.control.spool import spool_files
 
@@ -78,72 +62,21 @@ FINAL_HEARTBEAT_S = 2.0
 class Run:
     """Executes one run. Ray must be connected."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        code: WorkerCode,
-        events: EventStream,
-        stop: StopSignals,
-        uploader: Uploader,
-        records: RecordUpload,
-        lease: Lease,
-    ):
-        self.spec = spec
-        self.config = spec.config
-        self._events = events
-        self._stop = stop
-        self._plan = spec.sizes.initial
+    def __init__(self, context: RunContext, code: WorkerCode, uploader: Uploader, records: RecordUpload):
+        self.spec = context.spec
+        self._context = context
+        self._events = context.events
+        self._stop = context.stop
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._environment = WorkerEnvironment(
-            working_dir=None if code.working_dir is not None else str(Path.cwd()),
-            import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
-            config=self.config,
-            pickled_job=spec.pickled_job,
-        )
-        self._aggregator = Aggregator(
-            mesh=self._plan.mesh,
-            global_batch_size=self._plan.global_batch_size,
-            tokens_per_sample=spec.tokens_per_sample,
-        )
-        self._telemetry = Telemetry(
-            spec.config, self._plan, self._aggregator, events, uploader, records, show_page=add_tracking_page
-        )
-        self._nodes = NodeWatch(spec.config.cluster.node_timeout_s)
-        self._node_uploads = NodeUploads(spec.run_dir, spec.config.storage, spec.secrets)
-        self._lease = lease
-        self._queue = QueuePlace(
-            spec.queue_entry,
-            events,
-            stop,
-            timeout_s=spec.config.cluster.queue_timeout_s,
-            unfit_timeout_s=spec.config.cluster.unfit_timeout_s,
-            known_namesakes=spec.known_namesakes,
-            reserved=lambda: self._gang.reserved_by_node,
-            avoids=lambda: self._admission.trouble(),
-        )
-        queue = self._queue
-        self._monitor = WaitMonitor(events, self._lease, stop, check_turn=queue.check_turn, offer_turn=queue.offer_turn)
-        self._admission = Admission(spec, code, self._nodes, self._monitor)
-        self._gang = Gang(
-            self._plan,
-            self._environment,
-            code,
-            self._nodes,
-            self._admission,
-            self._monitor,
-            variables=worker_variables(self.config.cluster.env, os.environ),
-            label=run_label(self._plan.run_name, spec.run_uid),
-        )
-        self._times = RunTimes(spec.started_at, self._queue, self._gang)
-        self._resizing = Resizing(self._gang, spec.sizes)
-        self._checkpoints = SavedCheckpoints(spec.run_dir, spec.checkpoint, step=spec.resumed_from_step or 0)
-        self._faults = spec.sizes.largest.faults
-        self._recoverable_steps: Mapping[int, RecoverableSteps] = {}
-        self._transitions = TransitionLog()
+        self._workers = Workforce(context, code)
+        self._telemetry = Telemetry(context, uploader, records, show_page=add_tracking_page)
+        self._node_uploads = NodeUploads(self.spec.run_dir, self.spec.config.storage, self.spec.secrets)
+        self._course = Course(context, self._workers)
+        self._checkpoints = SavedCheckpoints(context)
+        self._faults = self.spec.sizes.largest.faults
         self._placement_note: str | None = None
         self._failures: list[FailureRecord] = []
         self._hangs: list[int] = []  # the step of each
-        self._yielded: Generation | None = None  # the last one, while the run waits for its turn after it
 
     def execute(self) -> RunResult:
         """Train until the run finishes, is stopped or fails. No actor of the run is alive afterwards.
@@ -155,7 +88,7 @@ class Run:
             SupersededError: another driver has taken over the run.
             KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
         """
-        spec, plan = self.spec, self._plan
+        spec, plan = self.spec, self.spec.sizes.initial
         self._events.emit(
             RunStarted(
                 name=plan.run_name,
@@ -169,183 +102,177 @@ class Run:
                 notes=plan.notes,
             )
         )
-        self._times.startup_s["driver_s"] = time.time() - spec.started_at
+        self._course.startup_s["driver_s"] = time.time() - spec.started_at
         with contextlib.ExitStack() as at_end:
             at_end.callback(shutil.rmtree, spec.run_dir.spools, ignore_errors=True)
             try:
-                with self._nodes, self._queue, self._gang:
-                    result = self._result(self._acquire_and_train())
+                with self._workers:
+                    result = self._result(self._run_generations())
             except SupersededError:
                 at_end.pop_all()  # the workers of the other driver write there
                 raise
             self._finish_node_uploads()
             return result
 
-    def _finish_node_uploads(self) -> None:
-        with contextlib.suppress(GangError):
-            check_ray()  # calls to a dead Ray do not return
-            if (problem := self._node_uploads.finish()) is not None:
-                self._events.warn(problem)
-
-    def _acquire_and_train(self) -> Verdict:
+    def _run_generations(self) -> Verdict:
+        """Run one generation after another, until one completes the training or none can follow."""
+        plan: RecoveryPlan | None = None
+        held: Held = {}
+        released_after: GenerationEnd | None = None  # the last generation, while the run waits for its turn after it
         try:
             with self._stop.raising():
                 self._acquire()
-                return self._train()
+                for number in itertools.count(1):
+                    generation = self._prepare(number, plan, held)
+                    generation.begin()
+                    end = self._watch(generation)
+                    held = end.outcomes.survivors()
+                    state = self._what_follows(end)
+                    match state:
+                        case run_state.Done():
+                            return self._complete(end)
+                        case run_state.Stopped():
+                            self._finish_workers(end.outcomes)
+                            return self._stopped(end)
+                        case run_state.Failed(rank, why):
+                            return self._fail(end, rank, why)
+                        case run_state.Yielding():
+                            released_after = end
+                            plan, held = self._yield(end), {}
+                            released_after = None
+                        case run_state.Recovering() | run_state.Replacing() | run_state.Growing():
+                            if isinstance(state, run_state.Recovering):
+                                self._report_loss(generation, state.rank)
+                            try:
+                                plan, held = self._transition(end, state, held)
+                            except (NoWorkersError, Interrupted) as e:
+                                return self._save_survivors(number + 1, state.plan, held, e)
         except (GangError, ray.exceptions.RayError) as e:
             if self._stop.received is not None:
-                return self._stopped(self._yielded)
+                return self._stopped(released_after)
             refused = isinstance(e, UnfitError) and not self._has_trained
             return verdict.refused(str(e)) if refused else verdict.failed(str(e))
         except Interrupted:
-            return self._stopped(self._yielded)
+            return self._stopped(released_after)
+        raise AssertionError("a generation leads to another one, or to a verdict")
 
     def _acquire(self) -> None:
-        """Wait for the turn of the run, and acquire its workers. Raises as :meth:`Gang.acquire`."""
-        while True:
-            self._queue.wait_for_turn(self._monitor.check)
-            began, waited_s = time.perf_counter(), self._times.waited_s
-            try:
-                self._start_with(self._gang.acquire(self.spec.sizes))
-            except TurnLostError:
-                self._gang.release()
-                continue
-            waited_s = self._times.waited_s - waited_s
-            self._times.startup_s.setdefault("workers_s", time.perf_counter() - began - waited_s)
-            self._choose_precision()
-            self._record(state="running", precision=self._environment.config.train.precision)
-            return
+        """Wait for the turn of the run, and acquire its workers. Raises as :meth:`Workforce.acquire`."""
+        workers = self._workers
+        plan, began = workers.plan, time.perf_counter() - workers.waited_s
+        workers.acquire()
+        self._course.startup_s.setdefault("workers_s", time.perf_counter() - workers.waited_s - began)
+        if workers.plan is not plan:
+            self._telemetry.begin_generation(workers.plan, (), self._checkpoints.step)
+        self._course.enter("running", precision=workers.environment.config.train.precision)
 
-    def _choose_precision(self) -> None:
-        """Choose what all ranks compute in until the run ends."""
-        refused = registry.load(self.config.strategy.name).refused_precisions
-        train = with_common_precision(self.config.train, self._gang.workers, refused=refused)
-        self._environment = replace(self._environment, config=replace(self.config, train=train))
-
-    def _record(self, **values: str) -> None:
-        """Set keys of the record of the run."""
-        with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
-            self.spec.run_dir.update_record(**values)
-
-    def _start_with(self, plan: Plan) -> None:
-        """Take over the plan for the workers that the cluster has room for."""
-        if plan is self._plan:
-            return
-        most = self._plan.mesh.num_workers
-        self._events.note(
-            f"the run starts with {plan.mesh.num_workers} of {most} workers, for which there is room; it grows when "
-            "there is more"
-        )
-        self._plan = plan
-        self._telemetry.begin_generation(plan, (), self._checkpoints.step)
-
-    def _train(self) -> Verdict:
-        """Run one generation after another, until one completes the training or none can follow."""
-        recovery_plan: RecoveryPlan | None = None
-        number = 0
-        while True:
-            number += 1
-            generation = self._run_generation(number, recovery_plan)
-            failed_rank = generation.find_failed_rank()
-            self._recoverable_steps = generation.outcomes.survivors()
-            paused = generation.pause.reason is not None and generation.outcomes.all_ended("stopped")
-            if failed_rank is not None or paused:
-                self._collect_last_reports(generation)
-            if failed_rank is not None:
-                self._failures.append(_failure_record(generation, failed_rank))
-                decision = self._recovery(generation, failed_rank)
-                if isinstance(decision, Verdict):
-                    return decision
-            elif not paused or (generation.pause.reason == "preempted" and self._stop.received is not None):
-                self._finish_workers(generation)
-                return self._conclude(generation)
-            elif generation.pause.reason == "yielded":
-                recovery_plan = self._yield(generation)
-                continue
-            else:
-                draining = generation.pause.draining
-                decision = plan_after_pause(self._recoverable_steps, draining, world_size=self._plan.world_size)
-            try:
-                recovery_plan = self._transition(generation, failed_rank, decision)
-            except (NoWorkersError, Interrupted) as e:
-                return self._save_survivors(number + 1, decision, e)
-
-    def _run_generation(self, number: int, recovery_plan: RecoveryPlan | None) -> Generation:
-        """Let the workers train until all have ended, one has failed, or all pause."""
-        self._note_placement()
-        generation = self._make_generation(number)
-        self._queue.has_workers()
-        self._node_uploads.cover(member.info.node_id for member in self._gang.members)
-        record_ranks(self.spec.run_dir, self._plan, self._gang.members, tokens_per_sample=self.spec.tokens_per_sample)
-        generation.begin(
-            self.spec.run_uid,
-            recovery_plan,
-            recoverable_steps=self._recoverable_steps,
+    def _prepare(self, number: int, plan: RecoveryPlan | None, held: Held, *, only_saves: bool = False) -> Generation:
+        """Return the next generation, which has not begun."""
+        workers = self._workers
+        start = Start(
+            recovery_plan=plan,
+            held=held,
             checkpoint=self._checkpoints.newest,
-            faults=self._faults,
+            faults=() if only_saves else self._faults,
+            only_saves=only_saves,
         )
-        self._handle(generation.watch())
-        if generation.outcomes.all_ended("done"):  # without a first step, if the failure came after the last one
-            self._end_transition(number, time.time())
-        if generation.health.hung_at is not None:
-            self._hangs.append(generation.health.hung_at)
+        hangs = tuple(self._hangs)
+        generation = Generation(number, self._context, workers, start, telemetry=self._telemetry, earlier_hangs=hangs)
+        if not only_saves:
+            self._note_placement()
+            workers.queue.has_workers()
+            self._node_uploads.cover(member.info.node_id for member in workers.gang.members)
+            record_ranks(
+                self.spec.run_dir, workers.plan, workers.gang.members, tokens_per_sample=self.spec.tokens_per_sample
+            )
         return generation
 
-    def _recovery(self, generation: Generation, failed_rank: int) -> RecoveryPlan | Verdict:
-        """Decide how to go on after a failure; the verdict if the run ends."""
-        decision = decide(
-            self._failures, self._recoverable_steps, world_size=self._plan.world_size, config=self.config.recovery
+    def _watch(self, generation: Generation) -> GenerationEnd:
+        """Let the workers train until all have ended, one has failed, or all pause; returns what has happened."""
+        self._handle(generation.watch())
+        outcomes = generation.outcomes
+        if outcomes.all_ended("done"):  # without a first step, if the failure came after the last one
+            self._course.end_transition(generation.number, time.time())
+        if generation.health.hung_at is not None:
+            self._hangs.append(generation.health.hung_at)
+        if outcomes.any_failed or generation.end().paused is not None:
+            self._collect_last_reports(outcomes)
+        return generation.end()
+
+    def _what_follows(self, end: GenerationEnd) -> run_state.NextState:
+        config = self.spec.config
+        state = what_follows(end, self._failures, recovery=config.recovery, stop_grace_s=config.cluster.stop_grace_s)
+        if end.failure is not None:
+            self._failures.append(end.failure)
+        return state
+
+    def _transition(self, end: GenerationEnd, state: run_state.GoingOn, held: Held) -> tuple[RecoveryPlan, Held]:
+        """Prepare the workers for the next generation; returns how it starts, and the state that they hold."""
+        failure = end.failure
+        self._course.enter(state.name)
+        self._course.begin_transition(
+            Interruption(
+                began=end.asked_at if failure is None else end.outcomes.failure(failure.rank).time,
+                reached=end.last_step,
+                num_workers=self._workers.plan.mesh.num_workers,
+                planned=end.paused,
+            )
         )
-        if isinstance(decision, GiveUp) and not generation.stop_sent:
-            self._finish_workers(generation)
-            return self._give_up(generation, failed_rank, decision.why)
-        if isinstance(decision, GiveUp) or not self._continues_after(decision):
-            self._finish_workers(generation)
-            return self._stopped(generation)
-        lost = self._failure_event(WorkerLost, generation, failed_rank, step=generation.last_step())
-        self._events.emit(lost)
-        if (note := generation.note_of_lost_with(failed_rank)) is not None:
-            self._events.note(note)
-        return decision
+        check_ray()
+        if failure is not None:
+            for rank in state.plan.lost:
+                self._faults = without_next(self._faults, rank)
+        plan, held = self._workers.change(state.plan, held, saved=failure is None)
+        self._continue_with(plan)
+        return plan, held
 
-    def _note_placement(self) -> None:
-        """Say which parts of the mesh cross nodes, unless it has been said."""
-        note = placement_note(self._plan.mesh, [member.info for member in self._gang.members])
-        if note is not None and note != self._placement_note:
-            self._events.note(note)
-        self._placement_note = note
+    def _yield(self, end: GenerationEnd) -> RecoveryPlan:
+        """Release all workers for a run that goes first, and acquire them again when it is this run's turn.
 
-    def _collect_last_reports(self, generation: Generation) -> None:
-        """Collect what the workers have reported, also those that have died, on this node or on others."""
-        returned = generation.outcomes.returned
-        for member in self._gang.members:
-            if member.global_rank not in returned:
-                spool = self.spec.run_dir.spool(member.info.node_id, member.info.pid)
-                self._node_uploads.bring(member.info.node_id, spool_files(spool))
-        self._handle(self._telemetry.collect_last_reports(self._gang, self.spec.run_dir, returned=returned))
-
-    def _continues_after(self, decision: RecoveryPlan) -> bool:
-        """Return whether to recover from a failure. After a stop, only to save what the survivors hold, and in time."""
-        if self._stop.received is None:
-            return True
-        return decision.sources is not None and self._stop.seconds_ago < self.config.cluster.stop_grace_s
-
-    def _make_generation(self, number: int) -> Generation:
-        return Generation(
-            number,
-            self._gang,
-            self._environment,
-            self._plan,
-            self.spec.run_dir,
-            telemetry=self._telemetry,
-            stop=self._stop,
-            nodes=self._nodes,
-            lease=self._lease,
-            events=self._events,
-            resizing=self._resizing,
-            queue=self._queue,
-            earlier_hangs=tuple(self._hangs),
+        Returns:
+            How the next generation starts: from the checkpoint of the last step.
+        """
+        workers, step = self._workers, end.last_step
+        to, num_workers, waited_s = workers.queue.yield_to, workers.plan.mesh.num_workers, workers.waited_s
+        self._course.enter("yielding")
+        workers.queue.begin_yielding()
+        self._finish_workers(end.outcomes)
+        if (why := self._checkpoints.why_missing(step)) is not None:
+            self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
+        workers.gang.release()
+        self._course.enter("waiting")
+        self._events.emit(Yielded(step=step, to=to or "another run"))
+        self._acquire()
+        began = end.asked_at + workers.waited_s - waited_s
+        self._course.begin_transition(
+            Interruption(began=began, reached=step, num_workers=num_workers, planned="yielded")
         )
+        plan = RecoveryPlan(lost=tuple(range(workers.plan.world_size)), sources=None, step=0, pause_s=0.0)
+        self._continue_with(plan)
+        return plan
+
+    def _continue_with(self, plan: RecoveryPlan) -> None:
+        """Prepare the records for the next generation, to which a transition leads."""
+        if plan.sources is None:
+            self._checkpoints.find_newest()
+        step = self._checkpoints.step if plan.sources is None else plan.step
+        self._course.continue_with(plan, step=step)
+        self._telemetry.begin_generation(self._workers.plan, plan.lost, step)
+
+    def _save_survivors(
+        self, number: int, decision: RecoveryPlan, held: Held, error: NoWorkersError | Interrupted
+    ) -> Verdict:
+        """End the run because of ``error``, in a generation in which the survivors save what they hold."""
+        plan = self._workers.rescue(decision, held, newer_than=self._checkpoints.step)
+        if plan is None:
+            raise error
+        self._telemetry.begin_generation(self._workers.plan, plan.lost, plan.step)
+        generation = self._prepare(number, plan, {}, only_saves=True)
+        generation.begin()
+        self._handle(generation.watch())
+        end = generation.end()
+        self._finish_workers(end.outcomes)
+        return verdict.failed(str(error)) if self._stop.received is None else self._stopped(end)
 
     def _handle(self, events: Iterable[Event]) -> None:
         """Act on what workers have reported."""
@@ -354,33 +281,57 @@ class Run:
                 case CheckpointSaved() | CheckpointFailed():
                     self._checkpoints.record(event)
                 case FirstStepDone():
-                    self._begin_steady_training(event)
+                    self._course.begin_training(event)
+                    self._workers.refill()
 
-    def _begin_steady_training(self, event: FirstStepDone) -> None:
-        """Act on the first step of a generation, which ends the start of the run or a transition."""
-        self._times.begin_training(event)
-        self._resizing.refill(self._plan, others_wait=self._queue.others_wait)
-        self._end_transition(event.generation, event.time)
+    def _collect_last_reports(self, outcomes: Outcomes) -> None:
+        """Collect what the workers have reported, also those that have died, on this node or on others."""
+        for member in self._workers.gang.members:
+            if member.global_rank not in outcomes.returned:
+                spool = self.spec.run_dir.spool(member.info.node_id, member.info.pid)
+                self._node_uploads.bring(member.info.node_id, spool_files(spool))
+        gang, run_dir = self._workers.gang, self.spec.run_dir
+        self._handle(self._telemetry.collect_last_reports(gang, run_dir, returned=outcomes.returned))
 
-    def _end_transition(self, generation: int, at: float) -> None:
-        """Record that ``generation`` trains since ``at``, in seconds since the epoch, if a transition led to it."""
-        if (recovered := self._transitions.end(generation, at)) is not None:
-            self._events.emit(recovered)
-            metrics = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}
-            self._events.emit(MetricsLogged(step=recovered.step, metrics=metrics))
+    def _finish_workers(self, outcomes: Outcomes) -> None:
+        """Let the living workers finish their checkpoints, and collect their last reports."""
+        gang, everyone = self._workers.gang, range(self._workers.plan.world_size)
+        with contextlib.suppress(GangError, ray.exceptions.RayError):
+            self._checkpoints.wait_for_last(gang, outcomes.returned)
+            self._handle(self._telemetry.collect(gang, wait_s=FINAL_HEARTBEAT_S, ranks=everyone).events)
 
-    def _failure_event(self, kind: type[E], generation: Generation, rank: int, *, step: int) -> E:
+    def _finish_node_uploads(self) -> None:
+        with contextlib.suppress(GangError):
+            check_ray()  # calls to a dead Ray do not return
+            if (problem := self._node_uploads.finish()) is not None:
+                self._events.warn(problem)
+
+    def _note_placement(self) -> None:
+        """Say which parts of the mesh cross nodes, unless it has been said."""
+        note = placement_note(self._workers.plan.mesh, [member.info for member in self._workers.gang.members])
+        if note is not None and note != self._placement_note:
+            self._events.note(note)
+        self._placement_note = note
+
+    def _report_loss(self, generation: Generation, rank: int) -> None:
+        """Report a failure from which the run recovers."""
+        end = generation.end()
+        self._events.emit(self._failure_event(WorkerLost, end, rank, step=end.last_step))
+        if (note := generation.note_of_lost_with(rank)) is not None:
+            self._events.note(note)
+
+    def _failure_event(self, kind: type[E], end: GenerationEnd, rank: int, *, step: int) -> E:
         """Return an event for the failure of ``rank``; ``step``: the last one before it.
 
         It names the node, unless the driver and all workers are on one.
         """
-        failure = generation.outcomes.failure(rank)
-        members = self._gang.members
+        failure = end.outcomes.failure(rank)
+        members = self._workers.gang.members
         nodes = {self._node_id, *(member.info.node_id for member in members)}
         where = f" on {members[rank].info.place}" if len(nodes) > 1 else ""
         return kind(
             rank=rank,
-            display_name=self._plan.display_name(rank) + where,
+            display_name=self._workers.plan.display_name(rank) + where,
             step=step,
             reason=failure.message,
             traceback=failure.traceback,
@@ -388,147 +339,34 @@ class Run:
             log_tail=failure.log_tail,
         )
 
-    def _transition(self, generation: Generation, failed_rank: int | None, decision: RecoveryPlan) -> RecoveryPlan:
-        """Replace the lost workers, or continue with fewer or more of them; returns how the next generation starts."""
-        self._transitions.begin(
-            Interruption(
-                began=generation.pause.began if failed_rank is None else generation.outcomes.failure(failed_rank).time,
-                reached=generation.last_step(),
-                num_workers=self._plan.mesh.num_workers,
-                planned=generation.pause.reason if failed_rank is None else None,
-            )
-        )
-        check_ray()
-        if failed_rank is not None:
-            for rank in decision.lost:
-                self._faults = without_next(self._faults, rank)
-        alive = self._alive(decision)
-        # A stop is obeyed in the next generation, which can save what survivors hold. Here it ends only the pause.
-        can_wait = decision.sources is not None and find_rescue(self._plan, self.spec.sizes, alive) is None
-        self._monitor.grace_s = self.config.cluster.stop_grace_s if can_wait else 0.0
-        deadline = time.monotonic() + decision.pause_s
-        while time.monotonic() < deadline and self._stop.received is None:
-            time.sleep(0.1)
-        self._recoverable_steps = {
-            rank: states for rank, states in self._recoverable_steps.items() if rank not in decision.lost
-        }
-        self._gang.lose(decision.lost)
-        if (assignment := self._resizing.change(self._plan, alive, saved=failed_rank is None)) is None:
-            self._gang.replace(decision.lost)
-        else:
-            decision = reassigned(decision, assignment, self._recoverable_steps)
-            self._plan, self._recoverable_steps = assignment.plan, {}
-        if decision.sources is None:
-            self._checkpoints.find_newest(self._events.warn)
-        self._continue_with(decision)
-        return decision
-
-    def _yield(self, generation: Generation) -> RecoveryPlan:
-        """Release all workers for a run that goes first, and acquire them again when it is this run's turn.
-
-        Returns:
-            How the next generation starts: from the checkpoint of the last step.
-        """
-        to, step = self._queue.yield_to or "another run", generation.last_step()
-        workers_before, waited_s = self._plan.mesh.num_workers, self._times.waited_s
-        self._queue.begin_yielding()
-        self._finish_workers(generation)
-        if (why := self._checkpoints.why_missing(step)) is not None:
-            self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
-        self._gang.release()
-        self._record(state="waiting")
-        self._events.emit(Yielded(step=step, to=to))
-        self._monitor.grace_s, self._yielded = 0.0, generation
-        self._acquire()
-        self._yielded, self._recoverable_steps = None, {}
-        self._checkpoints.find_newest(self._events.warn)
-        decision = RecoveryPlan(lost=tuple(range(self._plan.world_size)), sources=None, step=0, pause_s=0.0)
-        self._transitions.begin(
-            Interruption(
-                began=generation.pause.began + self._times.waited_s - waited_s,
-                reached=step,
-                num_workers=workers_before,
-                planned="yielded",
-            )
-        )
-        self._continue_with(decision)
-        return decision
-
-    def _continue_with(self, decision: RecoveryPlan) -> None:
-        """Prepare for the next generation, to which a transition leads."""
-        step = self._checkpoints.step if decision.sources is None else decision.step
-        workers = self._plan.mesh.num_workers
-        self._transitions.continue_with(Continuation(step=step, decision=decision, num_workers=workers))
-        self._telemetry.begin_generation(self._plan, decision.lost, step)
-
-    def _alive(self, decision: RecoveryPlan) -> list[int]:
-        return [rank for rank in range(self._plan.world_size) if rank not in decision.lost]
-
-    def _save_survivors(self, number: int, decision: RecoveryPlan, error: NoWorkersError | Interrupted) -> Verdict:
-        """End the run because of ``error``, in a generation in which the survivors save what they hold."""
-        assignment = find_rescue(self._plan, self.spec.sizes, self._alive(decision))
-        if assignment is None:
-            raise error
-        recovery_plan = reassigned(decision, assignment, self._recoverable_steps)
-        if recovery_plan.sources is None or recovery_plan.step <= self._checkpoints.step:
-            raise error
-        self._gang.reassign_ranks(assignment.plan, assignment.before)
-        self._plan = assignment.plan
-        self._telemetry.begin_generation(self._plan, recovery_plan.lost, recovery_plan.step)
-        generation = self._make_generation(number)
-        generation.only_saves = True
-        generation.begin(
-            self.spec.run_uid,
-            recovery_plan,
-            recoverable_steps={},
-            checkpoint=self._checkpoints.newest,
-            faults=(),
-        )
-        self._handle(generation.watch())
-        self._finish_workers(generation)
-        return verdict.failed(str(error)) if self._stop.received is None else self._stopped(generation)
-
-    def _finish_workers(self, generation: Generation) -> None:
-        """Let the living workers finish their checkpoints, and collect their last reports."""
-        failed: list[CheckpointFailed] = []
-        with contextlib.suppress(GangError, ray.exceptions.RayError):
-            failed = wait_for_last_checkpoints(
-                self._gang, generation.outcomes.returned, self.config, self._stop, self._lease.check
-            )
-            everyone = range(self._plan.world_size)
-            self._handle(self._telemetry.collect(self._gang, wait_s=FINAL_HEARTBEAT_S, ranks=everyone).events)
-        for event in failed:
-            self._events.emit(event)
-        self._handle(failed)
-
-    def _give_up(self, generation: Generation, rank: int, why: str) -> Verdict:
+    def _fail(self, end: GenerationEnd, rank: int, why: str) -> Verdict:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""
-        raised = generation.outcomes.failure(rank).traceback
+        self._finish_workers(end.outcomes)
+        raised = end.outcomes.failure(rank).traceback
         # A worker that died may have left reports of later steps than the driver knew of when it recorded the death.
-        step = generation.outcomes.by_rank[rank].step if raised else self._telemetry.last_step.get(rank, 0)
-        failed = self._failure_event(WorkerFailed, generation, rank, step=step)
+        step = end.outcomes.by_rank[rank].step if raised else self._telemetry.last_step.get(rank, 0)
+        failed = self._failure_event(WorkerFailed, end, rank, step=step)
         if not failed.log_tail:
             failed = replace(failed, log_tail=log_tail(self.spec.run_dir.log_file(rank)))
         self._events.emit(failed)
         what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
         return verdict.failed(what + (f" ({why})" if why else ""))
 
-    def _conclude(self, generation: Generation) -> Verdict:
-        """End the run after a generation without a failure."""
-        outcomes, steps = generation.outcomes, self._plan.steps
-        rank_0 = outcomes.by_rank.get(0)
+    def _complete(self, end: GenerationEnd) -> Verdict:
+        """End the run after its last step."""
+        self._finish_workers(end.outcomes)
+        rank_0 = end.outcomes.by_rank.get(0)
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
-        if self._stop.received is not None and not outcomes.all_ended("done"):
-            return self._stopped(generation)
+        steps = self._workers.plan.steps
         return verdict.completed(steps, checkpoint_missing=self._checkpoints.why_missing(steps))
 
-    def _stopped(self, generation: Generation | None) -> Verdict:
-        """End the run after a signal; ``generation`` is the last one, None if none was running."""
+    def _stopped(self, end: GenerationEnd | None) -> Verdict:
+        """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
         assert self._stop.received is not None
         at_step, missing = None, None
-        if generation is not None and generation.outcomes.all_ended("stopped"):
-            at_step = generation.outcomes.last_step
+        if end is not None and end.outcomes.all_ended("stopped"):
+            at_step = end.outcomes.last_step
             missing = self._checkpoints.why_missing(at_step) if at_step > 0 else None
         return verdict.stopped(
             int(self._stop.received),
@@ -544,11 +382,11 @@ class Run:
         return any(self._telemetry.last_step.values())
 
     def _result(self, verdict: Verdict) -> RunResult:
+        aggregator = self._telemetry.aggregator
         summary: dict[str, Any] = {
-            **self._aggregator.summary(),
+            **aggregator.summary(),
             **self._telemetry.machine_summary(driver_node=self._node_id),
             "steps": max(self._telemetry.last_step.values(), default=0),
-            **self._transitions.summary(),
         }
         step_s = float(summary.get("step_ms_p50", 0.0)) / 1e3
         return RunResult(
@@ -557,18 +395,7 @@ class Run:
             run_dir=self.spec.run_dir.path,
             url=self.spec.run_dir.url,
             reason=verdict.reason,
-            summary=summary | self._times.summary(self._transitions, step_s=step_s),
-            timeline=self._aggregator.timeline,
-            metrics=self._aggregator.specs(),
+            summary=summary | self._course.summary(step_s=step_s),
+            timeline=aggregator.timeline,
+            metrics=aggregator.specs(),
         )
-
-
-def _failure_record(generation: Generation, rank: int) -> FailureRecord:
-    failure = generation.outcomes.failure(rank)
-    return FailureRecord(
-        rank=rank,
-        step=generation.last_step(),
-        message=failure.message,
-        raised=bool(failure.traceback),
-        final=failure.final,
-    )

@@ -1,16 +1,22 @@
-"""The checkpoints of a run, as far as the driver knows them."""
+"""The checkpoints of a run, as far as the driver knows them, and the wait for the last ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import time
+from collections.abc import Collection, Mapping
 
+from orchestrator.driver.gang.gang import Gang
+from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
-from orchestrator.records.run_dir import RunDir
+from orchestrator.protocol.messages import PendingCheckpoint
 from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.storage.remote import StorageError
+from orchestrator.worker.actor import Worker
+
+POLL_S = 2.0
+"""Ask this often whether a worker still writes its last checkpoint."""
 
 
 class SavedCheckpoints:
@@ -21,9 +27,11 @@ class SavedCheckpoints:
         step: its step; 0 if there is none.
     """
 
-    def __init__(self, run_dir: RunDir, newest: Path | None, *, step: int):
-        self.newest = newest
-        self.step = step
+    def __init__(self, context: RunContext):
+        spec, run_dir = context.spec, context.spec.run_dir
+        self.newest = spec.checkpoint
+        self.step = spec.resumed_from_step or 0
+        self._context = context
         self._directory = run_dir.checkpoints
         self._is_remote = run_dir.remote is not None
         self._store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
@@ -36,9 +44,10 @@ class SavedCheckpoints:
         else:
             self._failed[event.step] = event.reason
 
-    def find_newest(self, warn: Callable[[str], None]) -> None:
+    def find_newest(self) -> None:
         """Find the newest valid checkpoint, whose writer may have died before it could report it."""
         damaged: list[CheckpointError] = []
+        warn = self._context.events.warn
         try:
             newest = self._store.find_newest(damaged.append)
         except StorageError as e:
@@ -63,3 +72,33 @@ class SavedCheckpoints:
             reason = self._failed.get(step)
             return f"was not confirmed: {e}" if reason is None else f"could not be written: {reason}"
         return None
+
+    def wait_for_last(self, gang: Gang, ranks: Collection[int]) -> None:
+        """Let ``ranks`` finish their checkpoints, for as long as bytes are being written, and report those that failed.
+
+        Raises:
+            GangError: Ray is dead.
+            RayError: see :meth:`Gang.poll`.
+        """
+        config, stop = self._context.spec.config, self._context.stop
+        grace_s = config.cluster.stop_grace_s
+        writing: Mapping[int, PendingCheckpoint] = {}
+        progressed_at = time.monotonic()
+        while ranks:
+            answers = gang.poll(Worker.finish, POLL_S, ranks=ranks, timeout_s=POLL_S + grace_s)
+            before, writing = writing, {rank: pending for rank, pending in answers.items() if pending is not None}
+            ranks = writing.keys()
+            key, limit_s = "recovery.hang_max_s", config.recovery.hang_max_s
+            if stop.received is not None:
+                key, limit_s = "cluster.stop_grace_s", grace_s
+            elif writing != before:
+                progressed_at = time.monotonic()
+            if time.monotonic() - progressed_at > limit_s:
+                for pending in writing.values():
+                    self._give_up(CheckpointFailed(step=pending.step, reason=f"it was not written in time ({key})"))
+                return
+            self._context.lease.check()
+
+    def _give_up(self, event: CheckpointFailed) -> None:
+        self._context.events.emit(event)
+        self.record(event)

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from orchestrator.config.schema import Config
 from orchestrator.driver.gang.gang import Gang, Member
-from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
@@ -48,31 +47,27 @@ class Telemetry:
 
     ``last_step``: the last completed step of each rank.
     ``straggler``: the straggler found in this generation; None if there is none.
+    ``aggregator``: combines the metrics of the ranks.
     ``show_page`` is called once, with the page of the run on the tracking server as soon as there is one.
     """
 
     def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        aggregator: Aggregator,
-        events: EventStream,
-        uploader: Uploader,
-        records: RecordUpload,
-        *,
-        show_page: Callable[[str], None],
+        self, context: RunContext, uploader: Uploader, records: RecordUpload, *, show_page: Callable[[str], None]
     ):
+        spec, plan = context.spec, context.spec.sizes.initial
         self.last_step: dict[int, int] = {}
         self.straggler: Straggler | None = None
+        self.aggregator = Aggregator(
+            mesh=plan.mesh, global_batch_size=plan.global_batch_size, tokens_per_sample=spec.tokens_per_sample
+        )
         self._trained_generation = 0
         self._received: dict[WorkerInfo, int] = {}  # how many points and events of each process
-        self._config = config
+        self._config = spec.config
         self._plan = plan
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
-        self._aggregator = aggregator
         self._machines = SharedMachine()
         self._driver_s: tuple[float, float] | None = None  # its CPU time at the first and the last reading of machines
-        self._events = events
+        self._events = context.events
         self._uploads: tuple[tuple[str, str, Callable[[], str | None]], ...] = (
             ("MLflow", "point", uploader.problem),
             ("output_dir", "file", records.problem),
@@ -166,7 +161,7 @@ class Telemetry:
 
     def begin_generation(self, plan: Plan, lost: Collection[int], step: int) -> None:
         """Prepare for a generation under ``plan``: all ranks are at ``step``, those in ``lost`` have new workers."""
-        self._aggregator.begin_generation(plan.mesh)
+        self.aggregator.begin_generation(plan.mesh)
         self.last_step = dict.fromkeys(range(plan.world_size), step)
         self.straggler = None
         if plan is not self._plan:
@@ -180,7 +175,7 @@ class Telemetry:
                 self._machines.add(rank, members[rank].info.node_id, point.machine)
                 now_s = time.process_time()
                 self._driver_s = (now_s if self._driver_s is None else self._driver_s[0]), now_s
-            logged = self._aggregator.add(rank, point)
+            logged = self.aggregator.add(rank, point)
             if logged is not None:
                 self._events.emit(logged)
             if rank in self._plan.mesh.servers or not isinstance(point, TrainPoint):

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.cases import Case, config_of, plan_of
 from helpers.quick_jobs import digits
-from orchestrator.driver.reporting.hang_report import write_stacks
+from orchestrator.driver.run.health import write_stacks
 from orchestrator.policy.flight import awaited
 from orchestrator.protocol.flight import Enqueued, enqueued_in
 from orchestrator.protocol.messages import FlightRecord, Stacks

@@ -47,7 +47,7 @@ RULES = {
                        "worker.control worker.measure worker.data worker.reports",             "torch ray"),
     "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("job config planning protocol compat display worker.process driver.process", "ray"),
-    "driver.reporting": ("storage config planning timeline protocol records compat "
+    "driver.reporting": ("storage config timeline protocol records compat "
                        "driver.process",                                                       "ray"),
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
                        "worker.control driver.process driver.code",                            "ray"),
@@ -58,7 +58,7 @@ RULES = {
                        "driver.process driver.code driver.nodes",                              "torch ray"),
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
                        "driver.nodes",                                                         "ray"),
-    "driver.run":     ("storage config planning protocol records state strategies policy tracking display "
+    "driver.run":     ("storage planning protocol records state strategies policy tracking display "
                        "worker.control worker driver.process driver.code driver.reporting driver.nodes "
                        "driver.queue driver.gang",                                             "ray"),
     "driver.auto":    ("job config planning timeline records compat state model tuning strategies policy display "

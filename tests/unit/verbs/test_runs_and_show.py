@@ -103,11 +103,13 @@ def test_show_tells_how_far_a_run_is_that_has_not_ended(output_dir: Path, capsys
     assert "speed 600,000 samples/s" in lines
 
 
-@pytest.mark.parametrize(("driver", "state"), [(this_process(), "waiting"), (NOBODY, "died")])
-def test_a_run_in_the_queue_is_shown_as_waiting(
-    driver: dict[str, Any], state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("recorded", ["waiting", "recovering"])
+@pytest.mark.parametrize("driver", [this_process(), NOBODY], ids=["alive", "dead"])
+def test_a_run_without_an_end_is_shown_in_its_state_unless_its_driver_is_dead(
+    driver: dict[str, Any], recorded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = make_run(tmp_path, "12-30-01-digits-ddp", state="waiting", driver=driver)
+    run_dir = make_run(tmp_path, "12-30-01-digits-ddp", state=recorded, driver=driver)
+    state = "died" if driver is NOBODY else recorded
     assert runs.main(["--output-dir", str(tmp_path), "--state", state, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == state
     assert show.main([str(run_dir.path)]) == 0

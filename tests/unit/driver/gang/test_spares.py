@@ -104,7 +104,12 @@ class Parts:
 
     def comes_up(self, slot: int, node_id: str) -> list[int]:
         self.slots.started[slot].result = info(slot, node_id)
-        return self.spares.fit([])
+        return self.fit()
+
+    def fit(self, *members: WorkerInfo) -> list[int]:
+        """Return the spares that could take a rank beside ``members`` by now."""
+        self.spares.advance(members)
+        return self.spares.fit(members)
 
 
 @pytest.fixture
@@ -166,11 +171,11 @@ def test_no_worker_starts_before_its_slot_has_a_node_and_the_node_has_reported(p
     parts.slots.nodes[3], parts.admission.unknown = None, {"new"}
     parts.spares.seek(1)
     parts.slots.nodes[3] = "new"
-    assert parts.spares.fit([]) == []
+    assert parts.fit() == []
     parts.spares.seek(1)
     assert (list(parts.slots.started), len(parts.slots.avoided)) == ([], 1)
     parts.admission.unknown.clear()
-    assert parts.spares.fit([]) == []
+    assert parts.fit() == []
     assert parts.comes_up(3, "new") == [3]
 
 
@@ -203,7 +208,7 @@ def test_a_worker_that_ray_has_moved_to_a_node_without_a_report_starts_again_aft
     assert parts.comes_up(1, "new") == []
     assert parts.slots.killed == [1, 1]
     parts.admission.unknown.clear()
-    assert parts.spares.fit([]) == []
+    assert parts.fit() == []
     assert parts.comes_up(1, "new") == [1]
 
 
@@ -211,7 +216,7 @@ def test_spares_on_lost_and_draining_nodes_take_no_rank(parts: Parts) -> None:
     parts.spares.begin({0: info(0, "a"), 1: info(1, "b"), 2: info(2, "c")})
     parts.nodes.lost.add("b")
     parts.nodes.draining = ["c"]
-    assert parts.spares.fit([]) == [0]
+    assert parts.fit() == [0]
     parts.spares.vacate_lost_nodes()
     assert set(parts.spares.infos) == {0, 2}
     assert parts.slots.killed == [1]
@@ -229,7 +234,7 @@ def test_what_is_no_longer_wanted_is_given_back(parts: Parts) -> None:
     assert sorted(parts.slots.withdrawn) == [4, 5, 6]
     parts.spares.refill(0)
     assert parts.slots.withdrawn[3:] == [3]
-    assert parts.spares.fit([]) == [2], "reserved with the ranks, so that it could not be given back"
+    assert parts.fit() == [2], "reserved with the ranks, so that it could not be given back"
     parts.spares.vacate(3, "a")
     parts.spares.refill(0)
     assert parts.slots.withdrawn[4:] == [3]
@@ -261,7 +266,7 @@ def test_a_slot_is_given_up_after_some_workers_have_died_there(parts: Parts) -> 
         assert parts.spares.num_given_up == 0, attempt
         parts.spares.seek(1)
         parts.slots.started[1].result = ray.exceptions.WorkerCrashedError()
-        assert parts.spares.fit([]) == []
+        assert parts.fit() == []
     assert parts.spares.num_given_up == 1
     assert parts.slots.withdrawn == [1]
     assert "died while they started" in parts.warnings[0]
@@ -272,7 +277,7 @@ def test_a_slot_that_was_given_up_is_used_again_after_a_while(parts: Parts, monk
     for _ in range(START_ATTEMPTS):
         parts.spares.seek(1)
         parts.slots.started[1].result = ray.exceptions.WorkerCrashedError()
-        parts.spares.fit([])
+        parts.fit()
     parts.spares.retry()
     assert parts.spares.num_given_up == 1
     monkeypatch.setattr(spares, "RETRY_AFTER_S", 0.0)
@@ -287,16 +292,16 @@ def test_a_replacement_that_cannot_use_its_gpu_keeps_its_slot_and_another_is_sou
     parts.spares.vacate(1, "a")
     parts.spares.seek(1)
     parts.slots.started[1].result = info(1, gpu_error="GPU 1: no kernel image is available")
-    assert parts.spares.fit(members) == []
+    assert parts.fit(*members) == []
     assert parts.warnings == ["an additional worker on a can take no rank: GPU 1: no kernel image is available"]
     parts.spares.seek(1)
     assert list(parts.slots.started) == [1, 3], "in the same slot it would be on the same GPU"
     parts.slots.started[3].result = info(3, gpu_uuid="GPU-2")
-    assert parts.spares.fit(members) == [3]
+    assert parts.fit(*members) == [3]
     assert len(parts.warnings) == 1
 
 
 def test_a_run_on_cpus_takes_a_replacement_that_cannot_use_its_gpu(parts: Parts) -> None:
     parts.spares.begin({1: info(1, gpu_error="GPU 1: no kernel image is available")})
-    assert parts.spares.fit([info(0)]) == [1]
+    assert parts.fit(info(0)) == [1]
     assert not parts.warnings

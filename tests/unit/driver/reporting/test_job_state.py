@@ -7,8 +7,8 @@ from typing import Any
 from orchestrator.driver.reporting.job_metadata import job_state
 from orchestrator.protocol.events import (
     Event,
-    GenerationStarted,
     RunEnded,
+    StateChanged,
     WaitingForResources,
     WaitingInQueue,
     Warned,
@@ -21,13 +21,13 @@ def queued(*ahead: str, **fields: Any) -> Event:
 
 
 def test_a_run_waits_then_runs_then_ends() -> None:
-    started = GenerationStarted(generation=1, backend="gloo", device="cpu", precision="fp32", workers=("here",))
     events = [
         queued("first", "second"),
         queued(),
         queued(unfit=True),
         WaitingForResources(waited_s=2, wanted="4 workers", why="need 4 x {CPU: 1}; free 0"),
-        started,
+        StateChanged(state="running"),
+        StateChanged(state="recovering"),
         Yielded(step=4, to="urgent"),
         RunEnded(status="KILLED", exit_code=143, reason="", summary={}),
     ]
@@ -37,6 +37,7 @@ def test_a_run_waits_then_runs_then_ends() -> None:
         "waiting: without a place",
         "waiting: 4 workers",
         "running",
+        "recovering",
         "waiting: yielded to urgent",
         "killed",
     ]

@@ -58,11 +58,9 @@ def health_of(gang: Any, nodes: Any, folder: Path) -> Health:
     config, _ = compose(["strategy=ddp"], [], registry.config_class)
     assert config is not None
     telemetry: Any = SimpleNamespace(last_step={}, straggler=None)
-    plan: Any = SimpleNamespace(world_size=4)
-    return Health(
-        1, gang, plan, config, RunDir(folder),
-        telemetry=telemetry, nodes=nodes, outcomes=Outcomes(world_size=4), earlier_hangs=(),
-    )  # fmt: skip
+    context: Any = SimpleNamespace(spec=SimpleNamespace(config=config, run_dir=RunDir(folder)))
+    workers: Any = SimpleNamespace(gang=gang, nodes=nodes, plan=SimpleNamespace(world_size=4))
+    return Health(1, context, workers, telemetry=telemetry, outcomes=Outcomes(world_size=4), earlier_hangs=())
 
 
 def test_nodes_that_fall_silent_one_after_the_other_are_all_lost(tmp_path: Path) -> None:

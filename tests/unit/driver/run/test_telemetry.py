@@ -15,7 +15,6 @@ from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.run import telemetry
 from orchestrator.driver.run.telemetry import Telemetry
 from orchestrator.planning.mesh import Mesh
-from orchestrator.policy.aggregate import Aggregator
 from orchestrator.protocol.events import CheckpointSaved, FirstStepDone, RankProgress, Warned
 from orchestrator.protocol.messages import Heartbeat, TrainPoint, WorkerInfo
 from orchestrator.records.run_dir import RunDir
@@ -62,14 +61,12 @@ def first_step(generation: int) -> FirstStepDone:
 @pytest.fixture
 def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
     config: Any = SimpleNamespace(tracking=SimpleNamespace(system_metrics_every_s=0))
-    plan: Any = SimpleNamespace(mesh=Mesh(replicate=2))
+    plan: Any = SimpleNamespace(mesh=Mesh(replicate=2), global_batch_size=8)
     recorder, uploader = Recorder(), FakeUploader()
-    aggregator = Aggregator(mesh=plan.mesh, global_batch_size=8, tokens_per_sample=None)
+    spec = SimpleNamespace(config=config, sizes=SimpleNamespace(initial=plan), tokens_per_sample=None)
+    context: Any = SimpleNamespace(spec=spec, events=EventStream([recorder], Redactor()))
     made = Telemetry(
-        config,
-        plan,
-        aggregator,
-        EventStream([recorder], Redactor()),
+        context,
         uploader,  # type: ignore[arg-type]
         FakeUploader(),  # type: ignore[arg-type]
         show_page=uploader.shown.append,

@@ -1,0 +1,80 @@
+"""The course of a run, as its records tell it: its state, its transitions from generation to generation, its times."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.run.workforce import Workforce
+from orchestrator.policy.recovery import RecoveryPlan
+from orchestrator.policy.transitions import Continuation, Interruption, TransitionLog
+from orchestrator.protocol.events import FirstStepDone, MetricsLogged, RunState, StateChanged
+
+
+class Course:
+    """Records the state of a run and what its transitions cost.
+
+    ``startup_s``: the parts of the start, in seconds without waits, by name.
+    """
+
+    def __init__(self, context: RunContext, workers: Workforce):
+        self.startup_s: dict[str, float] = {}
+        self._context = context
+        self._events = context.events
+        self._workers = workers
+        self._state: RunState = "waiting"
+        self._transitions = TransitionLog()
+        self._first_step_at: float | None = None
+        self._trains_since = 0.0  # by a clock that never steps
+        self._waited_before_s = 0.0
+
+    def enter(self, state: RunState, **values: str) -> None:
+        """Record that the run has come into ``state``; ``values``: other keys of its record."""
+        if state == self._state:
+            return
+        self._state = state
+        self._events.emit(StateChanged(state=state))
+        with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
+            self._context.spec.run_dir.update_record(state=state, **values)
+
+    def begin_training(self, event: FirstStepDone) -> None:
+        """Record the first step of a generation, which ends the start of the run or a transition."""
+        if self._first_step_at is None:
+            self._first_step_at = event.time
+            self._trains_since = time.monotonic()
+            self._waited_before_s = self._workers.waited_s
+            self.startup_s |= event.startup
+        self.end_transition(event.generation, event.time)
+
+    def begin_transition(self, interruption: Interruption) -> None:
+        """Record what has ended a generation that another one follows."""
+        self._transitions.begin(interruption)
+
+    def continue_with(self, decision: RecoveryPlan, *, step: int) -> None:
+        """Record how the transition that has begun goes on: ``step`` is the one that training continues from."""
+        workers = self._workers.plan.mesh.num_workers
+        self._transitions.continue_with(Continuation(step=step, decision=decision, num_workers=workers))
+
+    def end_transition(self, generation: int, at: float) -> None:
+        """Record that ``generation`` trains since ``at``, in seconds since the epoch, if a transition led to it."""
+        self.enter("running")
+        if (recovered := self._transitions.end(generation, at)) is not None:
+            self._events.emit(recovered)
+            metrics = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}
+            self._events.emit(MetricsLogged(step=recovered.step, metrics=metrics))
+
+    def summary(self, *, step_s: float) -> dict[str, Any]:
+        """Return the transitions and the times for ``run.json``; ``step_s`` is the usual time of one step."""
+        workers = self._workers
+        waits = {"queue_s": workers.queue.waited_s, "waited_s": workers.gang.waited_s}
+        summary = self._transitions.summary() | {key: seconds for key, seconds in waits.items() if seconds}
+        if self._first_step_at is not None:
+            summary["startup_s"] = self._first_step_at - self._context.spec.started_at - self._waited_before_s
+            summary["startup"] = self.startup_s
+            elapsed_s = time.monotonic() - self._trains_since - (workers.waited_s - self._waited_before_s)
+            summary["effective_time_pct"] = self._transitions.effective_time_pct(
+                elapsed_s, step_s=step_s, now=time.time()
+            )
+        return summary
