@@ -389,7 +389,7 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
         tokens_per_sample=None,
     )
     watcher = Watcher()
-    events = EventStream([Journal(run_dir, warnings=watcher), watcher], Redactor())
+    events = EventStream([watcher], Redactor(), journal=Journal(run_dir))
     uploader = Uploader.start(run_dir, replace(config.tracking, uri=None))
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, Redactor())

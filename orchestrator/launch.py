@@ -28,44 +28,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     redactor = Redactor.of_process()
     with masked_output(redactor):
-        return _main(argv, redactor)
+        try:
+            return _launch(list(sys.argv[1:] if argv is None else argv), redactor)
+        except ConfigError as e:
+            from orchestrator.display.report import errors_text
+
+            print(errors_text(e.errors), file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except Exception:
+            traceback.print_exc()  # here, because the interpreter would print it unmasked
+            return FAILED
 
 
-def _main(argv: Sequence[str] | None, redactor: Redactor) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
     options = [w for w in arguments if w.startswith("-")]
     overrides = [w for w in arguments if not w.startswith("-")]
-    try:
-        if any(o in COMPLETION_OPTIONS for o in options):
-            _complete()
-        elif unknown := [o for o in options if o.partition("=")[0] not in _OPTIONS]:
-            valid = _OPTIONS + COMPLETION_OPTIONS
-            raise ConfigError(f"{o}: unknown option; {did_you_mean(o, valid)}" for o in unknown)
-        elif any(o in HELP_OPTIONS for o in options):
-            from orchestrator.config.help import help_text
-            from orchestrator.strategies import registry
+    if any(o in COMPLETION_OPTIONS for o in options):
+        _complete()
+        return 0
+    if unknown := [o for o in options if o.partition("=")[0] not in _OPTIONS]:
+        valid = _OPTIONS + COMPLETION_OPTIONS
+        raise ConfigError(f"{o}: unknown option; {did_you_mean(o, valid)}" for o in unknown)
+    if any(o in HELP_OPTIONS for o in options):
+        from orchestrator.config.help import help_text
+        from orchestrator.strategies import registry
 
-            print(help_text(overrides, registry.config_class))
-        elif restarts := [o for o in options if o.partition("=")[0] == RESTARTS_OPTION]:
-            from orchestrator.driver.submit.restarts import launch_with_restarts
+        print(help_text(overrides, registry.config_class))
+        return 0
+    if restarts := [o for o in options if o.partition("=")[0] == RESTARTS_OPTION]:
+        from orchestrator.driver.submit.restarts import launch_with_restarts
 
-            return launch_with_restarts(overrides, _number_of_restarts(restarts[-1], options), redactor)
-        else:
-            return _launch(overrides, redactor, sweep=bool(options))
-    except ConfigError as e:
-        from orchestrator.display.report import errors_text
+        return launch_with_restarts(overrides, _number_of_restarts(restarts[-1], options), redactor)
+    preset, runs = _runs(overrides, sweep=bool(options))
+    if runs is None:
+        return _search(overrides, preset, redactor)
+    if len(runs) > 1:
+        return _sweep(overrides, runs, redactor)
+    from orchestrator.driver.candidates import check_all
+    from orchestrator.driver.session import run_all
 
-        print(errors_text(e.errors), file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception:
-        traceback.print_exc()  # here, because the interpreter would print it unmasked
-        return FAILED
-    return 0
+    results = run_all(check_all(runs, redactor), owns_process=True)
+    return max((result.exit_code for result in results), default=0)
 
 
-def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int:
+def _runs(overrides: Sequence[str], *, sweep: bool) -> tuple[Mapping[str, str], Sequence[Sequence[str]] | None]:
+    """Return what the preset of a sweep sets, and the overrides of each run; None for these if they are searched."""
     # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.config.compose import preset_sweep
     from orchestrator.config.overrides import expand_sweep, values
@@ -74,21 +83,11 @@ def _launch(overrides: Sequence[str], redactor: Redactor, *, sweep: bool) -> int
     preset, given = preset_sweep(overrides), values(overrides)
     if not sweep and preset.keys() - given.keys():
         raise ConfigError([f"experiment={given['experiment']}: a sweep of several runs; add -m"])
-    if is_search(overrides, preset):
-        if not sweep:
-            raise ConfigError(["sweep.trials: a search of several runs; add -m"])
-        if not given.get("plan"):
-            return _search(overrides, preset, redactor)
-        runs = [example(overrides, preset)]
-    else:
-        runs = expand_sweep(overrides, preset) if sweep else [list(overrides)]
-    if len(runs) > 1:
-        return _sweep(overrides, runs, redactor)
-    from orchestrator.driver.candidates import check_all
-    from orchestrator.driver.session import run_all
-
-    results = run_all(check_all(runs, redactor), owns_process=True)
-    return max((result.exit_code for result in results), default=0)
+    if not is_search(overrides, preset):
+        return preset, expand_sweep(overrides, preset) if sweep else [list(overrides)]
+    if not sweep:
+        raise ConfigError(["sweep.trials: a search of several runs; add -m"])
+    return preset, [example(overrides, preset)] if given.get("plan") else None
 
 
 def _sweep(overrides: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:

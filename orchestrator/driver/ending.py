@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
+import re
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
@@ -15,21 +18,28 @@ from orchestrator.display.choice import choice_in_words
 from orchestrator.display.description import describe
 from orchestrator.display.limits import what_limited
 from orchestrator.display.text import first_line
+from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.reporting.profile_report import report_profile
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.verdict import RESULT_LOST
-from orchestrator.protocol.events import RunEnded, Sink, Warned
+from orchestrator.protocol.events import RunEnded, Warned
 from orchestrator.protocol.metrics import to_record
+from orchestrator.records.journal import Journal
 from orchestrator.records.json_file import write_json
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import search_options
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
+from orchestrator.timeline.traces import merged, step_parts
 from orchestrator.tracking.uploader import Upload, Uploader
+
+MERGED = "all-ranks.json.gz"
+MAX_BYTES = 300_000_000
+"""Larger traces are left as they are: merging them would take minutes, and a browser could not show them."""
+_RANK = re.compile(r"rank-(\d+)\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +55,8 @@ class RunEnding:
     tracking: TrackingConfig
     uploader: Uploader
     records: RecordUpload
-    journal: Sink
-    console: Sink
+    journal: Journal
+    events: EventStream
     redactor: Redactor
     resume_command: str
     in_sweep: bool
@@ -78,7 +88,7 @@ class RunEnding:
             summary["samples"] = run_dir.location_of(run_dir.samples)
         self._describe(result, summary)
         ended = RunEnded(status=result.status, exit_code=result.exit_code, reason=result.reason, summary=summary)
-        self.journal.emit(ended)
+        self.events.record(ended)
         stopped = result.status == "KILLED"
         upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self.tracking.flush_timeout_s)
         if upload.page is not None:
@@ -91,8 +101,23 @@ class RunEnding:
         needs_sync = is_missed and not (upload.in_progress and upload.error is None)
         commands = self._next_commands(result, needs_sync=needs_sync)
         result = self._upload_records(replace(result, summary=summary))
-        self.console.emit(replace(ended, exit_code=result.exit_code, summary=summary, next_commands=commands))
+        self.events.show(replace(ended, exit_code=result.exit_code, summary=summary, next_commands=commands))
         return result
+
+    def abort(self, status: Literal["FAILED", "KILLED"], exit_code: int, reason: str) -> None:
+        """Record the end of a run that has no result."""
+        self.finish(self._without_result(status, exit_code, reason))
+
+    def leave(self, reason: str) -> RunResult:
+        """Show that the run directory belongs to another driver now, and write nothing more to it."""
+        self.journal.discard()
+        self.uploader.leave()
+        self.events.show(RunEnded(status="FAILED", exit_code=1, reason=reason, summary={}))
+        return self._without_result("FAILED", 1, reason)
+
+    def _without_result(self, status: Literal["FAILED", "KILLED"], exit_code: int, reason: str) -> RunResult:
+        run_dir = self.run_dir
+        return RunResult(status=status, exit_code=exit_code, reason=reason, run_dir=run_dir.path, url=run_dir.url)
 
     def _describe(self, result: RunResult, summary: Mapping[str, Any]) -> None:
         """Record the end of the run in words, for MLflow."""
@@ -109,7 +134,7 @@ class RunEnding:
         problem = self.records.finish()
         if problem is None:
             return result
-        self.console.emit(Warned(message=problem))
+        self.events.show(Warned(message=problem))
         return replace(result, exit_code=result.exit_code or RESULT_LOST, reason=result.reason or problem)
 
     def _mask_logs(self) -> None:
@@ -128,7 +153,7 @@ class RunEnding:
             self.run_dir.update_record(**values)
         except (OSError, ValueError) as e:
             text = f"cannot write {self.run_dir.record_file} ({e}): it does not say how the run ended"
-            self.console.emit(Warned(message=text))
+            self.events.show(Warned(message=text))
 
     def _write_timeline(self, result: RunResult) -> dict[str, str]:
         """Draw the timeline of the pipeline stages, if there is one; returns where it is, for the summary."""
@@ -140,7 +165,7 @@ class RunEnding:
             write_json(run_dir.timeline_trace, trace(result.timeline))
             draw(result.timeline, run_dir.timeline_picture, title=title)
         except Exception as e:  # a missing picture is no reason to fail a run
-            self.console.emit(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
+            self.events.show(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
             return {}
         return {"timeline": run_dir.location_of(run_dir.timeline_picture)}
 
@@ -149,7 +174,7 @@ class RunEnding:
         try:
             text = what_limited(result.summary, self.run_dir.read_record())
         except Exception as e:  # missing advice is no reason to fail a run
-            self.console.emit(Warned(message=f"what limited the speed is unknown: {type(e).__name__}: {e}"))
+            self.events.show(Warned(message=f"what limited the speed is unknown: {type(e).__name__}: {e}"))
             return {}
         return {} if text is None else {"limit": text}
 
@@ -158,7 +183,7 @@ class RunEnding:
         try:
             return report_profile(self.run_dir)
         except Exception as e:  # the traces of the ranks are there
-            self.console.emit(Warned(message=f"the traces were not merged: {type(e).__name__}: {e}"))
+            self.events.show(Warned(message=f"the traces were not merged: {type(e).__name__}: {e}"))
             return {"profile": self.run_dir.location_of(self.run_dir.profile)}
 
     def _has_checkpoint(self) -> bool:
@@ -197,3 +222,20 @@ def commands_for_page(tracking: TrackingConfig, origin: Origin) -> list[str]:
         return []
     where = f"on {socket.gethostname()}: " if origin.remote else ""
     return [f"{where}mlflow ui --backend-store-uri {tracking.uri}"]
+
+
+def report_profile(run_dir: RunDir) -> Mapping[str, str]:
+    """Merge the traces that are on this machine, and say where the time of a step goes, for the summary of the run.
+
+    Raises:
+        OSError, ValueError, KeyError: a trace cannot be read, or the merged one cannot be written.
+    """
+    files = {int(m[1]): path for path in run_dir.profile.glob("rank-*.json") if (m := _RANK.fullmatch(path.name))}
+    if not files or sum(path.stat().st_size for path in files.values()) > MAX_BYTES:
+        return {"profile": run_dir.location_of(run_dir.profile)}
+    traces = {rank: json.loads(path.read_text()) for rank, path in files.items()}
+    together = run_dir.profile / MERGED
+    with gzip.open(together, "wt", compresslevel=3) as file:
+        json.dump(merged(traces), file)
+    parts = step_parts(traces.values())
+    return {"profile": run_dir.location_of(together), **({} if parts is None else {"profiled": str(parts)})}

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -24,7 +24,7 @@ from orchestrator.display.text import count
 from orchestrator.driver.auto.decision import NotMeasuredError
 from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
 from orchestrator.driver.code.given_job import pickle_job
-from orchestrator.driver.code.worker_code import CodeCache
+from orchestrator.driver.code.worker_code import CodeCache, WorkerCode
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
@@ -53,7 +53,7 @@ from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.patience import with_patience
 from orchestrator.policy.token_check import exposure_warning
-from orchestrator.protocol.events import RunEnded, Sink, Warned
+from orchestrator.protocol.events import Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import end_with_parent, process_started_at
@@ -62,6 +62,15 @@ from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 if TYPE_CHECKING:
     from orchestrator.driver.auto.chooser import Chooser
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """What all runs of a launch share: the nodes of Ray, the code for the workers, and the signals."""
+
+    nodes: tuple[Node, ...]
+    codes: CodeCache
+    stop: StopSignals
 
 
 def run_all(
@@ -111,8 +120,9 @@ def execute_all(
         started_at: when the first run was requested, in seconds since the epoch.
     """
     with CodeCache() as codes, _ray(candidates, sweep, codes) as (nodes, planned):
+        launch = _Launch(nodes=nodes, codes=codes, stop=stop)
         if candidates[0].config.plan:
-            return _print_plans(planned, nodes, codes, stop, sweep)
+            return _print_plans(launch, planned, sweep)
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
@@ -126,24 +136,17 @@ def execute_all(
             sweep.begin([candidate.overrides for candidate, _ in planned])
         if sweep is not None and sweep.at_once > 1:
             return run_side_by_side([candidate.overrides for candidate, _ in planned], sweep, stop)
-        execute = functools.partial(_choose_and_run, nodes=nodes, codes=codes, stop=stop)
         if sweep is None:
             ((candidate, sizes),) = planned
-            return [execute(candidate, sizes, sweep=part_of, started_at=started_at)]
+            return [_execute(launch, candidate, sizes, sweep=part_of, started_at=started_at)]
         runs = [
-            (c.overrides, functools.partial(execute, c, sizes, started_at=None if number else started_at))
+            (c.overrides, functools.partial(_execute, launch, c, sizes, started_at=None if number else started_at))
             for number, (c, sizes) in enumerate(planned)
         ]
         return sweep.run_in_turn(runs, stop)
 
 
-def _print_plans(
-    planned: Sequence[tuple[Candidate, Sizes]],
-    nodes: tuple[Node, ...],
-    codes: CodeCache,
-    stop: StopSignals,
-    sweep: Sweep | None,
-) -> list[RunResult]:
+def _print_plans(launch: _Launch, planned: Sequence[tuple[Candidate, Sizes]], sweep: Sweep | None) -> list[RunResult]:
     """Print the plan of each run; with ``strategy=auto``, that of the best prediction.
 
     Returns:
@@ -154,16 +157,16 @@ def _print_plans(
             sweep.say(f"\n{sweep.title_of(candidate.overrides)}")
         if candidate.is_auto:
             try:
-                decision = _chooser(candidate, sizes.initial, nodes, codes, stop).choose(measure=False)
+                decision = _chooser(launch, candidate, sizes.initial).choose(measure=False)
             except NotMeasuredError as e:
                 return [e.result]
             print(decision.text)
             sizes = decision.sizes
-        print(plan_table(sizes.initial, nodes))
+        print(plan_table(sizes.initial, launch.nodes))
     return []
 
 
-def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: CodeCache, stop: StopSignals) -> Chooser:
+def _chooser(launch: _Launch, candidate: Candidate, plan: Plan) -> Chooser:
     """Return what chooses the strategy of ``candidate``; ``plan`` is that of the run which measures the job."""
     from orchestrator.driver.auto.chooser import Chooser  # imports every strategy, which takes seconds
 
@@ -176,50 +179,25 @@ def _chooser(candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: C
         print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
         brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
-        return _run(brief, Sizes.of(plan), nodes, codes, stop, sweep=None, started_at=time.time(), console=console)
+        return _execute(launch, brief, Sizes.of(plan), sweep=None, started_at=None, console=console)
 
     return Chooser(
         candidate.config,
         candidate.job,
         plan,
-        nodes,
+        launch.nodes,
         run,
         redactor=candidate.redactor,
         oversubscribe_cpus=candidate.embeds_ray,
     )
 
 
-def _chosen(
-    candidate: Candidate, plan: Plan, nodes: tuple[Node, ...], codes: CodeCache, stop: StopSignals
-) -> tuple[Candidate, Sizes]:
+def _chosen(launch: _Launch, candidate: Candidate, plan: Plan) -> tuple[Candidate, Sizes]:
     """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
-    decision = _chooser(candidate, plan, nodes, codes, stop).choose()
+    decision = _chooser(launch, candidate, plan).choose()
     print(decision.text, flush=True)
     overrides = with_choice(candidate.overrides, candidate.config, decision.overrides)
     return replace(candidate, overrides=overrides, config=decision.config, decision=decision), decision.sizes
-
-
-def _choose_and_run(
-    candidate: Candidate,
-    sizes: Sizes,
-    *,
-    nodes: tuple[Node, ...],
-    codes: CodeCache,
-    stop: StopSignals,
-    sweep: Mapping[str, str] | None,
-    started_at: float | None,
-) -> RunResult:
-    """Execute one run, whose strategy is chosen first if it is ``auto``. Raises like :func:`_run`.
-
-    ``started_at``: when it was requested; None for now.
-    """
-    started_at = time.time() if started_at is None else started_at
-    try:
-        if candidate.is_auto:
-            candidate, sizes = _chosen(candidate, sizes.initial, nodes, codes, stop)
-        return _run(candidate, sizes, nodes, codes, stop, sweep=sweep, started_at=started_at)
-    except NotMeasuredError as e:
-        return e.result
 
 
 @contextlib.contextmanager
@@ -265,49 +243,97 @@ def _warn_of_strangers(gcs_address: str) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def _run(
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A run with its records open: what its driver has at hand, and what it writes when the run has ended."""
+
+    context: RunContext
+    code: WorkerCode
+    uploader: Uploader
+    records: RecordUpload
+    ending: RunEnding
+
+
+def _execute(
+    launch: _Launch,
     candidate: Candidate,
     sizes: Sizes,
-    nodes: tuple[Node, ...],
-    codes: CodeCache,
-    stop: StopSignals,
     *,
     sweep: Mapping[str, str] | None,
-    started_at: float,
+    started_at: float | None,
     console: Sink | None = None,
 ) -> RunResult:
-    """Execute one run, from its directory and records to the verdict, on ``console`` or on the usual one.
+    """Execute one run, whose strategy is chosen first if it is ``auto``.
+
+    Args:
+        launch: what it shares with the other runs.
+        candidate: the run.
+        sizes: the sizes that it may have.
+        sweep: the sweep that it belongs to.
+        started_at: when it was requested, in seconds since the epoch; None for now.
+        console: what shows it, for a run that measures a job; None for the usual one.
 
     Raises:
         ConfigError: the run directory cannot be written, or another process drives the run; or the code of the job
             cannot travel to the nodes.
         KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
     """
+    started_at = time.time() if started_at is None else started_at
+    if candidate.is_auto:
+        try:
+            candidate, sizes = _chosen(launch, candidate, sizes.initial)
+        except NotMeasuredError as e:
+            return e.result
+    with _opened(launch, candidate, sizes, sweep=sweep, started_at=started_at, console=console) as run:
+        try:
+            with StopRequests(run.context.spec.run_dir, launch.stop):
+                result = Run(run.context, run.code, run.uploader, run.records).execute()
+        except SupersededError as e:
+            return run.ending.leave(str(e))
+        except (KeyboardInterrupt, SystemExit):
+            number = launch.stop.received or signal.SIGINT
+            run.ending.abort("KILLED", 128 + int(number), f"stopped by a second {number.name}")
+            raise
+        except Exception as e:  # a bug in the orchestrator; the records still say that the run failed
+            run.ending.abort("FAILED", 1, f"{type(e).__name__}: {e}")
+            raise
+        with launch.stop.raising():
+            return run.ending.finish(result)
+
+
+@contextlib.contextmanager
+def _opened(
+    launch: _Launch,
+    candidate: Candidate,
+    sizes: Sizes,
+    *,
+    sweep: Mapping[str, str] | None,
+    started_at: float,
+    console: Sink | None,
+) -> Iterator[_Opened]:
+    """Open the directory and the records of a run, with one stream of events to all of them, and close them.
+
+    The arguments, and what it raises, are as for :func:`_execute`.
+    """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
-    code = codes.get(config.cluster)
-    origin, is_submitted = this_origin(), submission_id() is not None
+    code = launch.codes.get(config.cluster)
+    origin = this_origin()
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job, origin=origin)
     run_dir, uid = open_run(
         config, candidate.job, plan, resume, seen=candidate.seen, command=command, sweep=sweep, redactor=redactor
     )
-    measures = console is not None
     add_job_metadata({"run_dir": run_dir.location})
     enter_output(run_dir, redactor)
     if candidate.decision is not None:
         candidate.decision.write_to(run_dir)
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
-    shown = console or make_console(steps=plan.steps, world_size=plan.world_size)
-    job_state = JobStateSink()
-    console = EventStream([shown, job_state], redactor)
-    stop.console = console
-    writer = Journal(run_dir, warnings=console)
-    if resume is not None:
-        for event in take_left_reports(run_dir, up_to_step=resume.step):
-            writer.emit(event)
-    journal = EventStream([writer], redactor)
-    events = EventStream([writer, shown, job_state, PrometheusSink()], redactor)
+    shown = launch.stop.console = console or make_console(steps=plan.steps, world_size=plan.world_size)
+    journal = Journal(run_dir, warn=lambda text: events.show(Warned(message=text)))
+    events = EventStream([shown, JobStateSink(), PrometheusSink()], redactor, journal=journal)
+    for event in take_left_reports(run_dir, up_to_step=resume.step) if resume is not None else ():
+        events.record(event)
     namesakes = active_namesakes(run_dir)
     sweep_id = None if sweep is None else sweep["id"]
     queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
@@ -323,10 +349,13 @@ def _run(
         secrets=tuple(redactor.secrets),
         pickled_job=None if candidate.given is None else candidate.given.data,
         queue_entry=redactor.data(queued, by_key=False),
-        checked_nodes=frozenset(node.node_id for node in nodes),
+        checked_nodes=frozenset(node.node_id for node in launch.nodes),
         known_namesakes=frozenset(namesakes),
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
+    resume_command = command_line(
+        (*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job, origin=origin
+    )
     ending = RunEnding(
         plan=plan,
         run_dir=run_dir,
@@ -334,46 +363,21 @@ def _run(
         uploader=uploader,
         records=records,
         journal=journal,
-        console=console,
+        events=events,
         redactor=redactor,
-        resume_command=command_line(
-            (*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job, origin=origin
-        ),
+        resume_command=resume_command,
         in_sweep=sweep is not None,
         origin=origin,
     )
-    ended = functools.partial(RunResult, run_dir=run_dir.path, url=run_dir.url)
     with contextlib.ExitStack() as at_end:
-        if not measures:
+        if console is None:
             report_run(run_dir)
             at_end.callback(report_end)
-        at_end.enter_context(contextlib.closing(console))
-        at_end.enter_context(contextlib.closing(journal))
+        at_end.enter_context(contextlib.closing(events))
         at_end.enter_context(lease)  # until others can read how the run ended, however long that takes
         others = [namesake_warning(config.run_name, location) for location in namesakes.values()]
-        for warning in (*candidate.warnings, *others):
-            console.emit(Warned(message=warning))
-        if is_submitted and (short := stop_wait_warning(config.cluster.stop_grace_s, os.environ)) is not None:
-            console.emit(Warned(message=short))
-        try:
-            with StopRequests(run_dir, stop):
-                context = RunContext(spec=spec, events=events, stop=stop, lease=lease)
-                result = Run(context, code, uploader, records).execute()
-        except SupersededError as e:
-            # The directory belongs to the other driver now: write nothing more to it.
-            writer.discard()
-            uploader.leave()
-            console.emit(RunEnded(status="FAILED", exit_code=1, reason=str(e), summary={}))
-            return ended(status="FAILED", exit_code=1, reason=str(e))
-        except (KeyboardInterrupt, SystemExit):
-            number = stop.received or signal.SIGINT
-            reason, exit_code = f"stopped by a second {number.name}", 128 + int(number)
-            ending.finish(ended(status="KILLED", exit_code=exit_code, reason=reason))
-            raise
-        except Exception as e:
-            # A bug in the orchestrator; the records still say that the run failed.
-            reason = f"{type(e).__name__}: {e}"
-            ending.finish(ended(status="FAILED", exit_code=1, reason=reason))
-            raise
-        with stop.raising():
-            return ending.finish(result)
+        short = None if submission_id() is None else stop_wait_warning(config.cluster.stop_grace_s, os.environ)
+        for warning in (*candidate.warnings, *others, *filter(None, [short])):
+            events.show(Warned(message=warning))
+        context = RunContext(spec=spec, events=events, stop=launch.stop, lease=lease)
+        yield _Opened(context=context, code=code, uploader=uploader, records=records, ending=ending)

@@ -18,7 +18,7 @@ import posixpath
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +28,7 @@ from orchestrator.protocol.events import (
     RankProgress,
     RunEnded,
     SampleSaved,
-    Sink,
     SystemMetricsLogged,
-    Warned,
 )
 from orchestrator.records.run_dir import RunDir
 
@@ -47,22 +45,17 @@ class Journal:
     In a directory that already has a journal, it continues that journal: it cuts off an incomplete last line, writes
     no metric and no sample again at or below its last step, and continues the numbering of ``system/`` readings.
 
-    A line that cannot be written is retried with the next one, and ``warnings`` receives one :class:`Warned`.
+    A line that cannot be written is retried with the next one, after a warning.
 
     Args:
-        warnings: the sink for the warning about a disk that cannot be written; None to give none.
+        warn: shows the user that the disk cannot be written, once; None to give no warning.
 
     Raises:
         OSError: the files cannot be opened. Later errors are not raised.
     """
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        *,
-        warnings: Sink | None = None,
-    ):
-        self._warnings = warnings
+    def __init__(self, run_dir: RunDir, *, warn: Callable[[str], None] | None = None):
+        self._warn = warn
         self._lock = threading.Lock()
         self._metrics = _Appender(run_dir.metrics_file)
         self._events = _Appender(run_dir.events_file)
@@ -92,15 +85,13 @@ class Journal:
                 error = self._events.write(_event_line(event))
                 if isinstance(event, SampleSaved):
                     self._last_sample[event.name] = event.step
-            warnings = self._warnings if error else None
-            if warnings:
-                self._warnings = None  # once
-        if warnings:
-            warnings.emit(
-                Warned(
-                    message=f"cannot write the journal ({error}); training continues, and up to {MAX_LINES_WAITING} "
-                    "lines are kept in memory: free some disk space"
-                )
+            warn = self._warn if error else None
+            if warn:
+                self._warn = None  # once
+        if warn:
+            warn(
+                f"cannot write the journal ({error}); training continues, and up to {MAX_LINES_WAITING} lines are kept "
+                "in memory: free some disk space"
             )
 
     def close(self) -> None:

@@ -201,60 +201,70 @@ class Worker:
         Raises:
             Exception: the assignment cannot be read, because this node has another version of a class in it.
         """
+        assignment = Assignment.unpacked(packed, global_rank=global_rank)
         self.outbox.begin_generation()
-        outcome = self._train(Assignment.unpacked(packed, global_rank=global_rank))
-        return replace(outcome, last_heartbeat=self.outbox.collect_last())
-
-    def _train(self, assignment: Assignment) -> Outcome:
-        keep_process_title(f"rank-{assignment.global_rank} {assignment.plan.run_name}")
-        run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
-        log = run_dir.log_file(assignment.global_rank)
         self.training_thread = threading.get_ident()
         startup: dict[str, float] = {}
         clean = False
         try:
-            self.teardown.begin(assignment.generation, backend=assignment.backend)
-            if run_dir.remote is None:
-                check_shared(
-                    run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
-                )
-            else:
-                staged.enter(run_dir)
-            if log != self.log:
-                self.output.redirect(log)
-                self.log = log
-                with contextlib.suppress(OSError):  # without a spool, unreceived reports are lost if the process dies
-                    node_id = ray.get_runtime_context().get_node_id()
-                    self.outbox.keep_in(Spool(run_dir.spool(node_id, os.getpid())))
-            if self.job is None:
-                began = time.perf_counter()
-                self._set_up(assignment.environment)
-                startup["job_s"] = time.perf_counter() - began
-            assert self.job is not None
-            self._set_up_thread(assignment)
-            if assignment.sources is None:
-                self._discard_loop()
-            elif self.loop is not None:
-                self.loop.reassign(assignment)  # before anything can fail, so that a failure reports the new ranks
-            store = self._join(assignment, startup)
-            if self.loop is None:
-                self.loop = self._make_loop(assignment, self.job)
+            loop, store = self._begin(assignment, startup)
             wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
-            outcome = self.loop.run(startup, wait_for_others=wait_for_others, store=store)
+            outcome = loop.run(startup, wait_for_others=wait_for_others, store=store)
             clean = True
-            return outcome
         except BaseException as e:
-            if not isinstance(e, failures.EXPLAINED):
-                traceback.print_exc()
-            failure = failures.describe(e, assignment, self.loop, log, after_abort=self.teardown.has_aborted)
-            return Outcome(
-                status="failed",
-                step=failures.last_step(e, failure, self.loop),
-                failure=self.redactor.data(failure, by_key=False),
-                recoverable_steps=_recoverable_steps(self.loop),
-            )
+            outcome = self._failed(e, assignment)
         finally:
             self.teardown.start(functools.partial(_close, self.loop), clean=clean)
+        return replace(outcome, last_heartbeat=self.outbox.collect_last())
+
+    def _begin(self, assignment: Assignment, startup: dict[str, float]) -> tuple[Loop, dist.TCPStore]:
+        """Prepare this process for a generation, and form its process group; returns the loop and the store."""
+        keep_process_title(f"rank-{assignment.global_rank} {assignment.plan.run_name}")
+        self.teardown.begin(assignment.generation, backend=assignment.backend)
+        self._open_run_dir(assignment)
+        if self.job is None:
+            began = time.perf_counter()
+            self._set_up(assignment.environment)
+            startup["job_s"] = time.perf_counter() - began
+        assert self.job is not None
+        self._set_up_thread(assignment)
+        if assignment.sources is None:
+            self._discard_loop()
+        elif self.loop is not None:
+            self.loop.reassign(assignment)  # before anything can fail, so that a failure reports the new ranks
+        store = self._join(assignment, startup)
+        if self.loop is None:
+            self.loop = self._make_loop(assignment, self.job)
+        return self.loop, store
+
+    def _open_run_dir(self, assignment: Assignment) -> None:
+        """Find or create the run directory, and write this rank's output there."""
+        run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
+        if run_dir.remote is None:
+            check_shared(
+                run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
+            )
+        else:
+            staged.enter(run_dir)
+        if (log := run_dir.log_file(assignment.global_rank)) != self.log:
+            self.output.redirect(log)
+            self.log = log
+            with contextlib.suppress(OSError):  # without a spool, unreceived reports are lost if the process dies
+                node_id = ray.get_runtime_context().get_node_id()
+                self.outbox.keep_in(Spool(run_dir.spool(node_id, os.getpid())))
+
+    def _failed(self, error: BaseException, assignment: Assignment) -> Outcome:
+        """Return the outcome of a generation that ``error`` has ended, which is being handled."""
+        if not isinstance(error, failures.EXPLAINED):
+            traceback.print_exc()
+        log = RunDir(Path(assignment.run_dir), assignment.remote).log_file(assignment.global_rank)
+        failure = failures.describe(error, assignment, self.loop, log, after_abort=self.teardown.has_aborted)
+        return Outcome(
+            status="failed",
+            step=failures.last_step(error, failure, self.loop),
+            failure=self.redactor.data(failure, by_key=False),
+            recoverable_steps=_recoverable_steps(self.loop),
+        )
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job."""

@@ -146,12 +146,31 @@ class Loop:
             Exception: whatever the job raises, or a broken connection to another rank.
         """
         try:
-            return self._run(startup, wait_for_others, store)
+            data = self._build(startup, wait_for_others, store)
+            with self._nonfinite_advice(), self._compile_meter.watching():
+                if self.assignment.sources is not None:
+                    self._run_due_tasks()  # because the failure may have interrupted them
+                stopped = self._run_steps(data, startup)
+                if not stopped:
+                    self._evaluate()
+                recoverable = stopped and not self.gate.saves and self.recoverable_steps()
+                if self.position.step > 0 and not recoverable:
+                    self._checkpoint(last=True)
+            self._enter("end")
+            self._checkpoints.drain()
+            self.strategy.confirm()
+            return Outcome(
+                status="stopped" if stopped else "done",
+                step=self.position.step,
+                texts={} if stopped else self._reports.texts,
+                recoverable_steps=self.recoverable_steps(),
+            )
         finally:
             if self._data is not None:
                 self._data.close()
 
-    def _run(self, startup: dict[str, float], wait_for_others: Callable[[], None], store: Store | None) -> Outcome:
+    def _build(self, startup: dict[str, float], wait_for_others: Callable[[], None], store: Store | None) -> JobData:
+        """Build the model and the data unless that is done, and bring them to the state of the generation."""
         began = time.perf_counter()
         self._enter("build")
         if self._data is None:
@@ -173,24 +192,7 @@ class Loop:
         self.strategy.confirm()
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
-        with self._nonfinite_advice(), self._compile_meter.watching():
-            if self.assignment.sources is not None:
-                self._run_due_tasks()  # because the failure may have interrupted them
-            stopped = self._train(self._data, startup)
-            if not stopped:
-                self._evaluate()
-            recoverable = stopped and not self.gate.saves and self.recoverable_steps()
-            if self.position.step > 0 and not recoverable:
-                self._checkpoint(last=True)
-        self._enter("end")
-        self._checkpoints.drain()
-        self.strategy.confirm()
-        return Outcome(
-            status="stopped" if stopped else "done",
-            step=self.position.step,
-            texts={} if stopped else self._reports.texts,
-            recoverable_steps=self.recoverable_steps(),
-        )
+        return self._data
 
     def recoverable_steps(self) -> RecoverableSteps:
         """Return the steps whose state this rank can provide, as :meth:`Strategy.recoverable_steps` does.
@@ -208,7 +210,7 @@ class Loop:
         """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
         return self._checkpoints.finish(timeout_s=timeout_s)
 
-    def _train(self, data: JobData, startup: dict[str, float]) -> bool:
+    def _run_steps(self, data: JobData, startup: dict[str, float]) -> bool:
         """Train up to the last step. Return True if the driver stops the run before."""
         began = time.perf_counter()
         total_steps, position, compile_meter = self.config.train.steps, self.position, self._compile_meter
@@ -228,7 +230,7 @@ class Loop:
                 if not self.gate.begin(step, self.assignment.generation):
                     window.check_finite()
                     return True
-                result = self._train_step(step, batches, window)
+                result = self._next_step(step, batches, window)
                 profiler.step()
                 if result.skipped and self.rank == 0:
                     self.outbox.put_event(Warned(message=f"step {step} skipped: gradient not finite"))
@@ -246,7 +248,7 @@ class Loop:
         window.check_finite()
         return False
 
-    def _train_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
+    def _next_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
         seed_step(self.config.seed, step, self.strategy.context.mesh.seed_rank(self.rank))
         with window.data_wait.waiting():
             batch = next(batches)

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 
 from helpers.runs import wait_for
 from orchestrator import compare, launch
-from orchestrator.driver.reporting.profile_report import MERGED
+from orchestrator.driver.ending import MERGED
 from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.measure.profiling import PROFILED_STEPS
 

@@ -168,20 +168,9 @@ def test_a_journal_killed_in_mid_write_keeps_every_whole_line(run_dir):
     assert len(found) >= 500
 
 
-class Warnings:
-    def __init__(self):
-        self.events = []
-
-    def emit(self, event):
-        self.events.append(event)
-
-    def close(self):
-        pass
-
-
 def test_a_full_disk_does_not_stop_training_warns_once_and_loses_no_line(run_dir):
-    warnings = Warnings()
-    journal = Journal(run_dir, warnings=warnings)
+    warnings = []
+    journal = Journal(run_dir, warn=warnings.append)
     journal.emit(point(1, loss=1.0))
     with largest_file(run_dir.metrics_file.stat().st_size + 60):  # amid the second line
         for step in (2, 3, 4):
@@ -190,8 +179,8 @@ def test_a_full_disk_does_not_stop_training_warns_once_and_loses_no_line(run_dir
     assert while_full.endswith(b"\n")
     journal.emit(point(5, loss=1.0))
     assert steps(run_dir, "loss") == [1, 2, 3, 4, 5]
-    (warning,) = warnings.events
-    assert "disk space" in warning.message
+    (warning,) = warnings
+    assert "disk space" in warning
 
 
 def test_a_journal_that_another_process_continues_is_left_as_it_is(run_dir):
@@ -206,9 +195,7 @@ def test_a_journal_that_another_process_continues_is_left_as_it_is(run_dir):
 
 
 def test_a_warning_may_be_emitted_to_the_journal_that_gives_it(run_dir):
-    warnings = Warnings()
-    journal = Journal(run_dir, warnings=warnings)
-    warnings.emit = journal.emit
+    journal = Journal(run_dir, warn=lambda text: journal.emit(Warned(message=text)))
     with largest_file(1000):
         journal.emit(point(1, **{f"metric_{i}": 1.0 for i in range(100)}))
     assert "training continues" in lines(run_dir.events_file)[0]["message"]

@@ -19,17 +19,24 @@ from orchestrator.protocol.events import (
 
 
 class EventStream:
-    """Masks the secrets in each event once, and passes it to every sink, in order. Metrics keep their values."""
+    """Masks the secrets in each event once, and passes it to the journal and every sink. Metrics keep their values."""
 
-    def __init__(self, sinks: Sequence[Sink], redactor: Redactor):
+    def __init__(self, sinks: Sequence[Sink], redactor: Redactor, *, journal: Sink | None = None):
         self._sinks = tuple(sinks)
         self._redactor = redactor
+        self._journal: tuple[Sink, ...] = () if journal is None else (journal,)
 
     def emit(self, event: Event) -> None:
-        """Pass ``event``, with all secrets masked, to every sink."""
-        masked = self._masked(event)
-        for sink in self._sinks:
-            sink.emit(masked)
+        """Pass ``event``, with all secrets masked, to the journal and to every sink, in this order."""
+        self._pass(event, (*self._journal, *self._sinks))
+
+    def record(self, event: Event) -> None:
+        """Pass ``event`` to the journal alone."""
+        self._pass(event, self._journal)
+
+    def show(self, event: Event) -> None:
+        """Pass ``event`` to every sink, and not to the journal."""
+        self._pass(event, self._sinks)
 
     def note(self, message: str) -> None:
         """Emit a remark."""
@@ -40,9 +47,14 @@ class EventStream:
         self.emit(Warned(message=message))
 
     def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
+        """Close the journal and every sink."""
+        for sink in (*self._journal, *self._sinks):
             sink.close()
+
+    def _pass(self, event: Event, sinks: Sequence[Sink]) -> None:
+        masked = self._masked(event)
+        for sink in sinks:
+            sink.emit(masked)
 
     def _masked(self, event: Event) -> Event:
         if isinstance(event, (MetricsLogged, SystemMetricsLogged)):

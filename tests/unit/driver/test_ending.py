@@ -25,7 +25,7 @@ def commands(run_dir: RunDir, status: Literal["FINISHED", "FAILED"], *, in_sweep
         uploader=nothing,
         records=nothing,
         journal=nothing,
-        console=nothing,
+        events=nothing,
         redactor=nothing,
         resume_command="continue it",
         in_sweep=in_sweep,

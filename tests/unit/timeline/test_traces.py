@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from orchestrator.driver.reporting.profile_report import MERGED, report_profile
+from orchestrator.driver.ending import MERGED, report_profile
 from orchestrator.records import run_dir as rundir
 from orchestrator.timeline.traces import clock_offset_us, merged, step_parts
 

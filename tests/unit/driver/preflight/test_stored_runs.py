@@ -21,6 +21,7 @@ from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.driver.preflight.resume import find_resume
+from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.reporting.uploads import RecordUpload
@@ -218,15 +219,15 @@ def test_records_that_cannot_be_uploaded_are_named_at_the_end(tmp_path: Path) ->
     run_dir = start(config)
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     (tmp_path / "store").write_text("not a directory")
-    console = Recorder()
+    console, journal = Recorder(), Journal(run_dir)
     ending = RunEnding(
         plan=make_plan(config, registry.load(config.strategy.name), NODES, oversubscribe_cpus=True),
         run_dir=run_dir,
         tracking=config.tracking,
         uploader=Uploader.start(run_dir, config.tracking),
         records=RecordUpload(run_dir, Lease(run_dir), config.storage, Redactor()),
-        journal=Journal(run_dir),
-        console=console,
+        journal=journal,
+        events=EventStream([console], Redactor(), journal=journal),
         redactor=Redactor(),
         resume_command="",
         in_sweep=False,
