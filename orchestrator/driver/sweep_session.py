@@ -61,7 +61,10 @@ def run_search(search: Search) -> int:
 
 def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
     """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
-    report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
+    try:
+        report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
+    except ValueError as e:
+        sweep.say(f"warning: the comparison is not uploaded: {e}")
     for command in commands_for_page(candidate.config.tracking, this_origin()):
         sweep.say(f"next: {command}")
     if page := last.summary.get("mlflow_page"):

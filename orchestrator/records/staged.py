@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 import socket
 import uuid
@@ -25,7 +26,6 @@ def enter(run_dir: RunDir) -> None:
         OSError: it cannot be created, or another user could replace it.
     """
     above = OutputDir.containing(run_dir).path
-    removed = run_dir.path.with_name(f".{run_dir.path.name}.{uuid.uuid4().hex}")
     make_private(above)
     with locked(above / ".lock"):
         try:
@@ -33,10 +33,12 @@ def enter(run_dir: RunDir) -> None:
         except ValueError:
             driver = {}
         if is_visible(driver) and not is_alive(driver):
-            run_dir.path.rename(removed)
+            run_dir.path.rename(run_dir.path.with_name(f".{run_dir.path.name}.{uuid.uuid4().hex}"))
         for folder in (run_dir.logs, run_dir.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(removed, ignore_errors=True)  # takes long if it has large checkpoints
+    # Takes long if there are large checkpoints. A process that was killed here has left some of them.
+    for removed in run_dir.path.parent.glob(f".{glob.escape(run_dir.path.name)}.*"):
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def folder_of_node(run_dir: RunDir) -> str:

@@ -239,11 +239,15 @@ def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[st
     """Upload the report of the sweep whose last run is ``run_dir``, in the background. Does not wait for anything.
 
     ``secrets``: texts to mask in what is uploaded.
+
+    Raises:
+        ValueError: the record of the run is damaged.
     """
     if tracking.uri is not None:
         # The run's own follower uploads the model and the dataset.
         tracking = replace(tracking, log_model=False, log_dataset=False)
-        driver = run_dir.read_record()["driver"]
+        if (driver := run_dir.read_record().get("driver")) is None:
+            raise ValueError(f"{run_dir.record_file} is damaged: no driver")
         owe(run_dir)
         _upload_in_background({run_dir: _options(tracking, secrets, driver=driver, events_offset=0)})
 

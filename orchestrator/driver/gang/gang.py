@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,30 +159,32 @@ class Gang:
         wanted = f"at least {_workers(least)}" if sizes.is_elastic else _workers(least)
         wait = self._wait_for(wanted, least + self._plan.spares, unfit_timeout_s=self._config.unfit_timeout_s)
         waited_before_s = self.waited_s
+        self._plan = sizes.initial
         while True:
             plan, avoid = self._plan, frozenset(self._admission.trouble())
             patience_s = math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S
+            given_up_at = time.monotonic() + patience_s
             placed = self._slots.reserve_all(
                 plan.world_size + plan.spares,
                 one_node=plan.one_node,
                 avoid=avoid,
                 wait=wait,
-                gives_up=self._patience(patience_s, avoid),
+                gives_up=lambda at=given_up_at, avoid=avoid: (
+                    time.monotonic() > at or self._admission.has_changed(avoid)
+                ),
             )
             self.waited_s = waited_before_s + wait.waited_s
             if placed is None:
-                self._plan = sizes.fitting(room(self._request(1), wait.state()))
+                fitting = sizes.fitting(room(self._request(1), wait.state()))
+                # Other nodes to avoid are no reason alone to begin smaller.
+                if time.monotonic() > given_up_at or fitting.world_size > plan.world_size:
+                    self._plan = fitting
             elif self._admission.admits_all(set(placed.values())):
                 return placed
             else:
                 self._slots.release()
             if self._admission.trouble().keys() - avoid:
                 self._monitor.offer_turn()
-
-    def _patience(self, patience_s: float, avoided: Set[str]) -> Callable[[], bool]:
-        """Return whether to give up a reservation: after a time, or if the nodes to avoid are others by now."""
-        deadline = time.monotonic() + patience_s
-        return lambda: time.monotonic() > deadline or self._admission.has_changed(avoided)
 
     def lose(self, ranks: Collection[int]) -> None:
         """Take back the slots of workers that are lost or must leave, and kill what is left of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import ray
@@ -31,9 +31,10 @@ SPARE_TIMEOUT_S = 1.0
 class Spares:
     """The spares of a run, and the slots in which more of them could start.
 
-    A slot is vacant if its worker is gone. It is stranded if its node was lost: Ray moves it to another node when it
-    has found the node dead and has room for all such slots that were reserved together. A worker that is started there
-    may come up late, or never. A worker is started in a slot when Ray has placed it on a node that is admitted.
+    A slot is vacant if its worker is gone. It is stranded if its node was lost, drains or is not admitted: Ray moves it
+    to another node when it has found the node dead and has room for all such slots that were reserved together. A
+    worker that is started there may come up late, or never. A worker is started in a slot when Ray has placed it on a
+    node that is admitted.
 
     ``infos``: the spares that have started, by slot.
     """
@@ -93,7 +94,7 @@ class Spares:
             self._vacant.append(slot)
             self._node_before[slot] = node_id
         else:
-            self._slots.withdraw(slot)
+            self._withdraw_or_strand(slot, node_id)
 
     def vacate_lost_nodes(self) -> None:
         """Give up the spares on lost nodes."""
@@ -131,11 +132,12 @@ class Spares:
 
         Vacant slots come first, then new ones wherever the cluster has room or will have it.
         """
-        for slot in filter(self._is_stranded, list(self._vacant)):
+        for slot in self._stranded(self._vacant):
             self._vacant.remove(slot)
             self._waiting.append(slot)
         self._withdraw_outdated()
-        hopeful = sum(not self._is_stranded(slot) for slot in self._unready())
+        unready = self._unready()
+        hopeful = len(unready) - len(self._stranded(unready))
         for _ in range(missing - hopeful):
             self._waiting.append(self._vacant.pop() if self._vacant else self._reserve())
         self._start_admitted()
@@ -176,9 +178,10 @@ class Spares:
         trouble = self._nodes.trouble()
         return sorted(s for s, info in self.infos.items() if info.node_id not in trouble and can_join(info, members))
 
-    def _is_stranded(self, slot: int) -> bool:
-        # Workers that must share a node are of no use elsewhere.
-        return not self._one_node and self._node_before.get(slot) in self._nodes.lost
+    def _stranded(self, slots: Iterable[int]) -> list[int]:
+        """Return those of ``slots`` that are stranded; none if all workers must share a node."""
+        trouble = {} if self._one_node else self._admission.trouble()
+        return [slot for slot in slots if self._node_before.get(slot) in trouble]
 
     def _unready(self) -> list[int]:
         """Return the slots of workers that start, or will."""
@@ -204,7 +207,8 @@ class Spares:
         looked_up, later = self._waiting[:LOOKED_UP_AT_ONCE], self._waiting[LOOKED_UP_AT_ONCE:]
         self._waiting = later + looked_up
         for slot, node_id in self._slots.placed(looked_up).items():
-            admitted = self._admission.admits(node_id)
+            is_leaving = not self._one_node and node_id in self._nodes.draining
+            admitted = False if is_leaving else self._admission.admits(node_id)
             if admitted is None:
                 continue
             self._waiting.remove(slot)
@@ -212,12 +216,13 @@ class Spares:
                 self._slots.start(slot)
                 self._starting[self._slots.actor(slot).prepare.remote(self._environment)] = slot
             else:
-                self._withdraw(slot)
+                self._withdraw_or_strand(slot, node_id)
 
     def _end_starts(self, missing: int) -> None:
         """Have at most ``missing`` workers starting, besides those in stranded slots, or none if none is missing."""
         unready = [*self._starting.values(), *self._waiting]
-        surplus = [slot for slot in unready if not self._is_stranded(slot)][missing:] if missing > 0 else unready
+        stranded = set(self._stranded(unready))
+        surplus = [slot for slot in unready if slot not in stranded][missing:] if missing > 0 else unready
         self._waiting = [slot for slot in self._waiting if slot not in surplus]
         self._starting = {reference: slot for reference, slot in self._starting.items() if slot not in surplus}
         self._vacant += [slot for slot in surplus if not self._withdraw(slot)]
@@ -228,6 +233,15 @@ class Spares:
             return False
         self._node_before.pop(slot, None)
         return True
+
+    def _withdraw_or_strand(self, slot: int, node_id: str) -> None:
+        """Kill the worker in ``slot`` on a node where none may start, and give the slot back if that is possible.
+
+        Otherwise a worker starts in it when its node is admitted, or Ray has moved it to one that is.
+        """
+        if not self._withdraw(slot):
+            self._node_before[slot] = node_id
+            self._waiting.append(slot)
 
     def _record_start(self, slot: int, info: WorkerInfo, members: Sequence[WorkerInfo]) -> None:
         if not self._admission.admits(info.node_id):
@@ -243,7 +257,7 @@ class Spares:
             self._monitor.warn(f"an additional worker on {info.hostname} can take no rank: {info.gpu_error}")
 
     def _record_failed_start(self, slot: int, error: ray.exceptions.RayError) -> None:
-        if self._is_stranded(slot):
+        if self._stranded([slot]):
             self._vacant.append(slot)
             return
         self._failed_starts[slot] += 1

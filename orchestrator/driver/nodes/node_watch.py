@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,18 +127,18 @@ class NodeWatch:
         """Return whether the probe of a node is up, without which the silence of the node is not noticed."""
         return node_id == self._own_node or (node_id in self._probes and self._probes[node_id].heard_at is not None)
 
-    def is_gone(self, node_id: str) -> bool:
-        """Return whether no raylet answers on a node any more. Ray itself notices the death of a host seconds later.
+    def find_gone(self, node_ids: Collection[str]) -> Collection[str]:
+        """Return those of the nodes on which no raylet answers any more, within :data:`RAYLET_TIMEOUT_S` for all.
 
-        False for a node whose raylet is not known, because it has not been watched.
+        Ray itself notices the death of a host seconds later. Nodes whose raylet is not known, because they have not
+        been watched, are left out.
         """
-        if node_id == self._own_node or node_id not in self._raylets:
-            return False
-        try:
-            socket.create_connection(self._raylets[node_id], timeout=RAYLET_TIMEOUT_S).close()
-        except OSError:
-            return True
-        return False
+        asked = [node_id for node_id in node_ids if node_id != self._own_node and node_id in self._raylets]
+        if not asked:
+            return ()
+        with ThreadPoolExecutor(len(asked)) as threads:
+            answers = list(threads.map(_accepts_connections, (self._raylets[node_id] for node_id in asked)))
+        return [node_id for node_id, answered in zip(asked, answers, strict=True) if not answered]
 
     def trouble(self) -> Mapping[str, str]:
         """Return why no worker should start on some nodes, by node id."""
@@ -186,6 +187,14 @@ class NodeWatch:
         probe = self._probes.pop(node_id)
         with contextlib.suppress(Exception):
             ray.kill(probe.actor)
+
+
+def _accepts_connections(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=RAYLET_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _started(node_id: str, pids: Iterable[int], now: float) -> _Probe:

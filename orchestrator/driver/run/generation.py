@@ -231,7 +231,7 @@ class Generation:
             return None
         except ray.exceptions.RayError as e:
             self._record_as_idle(besides=0)
-            self._record_error(members[0], e)
+            self._record_errors([(members[0], e)])
             return None
         return store
 
@@ -259,6 +259,7 @@ class Generation:
 
     def _record_outcomes(self, references: Sequence[Any]) -> None:
         """Record how the part of each rank ended whose call has completed."""
+        errors: list[tuple[Member, ray.exceptions.RayError]] = []
         for reference, outcome in zip(references, results(references), strict=True):
             member = self._pending.pop(reference)
             rank = member.global_rank
@@ -267,7 +268,8 @@ class Generation:
                 if outcome.last_heartbeat is not None:
                     self._gang.add_last_heartbeat(rank, outcome.last_heartbeat)
             elif rank not in self.outcomes:  # otherwise the driver has killed it, for the reason recorded there
-                self._record_error(member, outcome)
+                errors.append((member, outcome))
+        self._record_errors(errors)
 
     def _record_as_idle(self, *, besides: int) -> None:
         """Record that the ranks ``besides`` one that failed have not begun the generation, and keep their state."""
@@ -276,13 +278,19 @@ class Generation:
                 step, states = self._telemetry.last_step.get(rank, 0), self._start.held.get(rank, {})
                 self.outcomes.add(rank, Outcome(status="stopped", step=step, recoverable_steps=states))
 
+    def _record_errors(self, errors: Sequence[tuple[Member, ray.exceptions.RayError]]) -> None:
+        """Record that calls to workers have failed, most likely because these died."""
+        unexplained = {member.info.node_id for member, error in errors if cause_of_death(error) == "unknown"}
+        self.health.lose_nodes(self._nodes.find_gone(unexplained - self.health.lost_nodes))
+        for member, error in errors:
+            self._record_error(member, error)
+
     def _record_error(self, member: Member, error: ray.exceptions.RayError) -> None:
-        """Record that a call to a worker has failed, most likely because it died."""
         info = member.info
         if (cause := cause_of_death(error)) is None:
             self.health.record(member.global_rank, failed_call_of(info, error))
             return
-        if cause == "unknown" and (info.node_id in self.health.lost_nodes or self._nodes.is_gone(info.node_id)):
+        if cause == "unknown" and info.node_id in self.health.lost_nodes:
             cause = "node lost"
         if cause == "node lost":
             self.health.lose_nodes({info.node_id})

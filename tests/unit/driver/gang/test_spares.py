@@ -159,6 +159,31 @@ def test_a_stranded_slot_that_ray_has_moved_serves_as_well(parts: Parts) -> None
     assert max(parts.slots.started) == 4, "what was withdrawn is gone"
 
 
+def test_a_slot_that_ray_has_moved_to_a_late_node_is_used_when_that_has_answered(parts: Parts) -> None:
+    """It was reserved with others, so that it cannot be given back alone."""
+    parts.nodes.lost.add("b")
+    parts.spares.vacate(1, "b")
+    parts.slots.nodes, parts.admission.refused = {1: "late", 3: None, 4: None}, {"late"}
+    parts.spares.seek(1)
+    parts.spares.seek(1)
+    assert list(parts.slots.started) == []
+    assert parts.slots.avoided == [{"b", "late"}], "another one is sought meanwhile, once"
+    parts.admission.refused.clear()
+    assert parts.fit() == []
+    assert parts.comes_up(1, "late") == [1]
+
+
+def test_a_slot_that_ray_has_moved_from_a_draining_node_is_used(parts: Parts) -> None:
+    parts.nodes.draining = ["c"]
+    parts.slots.nodes = {1: "c", 3: None}
+    parts.spares.vacate(1, "c")
+    parts.spares.seek(1)
+    assert list(parts.slots.started) == []
+    parts.slots.nodes[1] = "d"
+    assert parts.fit() == []
+    assert parts.comes_up(1, "d") == [1]
+
+
 def test_a_node_on_which_a_worker_starts_is_no_longer_lost(parts: Parts) -> None:
     parts.nodes.lost.add("b")
     parts.spares.vacate(1, "b")
@@ -242,6 +267,7 @@ def test_what_is_no_longer_wanted_is_given_back(parts: Parts) -> None:
 
 def test_the_slot_on_a_draining_node_is_left(parts: Parts) -> None:
     parts.nodes.draining = ["c"]
+    parts.slots.nodes[1] = "c"
     parts.spares.vacate(1, "c")
     parts.spares.seek(1)
     assert list(parts.slots.started) == [3]

@@ -333,8 +333,11 @@ def test_what_a_dead_driver_has_left_goes_before_others_write_there(tmp_path: Pa
     enter(first)
     assert first.log_file(0).exists(), "its driver may live"
     first.update_record(driver={**this_process(), "start_ticks": 0})
+    left = first.path.with_name(f".{first.path.name}.{'0' * 32}")
+    left.mkdir()  # by a process that was killed before it had deleted it
     enter(first)
     assert contents(first.path) == {}
+    assert not left.exists()
 
 
 def test_a_search_for_a_run_to_continue_reads_the_records_of_this_name_once(
