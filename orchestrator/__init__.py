@@ -60,8 +60,11 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
     with only_run(), unchanged():
         with quiet_imports():
             from orchestrator.driver.candidates import check_all
+            from orchestrator.driver.process.signals import StopSignals
             from orchestrator.driver.session import run_all
-        return next(iter(run_all(check_all([read.overrides], job=read.job))), None)
+        candidates = check_all([read.overrides], job=read.job)
+        with StopSignals() as stop:
+            return next(iter(run_all(candidates, stop)), None)
 
 
 def __getattr__(name: str) -> Any:

@@ -67,9 +67,13 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
     if len(runs) > 1:
         return _sweep(overrides, runs, redactor)
     from orchestrator.driver.candidates import check_all
+    from orchestrator.driver.process.signals import StopSignals
     from orchestrator.driver.session import run_all
+    from orchestrator.records.process import process_started_at
 
-    results = run_all(check_all(runs, redactor), owns_process=True)
+    candidates = check_all(runs, redactor)
+    with StopSignals(owns_process=True) as stop:
+        results = run_all(candidates, stop, started_at=process_started_at())
     return max((result.exit_code for result in results), default=0)
 
 

@@ -56,7 +56,7 @@ from orchestrator.policy.token_check import exposure_warning
 from orchestrator.protocol.events import Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.process import end_with_parent, process_started_at
+from orchestrator.records.process import end_with_parent
 from orchestrator.records.sweep_dir import membership
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
@@ -75,16 +75,21 @@ class _Launch:
 
 def run_all(
     candidates: Sequence[Candidate],
+    stop: StopSignals,
     *,
-    owns_process: bool = False,
     sweep: Sweep | None = None,
+    part_of: Mapping[str, str] | None = None,
+    started_at: float | None = None,
 ) -> list[RunResult]:
     """Execute the runs one after another on one Ray.
 
     Args:
         candidates: what :func:`check_all` returned.
-        owns_process: SIGINT and SIGTERM may end the process, as on the command line.
+        stop: handles the signals.
         sweep: the sweep that the runs belong to.
+        part_of: the id and name of the sweep in whose records the only run is, with its number; None to ask the process
+            that has started this one.
+        started_at: when the first run was requested, in seconds since the epoch; None for now.
 
     Returns:
         The results of the runs that were started. In a sweep, a run that could not be started has none.
@@ -95,30 +100,9 @@ def run_all(
             came during a run.
         SystemExit: a second SIGTERM came during a run.
     """
-    started_at = process_started_at() if owns_process else time.time()
-    if (part_of := membership()) is not None:
+    started_at = time.time() if started_at is None else started_at
+    if part_of is None and (part_of := membership()) is not None:
         end_with_parent(signal.SIGTERM)
-    with StopSignals(owns_process=owns_process) as stop:
-        return execute_all(candidates, stop, sweep=sweep, part_of=part_of, started_at=started_at)
-
-
-def execute_all(
-    candidates: Sequence[Candidate],
-    stop: StopSignals,
-    *,
-    sweep: Sweep | None = None,
-    part_of: Mapping[str, str] | None = None,
-    started_at: float,
-) -> list[RunResult]:
-    """Execute the runs as :func:`run_all` does.
-
-    Args:
-        candidates: as for :func:`run_all`.
-        stop: handles the signals.
-        sweep: the sweep that the runs belong to.
-        part_of: the id and name of the sweep in whose records the only run is, with its number.
-        started_at: when the first run was requested, in seconds since the epoch.
-    """
     with CodeCache() as codes, _ray(candidates, sweep, codes) as (nodes, planned):
         launch = _Launch(nodes=nodes, codes=codes, stop=stop)
         if candidates[0].config.plan:

@@ -10,7 +10,7 @@ from orchestrator.driver.ending import commands_for_page
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.session import execute_all, run_all
+from orchestrator.driver.session import run_all
 from orchestrator.driver.sweep.search import Search
 from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.records.process import process_started_at
@@ -26,7 +26,8 @@ def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
     """
     results: list[RunResult] = []
     try:
-        results = run_all(candidates, owns_process=True, sweep=sweep)
+        with StopSignals(owns_process=True) as stop:
+            results = run_all(candidates, stop, sweep=sweep, started_at=process_started_at())
     finally:
         sweep.end()
     if results:
@@ -48,7 +49,7 @@ def run_search(search: Search) -> int:
     def execute(overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
         started_at = time.time() if ran else process_started_at()
         (candidate,) = check_all([overrides], search.sweep.redactor)
-        (result,) = execute_all([candidate], stop, part_of=sweep, started_at=started_at)
+        (result,) = run_all([candidate], stop, part_of=sweep, started_at=started_at)
         ran.append((candidate, result))
         return result
 

@@ -47,7 +47,7 @@ RULES = {
                        "worker.control worker.measure worker.data worker.reports",             "torch ray"),
     "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("job config planning protocol compat display worker.process driver.process", "ray"),
-    "driver.reporting": ("storage config timeline protocol records compat "
+    "driver.reporting": ("storage config protocol records compat "
                        "driver.process",                                                       "ray"),
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
                        "worker.control driver.process driver.code",                            "ray"),
