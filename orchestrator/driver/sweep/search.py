@@ -35,7 +35,7 @@ _RUN = "run"
 """The attribute of a trial that holds the number of its run."""
 
 
-class Execute(Protocol):
+class ExecuteTrial(Protocol):
     """Executes one run, which is recorded as a part of ``sweep``.
 
     Raises:
@@ -67,7 +67,7 @@ class Search:
     tried: list[dict[str, Any]] = field(default_factory=list)
     started: Mapping[int, RunDir] = field(default_factory=dict)
 
-    def run(self, execute: Execute, stop: StopSignals) -> int:
+    def run(self, execute: ExecuteTrial, stop: StopSignals) -> int:
         """Execute the runs one after another, and say which was the best. After a signal no other starts.
 
         Returns:
@@ -87,7 +87,7 @@ class Search:
             return 128 + stop.received
         return self._say_best(study)
 
-    def _execute_all(self, study: Any, execute: Execute, stop: StopSignals) -> bool:
+    def _execute_all(self, study: Any, execute: ExecuteTrial, stop: StopSignals) -> bool:
         """Execute what is left to do; returns whether all was done before a signal came. Raises like :meth:`run`."""
         import optuna
 
