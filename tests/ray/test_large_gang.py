@@ -122,7 +122,7 @@ def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path
 
 def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any, tmp_path: Path) -> None:
     run, watcher = simulation.prepared_run(2, tmp_path)
-    with run._gang as gang:
+    with run._workers.gang as gang:
         gang.acquire(run.spec.sizes)
         slots = simulation.SimulatedSlots
         ray.get([host.limit_workers.remote(2) for host in slots.hosts])
@@ -141,7 +141,7 @@ def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any
 
 def test_the_heartbeat_of_an_outcome_follows_the_pending_one(simulation: Any, tmp_path: Path) -> None:
     run, _ = simulation.prepared_run(2, tmp_path)
-    with run._gang as gang:
+    with run._workers.gang as gang:
         gang.acquire(run.spec.sizes)
         outcome = Heartbeat(step=7, phase="end", first_report=4, events=(Warned(message="the last"),))
         gang.heartbeats(with_system_metrics=False, wait_s=0.0, ranks=(0,))

@@ -78,17 +78,17 @@ class Workforce:
         self._stop = context.stop
         self._events = context.events
         self._sizes = spec.sizes
-        self._held = contextlib.ExitStack()
+        self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> Workforce:
         with contextlib.ExitStack() as entered:
             for part in (self.nodes, self.queue, self.gang):
                 entered.enter_context(part)
-            self._held = entered.pop_all()
+            self._entered = entered.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self._entered.close()
 
     @property
     def waited_s(self) -> float:
