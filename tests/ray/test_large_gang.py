@@ -128,7 +128,6 @@ def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any
         ray.get([host.limit_workers.remote(2) for host in slots.hosts])
 
         def no_more_are_started() -> bool:
-            gang.ready()
             gang.refill(4)
             return not gang._spares._starting
 
