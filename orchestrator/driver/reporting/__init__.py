@@ -1,1 +1,1 @@
-"""What the driver reports besides the console: records, Prometheus, the metadata of a Ray job, stacks and profiles."""
+"""What the driver reports besides the console: records, Prometheus, the metadata of a Ray job."""
