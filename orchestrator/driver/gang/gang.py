@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -169,9 +170,7 @@ class Gang:
                 one_node=plan.one_node,
                 avoid=avoid,
                 wait=wait,
-                gives_up=lambda at=given_up_at, avoid=avoid: (
-                    time.monotonic() > at or self._admission.has_changed(avoid)
-                ),
+                gives_up=partial(self._gives_up, given_up_at, avoid),
             )
             self.waited_s = waited_before_s + wait.waited_s
             if placed is None:
@@ -185,6 +184,10 @@ class Gang:
                 self._slots.release()
             if self._admission.trouble().keys() - avoid:
                 self._monitor.offer_turn()
+
+    def _gives_up(self, at: float, avoided: frozenset[str]) -> bool:
+        """Return whether a wait is over: it is ``at`` or later, or other nodes than ``avoided`` have to be."""
+        return time.monotonic() > at or self._admission.has_changed(avoided)
 
     def lose(self, ranks: Collection[int]) -> None:
         """Take back the slots of workers that are lost or must leave, and kill what is left of them."""
