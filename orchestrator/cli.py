@@ -35,6 +35,7 @@ VERBS: Mapping[str, Verb] = {
     "logs": Verb("orchestrator.logs", "show what the ranks of a run have written"),
     "runs": Verb("orchestrator.runs", "list the newest runs, here or on a cluster: state, speed, loss, age"),
     "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow"),
+    "evaluate": Verb("orchestrator.evaluate", "evaluate a checkpoint of a run, without training"),
     "doctor": Verb("orchestrator.doctor", "check this machine and its cluster, with a remedy for each fault"),
     "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page"),
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
-Split = Literal["train", "val"]
-"""The part of the data that a dataset holds: samples for training, or held-out samples for evaluation."""
+Split = str
+"""The part of the data that a dataset holds: ``"train"``, samples for training; ``"val"``, held-out samples for
+evaluation; or another name in :attr:`Job.split_names`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,9 @@ class Job(abc.ABC):
     ``(input, target)``, each a tensor or nested tuples, lists and dicts of tensors whose first dimension is the sample.
     It may also be a single dict of such tensors, which then is both the input and the target.
     """
+
+    split_names: ClassVar[tuple[Split, ...]] = ("train", "val")
+    """The names that :meth:`dataset` knows. Others in ``train.eval_splits`` are refused."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -96,11 +100,12 @@ class Job(abc.ABC):
         reading past the samples before it.
 
         Args:
-            split: ``"train"`` or ``"val"``.
+            split: ``"train"``, or a name in ``train.eval_splits``, which is ``"val"`` by default; all of them are in
+                :attr:`split_names`.
 
         Returns:
-            The dataset; a stream for ``"val"`` has to end. None for ``"val"`` if there is no validation set: the run
-            then makes no evaluation.
+            The dataset; a stream that is evaluated has to end. None for ``"val"`` if there is no validation set, which
+            the run then does not evaluate.
         """
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:

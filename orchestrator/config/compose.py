@@ -173,11 +173,22 @@ def recorded_job(path: Path) -> JobSpec:
         ValueError: it names no class.
     """
     errors: list[str] = []
-    recorded = OmegaConf.to_container(OmegaConf.load(path))
-    spec = _job_spec(recorded.get("job") if isinstance(recorded, dict) else None, errors)
+    spec = _job_spec(recorded_data(path).get("job"), errors)
     if spec is None:
         raise ValueError(errors[0])
     return spec
+
+
+def recorded_data(path: Path) -> dict[str, Any]:
+    """Return the recorded configuration ``path`` as nested plain values.
+
+    Raises:
+        ValueError: it has no keys.
+    """
+    recorded = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(recorded, dict):
+        raise ValueError(f"{path}: not the configuration of a run")
+    return {str(key): value for key, value in recorded.items()}
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
+
+from orchestrator.config.evaluated import check_metric, check_splits
 
 LARGEST_SEED = 2**63 - 1
 LONGEST_HANG_FACTOR = 4
@@ -48,6 +50,17 @@ class TrainConfig:
     )
     log_every: int = option("steps between logged points", minimum=1)
     eval_every: int = option("steps between evaluations; 0: evaluate only after the last step", minimum=0)
+    eval_splits: tuple[str, ...] = option(
+        "data to evaluate, by the names that job.dataset knows: [val,test] logs val/* and test/*, train logs "
+        "train_eval/*; []: no evaluation"
+    )
+    stop_after: int | None = option(
+        "end the run after so many evaluations in a row without a better value of checkpoint.best; null: never",
+        minimum=1,
+    )
+    stop_min_delta: float = option(
+        "how much better a value has to be than the one before that counted, for train.stop_after", minimum=0
+    )
     clip_norm: float | None = option("maximum gradient norm over all parameters; null: no clipping", above=0)
     clip_value: float | None = option("maximum size of each entry of the gradient; null: no clipping", above=0)
     precision: Literal["auto", "fp32", "tf32", "bf16", "bf16-true", "fp16"] = option(
@@ -71,6 +84,7 @@ class TrainConfig:
     deterministic: bool = option("fail on operations without a deterministic implementation")
 
     def __post_init__(self) -> None:
+        check_splits(self.eval_splits)
         if self.ema_decay is not None and self.precision == "bf16-true":
             raise ValueError(
                 f"train.ema_decay={self.ema_decay:g}: an average in bfloat16 loses its small updates; set it to null, "
@@ -86,6 +100,12 @@ class TrainConfig:
                 "train.activation_checkpointing=selective: torch.compile merges the operations of a block, so that "
                 "single results cannot be kept; set it to blocks, or train.compile=false"
             )
+
+    def only_training(self, *, steps: int, log_every: int) -> TrainConfig:
+        """Return this section for a run of ``steps`` that evaluates nothing."""
+        return replace(
+            self, steps=steps, log_every=log_every, eval_every=0, eval_splits=(), stop_after=None, stop_min_delta=0
+        )
 
     @property
     def compiles_blocks(self) -> bool:
@@ -110,6 +130,28 @@ class CheckpointConfig:
 
     every: int = option("steps between checkpoints; 0: save only at the end", minimum=0)
     keep: int = option("number of checkpoints to keep; older ones are deleted", minimum=1)
+    best: str | None = option(
+        "metric of the evaluations, such as val/loss, by which the checkpoint of the best one is kept too; null: none"
+    )
+    best_direction: Literal["minimize", "maximize"] | None = option(
+        "whether small or large values of checkpoint.best are better; null: small ones if it is a loss"
+    )
+    load: Literal["newest", "best"] = option(
+        "which checkpoint of the run that evaluate names is loaded; best: that of the best evaluation by the run's own "
+        "checkpoint.best"
+    )
+
+    def __post_init__(self) -> None:
+        if self.best is not None and self.best_direction is None and not self.best.endswith("loss"):
+            raise ValueError(
+                f"checkpoint.best={self.best}: say which values are better, with checkpoint.best_direction=maximize or "
+                "checkpoint.best_direction=minimize"
+            )
+
+    @property
+    def direction(self) -> Literal["minimize", "maximize"]:
+        """Which values of ``best`` are better."""
+        return self.best_direction or "minimize"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +373,9 @@ class Config:
         "run to continue: never, auto (the newest unfinished run of this name with a checkpoint), or a run directory "
         "or its URL"
     )
+    evaluate: str | None = option(
+        "run whose checkpoint a new run evaluates, without training; named as in resume; null: train"
+    )
     output_dir: str = option("directory in which run directories are created, or a URL, such as s3://bucket/runs")
     plan: bool = option("print the plan and exit")
     profile: bool = option("record a torch.profiler trace of ten steps on every worker")
@@ -349,6 +394,19 @@ class Config:
         # Run directories, actors and MLflow runs have this name.
         if self.name is not None and not (re.fullmatch(r"[^/]{1,100}", self.name) and self.name.isprintable()):
             raise ValueError(f"name={self.name}: expected 1 to 100 characters without slashes or control characters")
+        if self.evaluate is not None and self.resume != "never":
+            raise ValueError(f"evaluate={self.evaluate}: a run that is resumed trains; set resume=never")
+        if self.evaluate is not None and not self.train.eval_splits:
+            raise ValueError(f"evaluate={self.evaluate}: train.eval_splits=[] leaves nothing to evaluate; add a split")
+        if (best := self.checkpoint.best) is not None:
+            check_metric(best, self.train.eval_splits)
+        if (stop_after := self.train.stop_after) is not None and (best is None or self.train.eval_every == 0):
+            remedy = (
+                "set checkpoint.best to the metric that has to improve, such as checkpoint.best=val/loss"
+                if best is None
+                else "there is no evaluation before the last step with train.eval_every=0; set both, or neither"
+            )
+            raise ValueError(f"train.stop_after={stop_after}: {remedy}")
         longest_s = LONGEST_HANG_FACTOR * self.recovery.hang_max_s
         if (timeout_s := self.cluster.collective_timeout_s) <= longest_s:
             raise ValueError(

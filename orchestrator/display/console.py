@@ -23,7 +23,8 @@ from rich.text import Text
 from orchestrator.display.messages import Line, describe
 from orchestrator.display.panel import RunView, draw, status_line
 from orchestrator.display.report import verdict
-from orchestrator.display.text import clean, takes_unicode, writable
+from orchestrator.display.text import clean, number, takes_unicode, writable
+from orchestrator.protocol.core_metrics import LOSS
 from orchestrator.protocol.events import (
     CheckpointSaved,
     Event,
@@ -121,8 +122,7 @@ class PlainConsole:
                     self._unshown = {}  # a line has the metrics of one step only
                 self._unshown_step = event.step
                 self._unshown.update(event.metrics)
-                validated = any(name.startswith("val/") for name in event.metrics)
-                due = self._is_due("validation" if validated else "metrics")
+                due = self._is_due("metrics" if LOSS.name in event.metrics else "evaluation")
                 return self._last_metrics() if due else []
             case CheckpointSaved():
                 return [*self._last_metrics(), *describe(event)] if self._is_due("checkpoint") else []
@@ -157,6 +157,8 @@ class PlainConsole:
             failure=view.failure,
             checkpoint=view.checkpoint,
         )
+        if view.started is not None and view.started.evaluated is not None:
+            rest = [*(f"{name} {number(value)}" for name, value in sorted(view.latest.items())), *rest]
         return [(first, _VERDICT_STYLES.get(event.status, "bold red")), *((r, "") for r in rest)]
 
     def _print(self, lines: list[Line]) -> None:

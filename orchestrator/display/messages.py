@@ -5,6 +5,7 @@ from __future__ import annotations
 from orchestrator.config.text import first_few
 from orchestrator.display.text import clean, count, duration, first_line, size, workers_text
 from orchestrator.protocol.events import (
+    BestFound,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -71,7 +72,7 @@ def describe(event: Event) -> list[Line]:
             return [(f"note: {event.message}", "")]
         case Warned():
             return [(f"warning: {event.message}", "yellow")]
-        case StateChanged() | FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
+        case BestFound() | StateChanged() | FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
             return []
         case SampleSaved() | TextSampled() | RunEnded():
             return []
@@ -83,7 +84,9 @@ def _started(event: RunStarted) -> list[Line]:
     what = f"{event.name}: strategy {event.strategy}, job {event.job}"
     lines = [f"{what}, {workers_text(event.world_size, event.num_shards)}, {count(event.steps, 'step')}"]
     lines.append(f"run directory: {event.run_dir}")
-    if event.resumed_from_step is not None:
+    if event.evaluated is not None:
+        lines.append(f"evaluates the checkpoint of step {event.resumed_from_step} of {event.evaluated}")
+    elif event.resumed_from_step is not None:
         lines.append(f"resumed from step {event.resumed_from_step}")
     lines += [f"note: {note}" for note in event.notes]
     return [(lines[0], "bold"), *((line, "") for line in lines[1:])]

@@ -170,6 +170,8 @@ def verdict(
         step = checkpoint.step
     if ended.status == "FINISHED":
         lines = [_finished(ended, started, step)]
+        if ended.reason:
+            lines.append(first_line(ended.reason))
     elif ended.status == "KILLED":
         how = f"stopped by {stop.signal} at step {step}" if stop else first_line(ended.reason) or "stopped"
         lines = [f"{how}; {_newest(checkpoint, step)}"]
@@ -208,7 +210,9 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
     summary = ended.summary
     text = f"finished: {count(int(summary.get('steps') or step), 'step')}"
     if started:
-        if started.resumed_from_step:
+        if started.evaluated is not None:
+            text = f"evaluated: step {started.resumed_from_step}"
+        elif started.resumed_from_step:
             text += f" (resumed at {started.resumed_from_step})"
         text += f" in {ended.time - started.time - waited_s(summary):,.1f} s"
         waits = {"in the queue": "queue_s", "for resources": "waited_s"}

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from orchestrator.config.evaluated import VAL, metric_prefix
 from orchestrator.display.report import shared_machine
 from orchestrator.display.text import count, duration, first_line, number, rate, size
 from orchestrator.protocol.machine_use import describe_sharing
@@ -41,10 +42,11 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
         "state": [_state(record, state, now), *_reason(events)],
         "plan": _plan(record),
         "command": [str(command)] if (command := record.get("command")) else [],
-        "result": _result(summary),
+        "result": _result(record, summary),
         "speed": _speed(summary),
         "healing": _healing(events, summary),
         "checkpoint": [] if checkpoint is None else [_checkpoint(checkpoint)],
+        "best": _best(record.get("best"), events),
         "files": [run_dir.location, *_files(run_dir)],
         "MLflow": _tracking(record, summary),
         "next": _next_commands(
@@ -81,6 +83,8 @@ def _plan(record: Mapping[str, Any]) -> Iterator[str]:
         return
     steps, samples = (int(plan.get(key, 0)) for key in ("steps", "global_batch_size"))
     request = f"strategy {plan.get('strategy')}, job {plan.get('job')}, {count(steps, 'step')}"
+    if isinstance(evaluated := record.get("evaluated"), Mapping):
+        yield f"evaluates the checkpoint of step {evaluated.get('step')} of {evaluated.get('run')}"
     yield f"{request} of {count(samples, 'sample')}"
     yield f"{count(int(plan.get('world_size', 1)), 'worker')} on {plan.get('device')}"
     if isinstance(pipeline := plan.get("pipeline"), Mapping):
@@ -90,8 +94,10 @@ def _plan(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _result(summary: Mapping[str, Any]) -> Iterator[str]:
-    keys = [key for key in summary if key == "final_loss" or key.startswith("val_")]
+def _result(record: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]:
+    splits = (record.get("params") or {}).get("train.eval_splits") or (VAL,)
+    evaluated = tuple(metric_prefix(str(split)).replace("/", "_") for split in splits)
+    keys = [key for key in summary if key == "final_loss" or key.startswith(evaluated)]
     values = {key: value for key in keys if (value := summary_value(summary, key)) is not None}
     parts = [f"{key.replace('_', ' ')} {number(value)}" for key, value in values.items()]
     if (steps := summary_value(summary, "steps")) is not None:
@@ -132,6 +138,15 @@ def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) ->
 
 def _checkpoint(saved: Mapping[str, Any]) -> str:
     return f"step {saved.get('step')}, {size(float(saved.get('size_bytes', 0)))}: {saved.get('path')}"
+
+
+def _best(best: Any, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The best evaluation by ``checkpoint.best``, and its checkpoint."""
+    if not isinstance(best, Mapping) or not isinstance(best.get("value"), (int, float)):
+        return
+    step, of_step = best.get("step"), [event for event in events if event.get("event") == "checkpoint_saved"]
+    path = next((event.get("path") for event in reversed(of_step) if event.get("step") == step), None)
+    yield f"{best.get('metric')} {number(best['value'])} at step {step}: {path or 'its checkpoint was not saved'}"
 
 
 def _files(run_dir: RunDir) -> Iterator[str]:

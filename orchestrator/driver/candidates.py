@@ -11,6 +11,7 @@ import torch
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.evaluated import unknown_split
 from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.overrides import quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
@@ -21,7 +22,7 @@ from orchestrator.driver.code.given_job import PickledJob, job_override, pickle_
 from orchestrator.driver.code.worker_variables import worker_variables
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
-from orchestrator.driver.preflight.resume import Resume, find_resume
+from orchestrator.driver.preflight.resume import Resume, find_evaluated, find_resume
 from orchestrator.driver.preflight.size_plans import plan_sizes
 from orchestrator.driver.process import cluster
 from orchestrator.driver.sweep.sweep import Sweep
@@ -38,9 +39,9 @@ AUTO = "auto"
 class Candidate:
     """A run that passed every check.
 
-    ``resume``: the run to continue; None for a new one. ``seen``: the directories of runs among which none was to be
-    continued. ``sizes``: None until the cluster is joined, if its nodes decide. ``decision``: how ``strategy=auto`` has
-    chosen the strategy; None if it has not.
+    ``resume``: the run to continue; None for a new one. ``evaluated``: the run whose checkpoint is evaluated; None to
+    train. ``seen``: the directories of runs among which none was to be continued. ``sizes``: None until the cluster is
+    joined, if its nodes decide. ``decision``: how ``strategy=auto`` has chosen the strategy; None if it has not.
     """
 
     overrides: tuple[str, ...]
@@ -53,6 +54,7 @@ class Candidate:
     redactor: Redactor
     given: PickledJob | None
     decision: Decision | None = None
+    evaluated: Resume | None = None
 
     @property
     def is_auto(self) -> bool:
@@ -179,7 +181,7 @@ def _check(
     with collect_errors(errors):
         packages.module_paths(config.cluster.py_modules)
     warnings: list[str] = []
-    resume, sizes = None, None
+    resume, evaluated, sizes = None, None, None
     seen: set[str] = set()
     with collect_errors(errors):
         resume = find_resume(config, job, warnings=warnings, redactor=redactor, seen=seen)
@@ -190,6 +192,15 @@ def _check(
         return _check(with_choice(typed, config, chosen), address_error, errors, redactor, job_argument)
     if resume is not None:
         config = replace(config, train=resume.train)
+    with collect_errors(errors):
+        evaluated = find_evaluated(config, job, warnings=warnings)
+    if evaluated is not None:
+        tracking = replace(config.tracking, log_model=False, log_dataset=False)
+        config = replace(config, train=evaluated.train, tracking=tracking)
+        if config.strategy.name == AUTO:
+            errors.append("strategy=auto: it measures training; choose another strategy for evaluate")
+    if job is not None and (wrong := unknown_split(config.train.eval_splits, job.split_names)) is not None:
+        errors.append(wrong)
     address = cluster.target_address(config.cluster)
     if address is None:
         if config.sweep.unfit == "skip":
@@ -214,6 +225,7 @@ def _check(
         warnings=tuple(warnings),
         redactor=redactor,
         given=pickled,
+        evaluated=evaluated,
     )
 
 

@@ -300,6 +300,7 @@ def _opened(
     The arguments, and what it raises, are as for :func:`_execute`.
     """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
+    start = candidate.evaluated or resume
     code = launch.codes.get(config.cluster)
     origin = this_origin()
     as_job = candidate.given.display if candidate.given is not None else ""
@@ -307,6 +308,10 @@ def _opened(
     run_dir, uid = open_run(
         config, candidate.job, plan, resume, seen=candidate.seen, command=command, sweep=sweep, redactor=redactor
     )
+    evaluated = None if candidate.evaluated is None else candidate.evaluated.run_dir
+    if candidate.evaluated is not None and evaluated is not None:
+        found = {"run": evaluated.location, "step": candidate.evaluated.step}
+        run_dir.update_record(evaluated=redactor.data(found, by_key=False))
     add_job_metadata({"run_dir": run_dir.location})
     enter_output(run_dir, redactor)
     if candidate.decision is not None:
@@ -326,8 +331,9 @@ def _opened(
         sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,
-        checkpoint=None if resume is None else run_dir.checkpoints / resume.checkpoint.name,
-        resumed_from_step=None if resume is None else resume.step,
+        checkpoint=None if start is None else (evaluated or run_dir).checkpoints / start.checkpoint.name,
+        resumed_from_step=None if start is None else start.step,
+        evaluated=evaluated,
         started_at=started_at,
         tokens_per_sample=candidate.job.tokens_per_sample,
         secrets=tuple(redactor.secrets),

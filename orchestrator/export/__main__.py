@@ -38,6 +38,8 @@ from orchestrator.model.batch import split_batch
 from orchestrator.records.output_dir import staged_run
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import tensor_file
+from orchestrator.state.best import best_step
+from orchestrator.state.checkpoint import step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.strategies.datasets import is_stream
@@ -90,21 +92,24 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
 
 
 def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor] | None]:
-    """Copy the weights of the newest checkpoint; returns them, or None and why there are none.
+    """Copy the weights of the best checkpoint, or of the newest; returns them, or None and why there are none.
 
     Raises:
         OSError, ValueError: the checkpoint cannot be read.
     """
     store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
-    newest = next(reversed(store.list()), None)
-    if newest is None:
+    names = store.list()
+    if not names:
         return Facts(problem="there is no checkpoint"), None
-    step, size = int(store.read_manifest(newest)["step"]), store.model_size(newest)
+    name_of_step = {step_of(name): name for name in names}
+    best = best_step(store.read_manifest(names[-1])["meta"])
+    chosen = name_of_step.get(best or 0, names[-1])
+    step, size = int(store.read_manifest(chosen)["step"]), store.model_size(chosen)
     if size > MAX_BYTES:
         limit = f"the limit is {MAX_BYTES / 1e9:.1f} GB"
-        return Facts(problem=f"the weights in {newest} have {size / 1e9:.1f} GB, {limit}"), None
+        return Facts(problem=f"the weights in {chosen} have {size / 1e9:.1f} GB, {limit}"), None
     with tempfile.TemporaryDirectory(dir=folder) as parts:
-        digests = tensor_file.write(folder / _WEIGHTS, store.model(newest, Path(parts)))
+        digests = tensor_file.write(folder / _WEIGHTS, store.model(chosen, Path(parts)))
     return Facts(step=step), StoredTensors(folder, {_WEIGHTS: digests})
 
 

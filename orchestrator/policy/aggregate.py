@@ -29,6 +29,7 @@ from orchestrator.protocol.core_metrics import (
     STEP_MS,
     TOKENS_PER_S,
 )
+from orchestrator.protocol.evaluation import evaluation_metrics, evaluation_specs, sums_by_weight
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.protocol.metrics import MetricRegistry, MetricSpec, Summary, reduce_over_ranks
@@ -65,7 +66,9 @@ class Aggregator:
             evals[rank] = point
             if len(evals) < self._mesh.world_size:
                 return None
-            metrics = _eval_metrics(list(self._eval.pop(point.step).values()))
+            metrics = evaluation_metrics(list(self._eval.pop(point.step).values()))
+            for spec in evaluation_specs(point):
+                self._registry.add(spec)
         else:
             parts = self._train.setdefault(point.step, {})
             parts[rank] = point
@@ -119,7 +122,7 @@ class Aggregator:
             metrics[PEAK_MEMORY_MB.name] = max(peaks.values())
         if 1 < len(parts) <= _MOST_RANKS:
             metrics |= {f"memory/rank_{rank}_peak_mb": peaks[rank] for rank in sorted(peaks)}
-        metrics |= _job_metrics("train/", [(p.sums, p.step_weight) for p in parts.values()])
+        metrics |= sums_by_weight("train/", [(p.sums, p.step_weight) for p in parts.values()])
         metrics |= self._measured_metrics(parts)
         idle_ms = 0.0
         if all(p.spans for p in parts.values()):
@@ -220,22 +223,3 @@ class Aggregator:
                 if part.peak_memory_mb is not None:
                     metrics[name] = max(part.peak_memory_mb, metrics.get(name, 0.0))
         return metrics
-
-
-def _eval_metrics(parts: Sequence[EvalPoint], prefix: str = "val/") -> dict[str, float]:
-    weight = math.fsum(p.weight for p in parts)
-    if weight == 0:
-        return {}
-    metrics = _job_metrics(prefix, [(p.sums, p.weight) for p in parts])
-    metrics = {f"{prefix}loss": math.fsum(p.loss_sum for p in parts) / weight, **metrics}
-    averaged = [p.ema for p in parts if p.ema is not None]
-    return {**metrics, **_eval_metrics(averaged, f"{prefix}ema_")} if averaged else metrics
-
-
-def _job_metrics(prefix: str, parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """Return the job's metrics, from the sums and the weight of each rank; empty if there is no weight."""
-    weight = math.fsum(weight for _, weight in parts)
-    if weight == 0:
-        return {}
-    names = sorted({name for sums, _ in parts for name in sums})
-    return {f"{prefix}{name}": math.fsum(sums.get(name, 0.0) for sums, _ in parts) / weight for name in names}

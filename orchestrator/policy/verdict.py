@@ -13,21 +13,25 @@ RESULT_LOST = 3
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended. ``reason``: why; empty if it finished."""
+    """How a run ended. ``reason``: why; empty if it has done all its steps."""
 
     status: Literal["FINISHED", "FAILED", "KILLED"]
     exit_code: int
     reason: str = ""
 
 
-def completed(steps: int, *, checkpoint_missing: str | None) -> Verdict:
-    """Return the verdict on a run that has done all ``steps``.
+def completed(step: int, *, ended_early: str | None = None, checkpoint_missing: str | None) -> Verdict:
+    """Return the verdict on a run that has done all its steps, the last of them ``step``, or has ended early.
 
-    ``checkpoint_missing``: why the last checkpoint is missing, as a predicate; None if it is there.
+    Args:
+        step: the last step.
+        ended_early: why there are no further steps; None if there were to be none.
+        checkpoint_missing: why the last checkpoint is missing, as a predicate; None if it is there.
     """
     if checkpoint_missing is None:
-        return Verdict("FINISHED", 0)
-    lost = f"all {steps} steps are done, but their result is lost: the checkpoint of step {steps} {checkpoint_missing}"
+        return Verdict("FINISHED", 0, "" if ended_early is None else f"ended early: {ended_early}")
+    done = f"all {step} steps are done" if ended_early is None else f"{step} steps are done ({ended_early})"
+    lost = f"{done}, but their result is lost: the checkpoint of step {step} {checkpoint_missing}"
     return Verdict("FAILED", RESULT_LOST, lost)
 
 

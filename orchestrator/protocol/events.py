@@ -30,6 +30,7 @@ class RunStarted(Event):
     Args:
         num_shards: how many of the ``world_size`` ranks are shards of a parameter server.
         resumed_from_step: None for a new run.
+        evaluated: the run whose checkpoint of that step is evaluated, without training; None to train.
         notes: remarks on the plan for the user.
     """
 
@@ -41,6 +42,7 @@ class RunStarted(Event):
     steps: int
     num_shards: int = 0
     resumed_from_step: int | None = None
+    evaluated: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -181,6 +183,15 @@ class CheckpointSaved(Event):
     seconds: float
     stall_ms: float
     size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestFound(Event):
+    """The evaluation after ``step`` is the best so far by ``metric``; its checkpoint is kept."""
+
+    step: int
+    metric: str
+    value: float
 
 
 @dataclass(frozen=True, kw_only=True)

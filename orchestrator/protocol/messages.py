@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from orchestrator.config.evaluated import VAL
 from orchestrator.config.schema import Config
 from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
@@ -90,6 +91,7 @@ class Assignment:
         fence: the token that the run directory's fence file holds as long as this generation may save.
         sources: for each rank, the rank that has its state after ``source_step``; None to start from ``checkpoint``.
         checkpoint: the path of the checkpoint to start from; None, without ``sources``, for a new training.
+        checkpoint_remote: the directory on a store that it has to be fetched from; None if it is on disk.
         faults: the faults to inject.
     """
 
@@ -107,6 +109,7 @@ class Assignment:
     sources: tuple[int, ...] | None = None
     source_step: int = 0
     checkpoint: str | None = None
+    checkpoint_remote: Remote | None = None
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -166,9 +169,10 @@ class TrainPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPoint:
-    """One rank's part of an evaluation: sums over its samples, ``sums`` by the name of the job's metric.
+    """One rank's part of an evaluation: sums over its samples of a ``split``, ``sums`` by the name of the job's metric.
 
-    ``ema`` is the same with the moving average of the weights; None without ``train.ema_decay``.
+    ``ema`` is the same with the moving average of the weights; None without ``train.ema_decay``. ``others``: the same
+    for the other splits of ``train.eval_splits``.
     """
 
     step: int
@@ -177,6 +181,8 @@ class EvalPoint:
     weight: float
     sums: Mapping[str, float]
     ema: EvalPoint | None = None
+    split: str = VAL
+    others: tuple[EvalPoint, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +285,8 @@ class Outcome:
     """How a generation ended for a worker.
 
     ``texts`` has the last sample of each name that is a text, if this rank draws samples. ``recoverable_steps`` has the
-    states that this worker holds. ``last_heartbeat`` has what it had not reported before; it is None if the worker has
+    states that this worker holds. ``ended_early`` says why the worker is done before the last step of the run; None if
+    it has reached that. ``last_heartbeat`` has what it had not reported before; it is None if the worker has
     not begun the generation, or has died.
     """
 
@@ -288,4 +295,5 @@ class Outcome:
     texts: Mapping[str, str] = field(default_factory=dict)
     failure: Failure | None = None
     recoverable_steps: RecoverableSteps = field(default_factory=dict)
+    ended_early: str | None = None
     last_heartbeat: Heartbeat | None = None

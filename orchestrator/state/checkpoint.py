@@ -219,8 +219,10 @@ def find_newest(root: Path, on_damaged: Callable[[CheckpointError], None]) -> Pa
     return None
 
 
-def prune(root: Path, keep: int, *, saved_step: int) -> None:
+def prune(root: Path, keep: int, *, saved_step: int, best_step: int | None = None) -> None:
     """Remove all but the newest ``keep`` checkpoints, and the temporary directories of dead writers.
+
+    The checkpoint of ``best_step`` is kept besides.
 
     Checkpoints of steps after ``saved_step``, which was saved just now, are removed too: the run has gone back to an
     older one, because they are damaged, and repeats these steps.
@@ -228,6 +230,7 @@ def prune(root: Path, keep: int, *, saved_step: int) -> None:
     assert keep >= 1
     found = list_checkpoints(root)
     kept = [path for path in found if step_of(path.name) <= saved_step][-keep:]
+    kept += [path for path in found if step_of(path.name) == best_step]
     for path in set(found) - set(kept):
         # Hide the directory first, so that no reader finds half of it.
         hidden = root / f".{path.name}.{socket.gethostname()}.{os.getpid()}"

@@ -13,6 +13,7 @@ class Written:
     Attributes:
         seconds: the duration of the write, with its upload.
         stall_ms: how long training stood still for the snapshot.
+        best_step: the step whose checkpoint is kept beside the newest ones; None if there is none.
     """
 
     step: int
@@ -20,6 +21,7 @@ class Written:
     seconds: float
     stall_ms: float
     size_bytes: int
+    best_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

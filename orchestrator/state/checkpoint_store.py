@@ -149,13 +149,14 @@ class CheckpointStore:
             raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
         remote.put(path / MANIFEST, MANIFEST, on_progress=on_progress)
 
-    def prune(self, keep: int, *, saved_step: int) -> None:
+    def prune(self, keep: int, *, saved_step: int, best_step: int | None = None) -> None:
         """Remove from the store what :func:`orchestrator.state.checkpoint.prune` removes, and older incomplete ones."""
         assert self._remote is not None
         found = [entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)]
         earlier = sorted((name for name in found if step_of(name) <= saved_step), key=step_of)
         complete = [name for name in earlier if self._is_complete(self._remote, name)]
         kept = earlier[earlier.index(complete[-keep]) :] if len(complete) >= keep else earlier
+        kept += [name for name in found if step_of(name) == best_step]
         for name in set(found) - set(kept):
             self._remote.delete(f"{name}/{MANIFEST}")  # first, so that no reader finds half a checkpoint
             self._remote.delete_directory(name)

@@ -25,8 +25,8 @@ MAX_PAUSE_S = 15.0
 class CheckpointUploader:
     """Uploads what has been written to ``root``, one checkpoint after another, and keeps the newest ``keep`` of them.
 
-    A checkpoint whose upload fails is tried again until a newer one has been written, or until the process ends. Local
-    ones that are older than the last one uploaded are removed.
+    A checkpoint whose upload fails is tried again until a newer one has been written, that of the best evaluation until
+    there is a better one, or until the process ends. Local ones that are older than the last one uploaded are removed.
 
     Args:
         root: the local directory of the checkpoints.
@@ -51,7 +51,7 @@ class CheckpointUploader:
         self._fence = fence
         self._on_result = on_result
         self._changed = threading.Condition()
-        self._waiting: Written | None = None
+        self._waiting: list[Written] = []  # the newest is the last; one of the best evaluation may stand before it
         self._uploading: Written | None = None
         self._progress = 0
         self._problem: str | None = None
@@ -60,17 +60,18 @@ class CheckpointUploader:
         self._thread.start()
 
     def submit(self, written: Written) -> None:
-        """Queue a checkpoint for its upload. It replaces one that waits."""
+        """Queue a checkpoint for its upload. It replaces those that wait, except the best."""
         with self._changed:
-            replaced, self._waiting = self._waiting, written
+            replaced = [older for older in self._waiting if older.step != written.best_step]
+            self._waiting = [older for older in self._waiting if older not in replaced] + [written]
             self._changed.notify_all()
-        if replaced is not None:
-            self._on_result(_replaced(replaced, written))
+        for older in replaced:
+            self._on_result(_replaced(older, written))
 
     def pending(self) -> Pending | None:
         """Return the newest checkpoint that is not on the store yet, or None."""
         with self._changed:
-            newest = self._waiting or self._uploading
+            newest = self._waiting[-1] if self._waiting else self._uploading
             return None if newest is None else Pending(step=newest.step, progress=self._progress)
 
     def problem(self) -> str | None:
@@ -89,7 +90,7 @@ class CheckpointUploader:
             result = self._upload(written)
             with contextlib.suppress(OSError):  # the next checkpoint tries again
                 if isinstance(result, Written):
-                    self._store.prune(self._keep, saved_step=written.step)
+                    self._store.prune(self._keep, saved_step=written.step, best_step=written.best_step)
             self._remove_older_here(written.step)
             self._on_result(result)
             with self._changed:
@@ -98,8 +99,8 @@ class CheckpointUploader:
 
     def _next(self) -> Written | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._closing)
-            self._uploading, self._waiting = self._waiting, None
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            self._uploading = self._waiting.pop(0) if self._waiting else None
             return self._uploading
 
     def _upload(self, written: Written) -> Written | WriteFailed:
@@ -118,10 +119,12 @@ class CheckpointUploader:
                 seconds = written.seconds + time.perf_counter() - began
                 return replace(written, seconds=seconds)
             with self._changed:
-                if self._changed.wait_for(lambda: self._waiting is not None, pause_s):
-                    assert self._waiting is not None
-                    return _replaced(written, self._waiting, why=self._problem)
+                if self._changed.wait_for(lambda: self._is_replaced(written), pause_s):
+                    return _replaced(written, self._waiting[-1], why=self._problem)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _is_replaced(self, written: Written) -> bool:
+        return bool(self._waiting) and self._waiting[-1].best_step != written.step
 
     def _count_progress(self) -> None:
         self._progress += 1
@@ -129,7 +132,7 @@ class CheckpointUploader:
     def _remove_older_here(self, step: int) -> None:
         for path in list_checkpoints(self._root):
             with self._changed:
-                is_needed = self._waiting is not None and self._waiting.path == path
+                is_needed = path in [written.path for written in self._waiting]
             if step_of(path.name) < step and not is_needed:
                 shutil.rmtree(path, ignore_errors=True)
 

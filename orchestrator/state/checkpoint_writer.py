@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from orchestrator.state.best import best_step
 from orchestrator.state.checkpoint import prune, save
 from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -25,6 +26,8 @@ _PROGRESS_POLL_S = 0.5
 
 class CheckpointWriter:
     """Writes snapshots below ``root`` on one thread and keeps the newest ``keep`` checkpoints.
+
+    The one of the best evaluation, by the metadata of the last snapshot, is kept besides.
 
     At most two snapshots are in memory, one being written and one being filled, if each :meth:`submit` follows a
     ``capture(..., into=writer.buffers())``. All methods must be called from the same thread.
@@ -210,8 +213,15 @@ class CheckpointWriter:
         seconds = time.perf_counter() - start
         if self._uploader is None:
             with contextlib.suppress(OSError):  # the next checkpoint tries again
-                prune(self._root, self._keep, saved_step=state.step)
-        return Written(step=state.step, path=path, seconds=seconds, stall_ms=self._stall_ms, size_bytes=size_bytes)
+                prune(self._root, self._keep, saved_step=state.step, best_step=best_step(state.meta))
+        return Written(
+            step=state.step,
+            path=path,
+            seconds=seconds,
+            stall_ms=self._stall_ms,
+            size_bytes=size_bytes,
+            best_step=best_step(state.meta),
+        )
 
     def _count_progress(self) -> None:
         self._progress += 1

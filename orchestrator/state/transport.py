@@ -96,6 +96,20 @@ def broadcast_json(value: Any, *, source: int, rank: int, device: torch.device) 
     return json.loads(bytes(data.cpu().tolist()))
 
 
+def gather_json(value: Any, *, world_size: int, device: torch.device) -> list[Any]:
+    """Return the JSON ``value`` of every rank of the default group, in rank order. A collective operation."""
+    if world_size == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
+    lengths = [int(size) for size in sizes]
+    padded = torch.nn.functional.pad(text, (0, max(lengths) - len(text)))
+    texts = [torch.zeros_like(padded) for _ in range(world_size)]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(t[:length].cpu().tolist())) for t, length in zip(texts, lengths, strict=True)]
+
+
 def gather_states(
     state: TrainState,
     *,

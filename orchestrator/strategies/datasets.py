@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from orchestrator.config.evaluated import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch
 
@@ -101,7 +102,7 @@ def check_dataset(dataset: Any, *, split: Split) -> None:
     """
     where, kind = f"job.dataset({split!r})", type(dataset).__name__
     if dataset is None:
-        hint = " (only the validation set may be missing)" if split == "train" else ""
+        hint = " (only the validation set may be missing)" if split == "train" else f", or {how_to_leave_out(split)}"
         raise DatasetError(f"{where} returns None; return a dataset{hint}")
     if isinstance(dataset, DataLoader):
         raise DatasetError(

@@ -20,9 +20,10 @@ from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.reports import out_of_memory
+from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
 
-EXPLAINED = (DatasetError, NotSharedError, PrecisionError)
+EXPLAINED = (DatasetError, MetricError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 
 

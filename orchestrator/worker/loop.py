@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from orchestrator.config.evaluated import VAL
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
@@ -38,6 +39,7 @@ from orchestrator.worker.measure.metrics import NonFiniteError, Window, lr_of_gr
 from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.evaluation import evaluate
+from orchestrator.worker.reports.improvement import Improvement
 from orchestrator.worker.reports.job_reports import JobReports
 from orchestrator.worker.reports.samples import has_samples
 
@@ -91,6 +93,7 @@ class Loop:
         self._compile_meter = CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
+        self._improvement = Improvement(self.config, device=device, outbox=outbox)
         self._reports = JobReports(
             job,
             assignment,
@@ -150,11 +153,12 @@ class Loop:
             with self._nonfinite_advice(), self._compile_meter.watching():
                 if self.assignment.sources is not None:
                     self._run_due_tasks()  # because the failure may have interrupted them
-                stopped = self._run_steps(data, startup)
-                if not stopped:
+                stopped = not self._only_evaluates and self._run_steps(data, startup)
+                ended_early = None if stopped or self._has_all_steps else self._improvement.why_stop
+                if not stopped and ended_early is None:
                     self._evaluate()
                 recoverable = stopped and not self.gate.saves and self.recoverable_steps()
-                if self.position.step > 0 and not recoverable:
+                if self.position.step > 0 and not recoverable and not self._only_evaluates:
                     self._checkpoint(last=True)
             self._enter("end")
             self._checkpoints.drain()
@@ -164,6 +168,7 @@ class Loop:
                 step=self.position.step,
                 texts={} if stopped else self._reports.texts,
                 recoverable_steps=self.recoverable_steps(),
+                ended_early=ended_early,
             )
         finally:
             if self._data is not None:
@@ -211,7 +216,7 @@ class Loop:
         return self._checkpoints.finish(timeout_s=timeout_s)
 
     def _run_steps(self, data: JobData, startup: dict[str, float]) -> bool:
-        """Train up to the last step. Return True if the driver stops the run before."""
+        """Train up to the last step, or until the run ends early. Return True if the driver stops the run before."""
         began = time.perf_counter()
         total_steps, position, compile_meter = self.config.train.steps, self.position, self._compile_meter
         first_step = position.step + 1
@@ -225,7 +230,7 @@ class Loop:
         with contextlib.closing(micro_batches) as batches, self._profiler() as profiler:
             self._enter("train")
             window.timer.restart()
-            while position.step < total_steps:
+            while not self._has_all_steps and self._improvement.why_stop is None:
                 step = position.step + 1
                 if not self.gate.begin(step, self.assignment.generation):
                     window.check_finite()
@@ -272,22 +277,32 @@ class Loop:
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""
+        is_best = False
         if self._evaluation_due():
             self._evaluate()
-        if self._checkpoint_due():
+            is_best = self._improvement.is_best(self.position.step)
+        if (is_best or self._checkpoint_due()) and self._improvement.why_stop is None:
             self._checkpoint()
+
+    @property
+    def _only_evaluates(self) -> bool:
+        return self.config.evaluate is not None
+
+    @property
+    def _has_all_steps(self) -> bool:
+        return self.position.step >= self.config.train.steps
 
     def _evaluation_due(self) -> bool:
         assert self._data is not None
-        something = self._data.datasets.val is not None or has_samples(self.job)
-        return something and self._is_due(self.config.train.eval_every)
+        something = self._data.datasets.evaluated or has_samples(self.job)
+        return bool(something) and self._is_due(self.config.train.eval_every)
 
     def _checkpoint_due(self) -> bool:
         return self._is_due(self.config.checkpoint.every)
 
     def _is_due(self, every: int) -> bool:
         step = self.position.step
-        return every > 0 and step % every == 0 and 0 < step < self.config.train.steps
+        return every > 0 and step % every == 0 and 0 < step < self.config.train.steps and not self._only_evaluates
 
     def _is_logged(self, step: int) -> bool:
         train = self.config.train
@@ -305,7 +320,7 @@ class Loop:
         if self.rank != 0 and not self._reads_own_part:
             return None
         checkpoint = Path(assignment.checkpoint)
-        store = CheckpointStore(checkpoint.parent, self._run_dir.remote_checkpoints)
+        store = CheckpointStore(checkpoint.parent, assignment.checkpoint_remote)
         state = load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
         if self.config.train.ema_decay is None:
             forget_average(state)
@@ -337,12 +352,15 @@ class Loop:
             else:
                 meta = self.strategy.restore(checkpoint, source=0)
             self._data.restore(meta)
+            self._improvement.restore(meta, rank=self.rank)
         else:
             self.strategy.sync_initial_state()
+            self._improvement.restore({})
             return
         position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
         if assignment.sources is not None:
             self._data.share_position(assignment.sources, samples_consumed=position.samples_consumed)
+            self._improvement.share(assignment.sources, source_step=position.step, rank=self.rank)
 
     def _enter(self, phase: Phase) -> None:
         self.outbox.enter(self.position.step, phase)
@@ -374,26 +392,30 @@ class Loop:
         self._checkpoints.report()
 
     def _evaluate(self) -> None:
-        """Evaluate the model if there is a validation set, and draw samples from it if the job has any."""
+        """Evaluate the model if there is data for it, and draw samples from it if the job has any."""
         assert self._data is not None
         data = self._data
-        val = data.datasets.val
-        if val is None and not has_samples(self.job):
+        splits = tuple(data.datasets.evaluated)
+        if not splits and not has_samples(self.job):
             return
         self._enter("eval")
         with self.strategy.quiesced():
-            if val is not None:
-                point = self._evaluated(data)
+            if splits:
+                points = [self._evaluated(data, split) for split in splits]
                 if self.config.train.ema_decay is not None:
                     with self.strategy.averaged_weights():
-                        point = replace(point, ema=self._evaluated(data))
+                        points = [replace(point, ema=self._evaluated(data, point.split)) for point in points]
+                point = replace(points[0], others=tuple(points[1:]))
                 self.outbox.put_point(point)
+                world_size = self.assignment.plan.world_size
+                self._improvement.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
             if has_samples(self.job):
                 self._reports.sample(step=self.position.step, samples_consumed=self.position.samples_consumed)
         self._enter("train")
 
-    def _evaluated(self, data: JobData) -> EvalPoint:
-        point = evaluate(self.strategy, data.eval_batches(), step=self.position.step, device=self.device)
+    def _evaluated(self, data: JobData, split: str) -> EvalPoint:
+        batches = data.eval_batches(split)
+        point = evaluate(self.strategy, batches, step=self.position.step, device=self.device, split=split)
         self.strategy.confirm()
         return point
 
@@ -402,7 +424,7 @@ class Loop:
         self._enter("checkpoint")
         assert self._data is not None
         step, samples_consumed = self.position.step, self.position.samples_consumed
-        metadata = self._data.metadata(samples_consumed)
+        metadata = {**self._data.metadata(samples_consumed), **self._improvement.metadata()}
         self._checkpoints.save(step=step, samples_consumed=samples_consumed, last=last, metadata=metadata)
         self._enter("train")
 
@@ -416,6 +438,7 @@ class Loop:
             raise
 
     def _open_data(self) -> JobData:
+        is_first = self.assignment.generation == 1
         data = JobData(
             self.job,
             self.assignment,
@@ -425,7 +448,7 @@ class Loop:
             outbox=self.outbox,
             warner=self._warner,
         )
-        if data.datasets.val is None and self.assignment.generation == 1:
+        if VAL in self.config.train.eval_splits and VAL not in data.datasets.evaluated and is_first:
             warning = no_validation_warning(self.config.train.eval_every, samples=has_samples(self.job))
             self._warner.warn(warning, topic="no validation")
         return data

@@ -154,10 +154,11 @@ def test_every_layout_evaluates_each_sample_of_a_stream_once(gang, tmp_path):
     found = {}
     sizes = {name: LAYOUTS[name].world_size for name in ("single", *EVERYWHERE)} | {"1F1B-4": 3}
     for name, world_size in sizes.items():
-        case = LAYOUTS[name].of(Case(job=StreamToy(), train=having(steps=4, global_batch_size=16)))
+        train = having(steps=4, global_batch_size=16, eval_splits=("val", "train"))
+        case = LAYOUTS[name].of(Case(job=StreamToy(), train=train))
         ranks = gang.run(run_loop, case, world_size, str(tmp_path / name), None, 0, world_size=world_size)
         found[name] = evaluation(ranks)
-        assert found[name]["weight"] == 33
+        assert (found[name]["weight"], found[name]["train weight"]) == (33, 200)
         assert found[name] == pytest.approx(found["single"], rel=SGD)
 
 

@@ -11,17 +11,21 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from helpers.cases import Case, assignment, having
+from helpers.cases import CHECKPOINT, Case, assignment, having
 from helpers.discarded import Abandoning
 from helpers.gang import SOON_S
+from helpers.layouts import LAYOUTS, PARAMETER_SERVER, Layout
 from helpers.loops import evaluation, loop_of, run_loop
 from helpers.quick_jobs import digits
+from helpers.streams import Measured
 from helpers.toys import Cliff, Dropped, Normed, Tokens, Toy, TwoHeads
 from helpers.training import CPU
 from orchestrator.config.redact import Redactor
-from orchestrator.protocol.events import Warned
-from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps, TrainPoint
-from orchestrator.state.checkpoint import load
+from orchestrator.protocol.evaluation import evaluation_metrics
+from orchestrator.protocol.events import BestFound, Warned
+from orchestrator.protocol.messages import ANY_RANK, EvalPoint, RecoverableSteps, TrainPoint
+from orchestrator.state.best import best_step
+from orchestrator.state.checkpoint import list_checkpoints, load
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.single import Single
 from orchestrator.worker.control.context import context_of
@@ -77,6 +81,50 @@ def test_two_workers_resume_from_a_checkpoint_bit_for_bit(gang, tmp_path, job):
         assert expected[0][1] == 4
         assert after.outcome.status == "done"
         assert not after.owns_reducer, "it would outlive the process group"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worsening(Measured):
+    """Its evaluations are best after some steps: from then on, each update goes back."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: 1 if step < 4 else -1)
+
+
+BEST = replace(CHECKPOINT, keep=1, best="val/loss")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LAYOUTS["single"],
+        LAYOUTS["ddp-2"],
+        LAYOUTS["GPipe-2x2"],
+        Layout(options=replace(PARAMETER_SERVER, consistency="async"), world_size=4),
+    ],
+    ids=["single", "ddp", "ddp_pipeline", "parameter_server-async"],
+)
+def test_a_run_that_no_longer_improves_ends_on_all_ranks_and_keeps_its_best_checkpoint(gang, tmp_path, layout):
+    train = having(steps=20, global_batch_size=12, eval_every=2, stop_after=2)
+    case = layout.of(Case(job=Worsening(samples=24), train=train, checkpoint=BEST))
+    world_size = layout.world_size
+    ranks = gang.run(run_loop, case, world_size, str(tmp_path), None, 0, world_size=world_size)
+    found = {(r.outcome.status, r.outcome.step, r.outcome.ended_early) for r in ranks}
+    ((status, step, why),) = found
+    best = [e for e in ranks[0].events if isinstance(e, BestFound)][-1]
+    assert (status, step) == ("done", best.step + 4)
+    assert why.startswith("train.stop_after=2: val/loss has not improved in the last 2 evaluations; its best is ")
+    assert step < 20
+    saved = [load(path) for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert [state.step for state in saved] == [best.step, step]
+    assert [best_step(state.meta) for state in saved] == [best.step] * 2
+    parts = [next(p for p in r.points if isinstance(p, EvalPoint) and p.step == best.step) for r in ranks]
+    assert evaluation_metrics(parts)["val/loss"] == best.value
+    of_best, folder = str(list_checkpoints(tmp_path / "checkpoints")[0]), tmp_path / "evaluated"
+    case = replace(case, train=replace(train, stop_after=None), checkpoint=CHECKPOINT, evaluate="the run")
+    evaluated = gang.run(run_loop, case, world_size, str(folder), of_best, 1, world_size=world_size)
+    assert [[replace(p, time=0) for p in r.points] for r in evaluated] == [[replace(p, time=0)] for p in parts]
+    assert list_checkpoints(folder / "checkpoints") == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -23,6 +23,9 @@ TRAIN = schema.TrainConfig(
     grad_accumulation=1,
     log_every=1,
     eval_every=0,
+    eval_splits=("val",),
+    stop_after=None,
+    stop_min_delta=0,
     clip_norm=None,
     clip_value=None,
     precision="fp32",
@@ -68,6 +71,7 @@ CLUSTER = schema.ClusterConfig(
     stopped_timeout_s=5,
     stop_grace_s=5,
 )
+CHECKPOINT = schema.CheckpointConfig(every=0, keep=3, best=None, best_direction=None, load="newest")
 RECOVERY = schema.RecoveryConfig(
     max_failures=0,
     spares=0,
@@ -91,6 +95,8 @@ class Case:
     options: schema.StrategyConfig = DDP
     alone: schema.StrategyConfig | None = None
     seed: int = 3
+    checkpoint: schema.CheckpointConfig = CHECKPOINT
+    evaluate: str | None = None
 
 
 def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
@@ -101,12 +107,13 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         name="test",
         seed=case.seed,
         resume="never",
+        evaluate=case.evaluate,
         output_dir="outputs",
         plan=False,
         profile=False,
         train=case.train,
         data=schema.DataConfig(num_workers=0),
-        checkpoint=schema.CheckpointConfig(every=0, keep=3),
+        checkpoint=case.checkpoint,
         sweep=schema.SweepConfig(unfit="refuse", parallel=1, trials=None, metric="val_loss", direction="minimize"),
         recovery=RECOVERY,
         tracking=schema.TrackingConfig(
@@ -156,7 +163,7 @@ def assignment(
         case,
         world_size,
         output_dir=run_dir,
-        checkpoint=schema.CheckpointConfig(every=checkpoint_every, keep=3),
+        checkpoint=replace(case.checkpoint, every=checkpoint_every),
         cluster=replace(CLUSTER, rendezvous_timeout_s=rendezvous_timeout_s),
     )
     orders = Assignment(

@@ -92,12 +92,17 @@ def ran(outcome: Outcome, outbox: Outbox, *, training: bool, owns_reducer: bool)
 
 
 def evaluation(ranks: list[Ran]) -> dict[str, float]:
-    """The sums over the ranks at the end."""
+    """The sums over the ranks at the end; those of splits other than ``val`` have its name before theirs."""
     last = [next(p for p in reversed(r.points) if isinstance(p, EvalPoint)) for r in ranks]
-    names = {name for p in last for name in p.sums}
-    assert names, "the job has a metric"
-    sums = {name: fsum(p.sums.get(name, 0.0) for p in last) for name in names}
-    return {"loss": fsum(p.loss_sum for p in last), "weight": fsum(p.weight for p in last), **sums}
+    found: dict[str, float] = {}
+    for parts in zip(*((p, *p.others) for p in last), strict=True):
+        names = {name for p in parts for name in p.sums}
+        assert names, "the job has a metric"
+        sums = {name: fsum(p.sums.get(name, 0.0) for p in parts) for name in names}
+        of_split = {"loss": fsum(p.loss_sum for p in parts), "weight": fsum(p.weight for p in parts), **sums}
+        prefix = "" if parts[0].split == "val" else f"{parts[0].split} "
+        found |= {f"{prefix}{name}": value for name, value in of_split.items()}
+    return found
 
 
 def losses_by_step(ranks: list[Ran]) -> dict[int, float]:

@@ -82,6 +82,29 @@ def test_equal_loss_at_uneven_shares(run: Callable[..., Any]) -> None:
     assert list(spread.values()) == pytest.approx(list(alone.values()), rel=1e-5)
 
 
+@pytest.mark.campaign
+def test_a_run_that_ended_early_is_evaluated_under_another_strategy(run: Callable[..., Any]) -> None:
+    common = ("job.hidden=32", "train.eval_splits=[val,train]")
+    patience = ("checkpoint.best=val/loss", "train.stop_after=1", "train.stop_min_delta=1000")
+    trained = run("strategy=ddp", *common, *patience, "train.eval_every=10", "train.steps=100")
+    assert (trained.status, trained.summary["steps"]) == ("FINISHED", 20)
+    assert trained.reason.startswith(
+        "ended early: train.stop_after=1: val/loss has not improved in the last evaluation"
+    )
+    best = RunDir(trained.run_dir).read_record()["best"]
+    assert best == {"metric": "val/loss", "step": 20, "value": series(trained.run_dir, "val/loss")[20]}
+    assert (trained.summary["best_step"], trained.summary["best_val_loss"]) == (20, best["value"])
+    before = (trained.run_dir / "run.json").read_bytes()
+
+    done = run("strategy=single", *common, f"evaluate={trained.run_dir}", "checkpoint.load=best")
+    assert (done.status, done.summary["steps"]) == ("FINISHED", 20)
+    for name in ("val/loss", "val/accuracy", "train_eval/loss"):
+        assert series(done.run_dir, name) == {20: pytest.approx(series(trained.run_dir, name)[20], rel=1e-5)}
+    assert series(done.run_dir, "train/loss") == {}
+    assert not list(done.run_dir.glob("checkpoints/step-*"))
+    assert (trained.run_dir / "run.json").read_bytes() == before
+
+
 def test_workers_of_one_machine_listen_on_loopback_only(run: Callable[..., Any]) -> None:
     done = run("strategy=ddp", "job._target_=helpers.listening_job.Listening", "train.steps=2", "train.eval_every=0")
     assert done.status == "FINISHED"

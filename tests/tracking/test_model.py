@@ -26,6 +26,7 @@ from orchestrator.records.output_dir import find_run, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.staged import announce
 from orchestrator.state import checkpoint
+from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import TrainState
 from orchestrator.storage.remote import Remote
@@ -76,6 +77,13 @@ def test_the_model_predicts_without_our_code(tmp_path, uri):
     job = Digits(hidden=16)
     live = job.model()
     run_dir = trained(tmp_path, uri, "jobs.digits.Digits", live, hidden=16)
+    best = BestSoFar(metric="val/loss", direction="minimize", step=10, value=0.5)
+    later = TrainState(
+        model=job.model().state_dict(),
+        optimizer={},
+        meta={"step": 20, "samples_consumed": 1280, BEST: best.to_json()},
+    )
+    checkpoint.save(run_dir.checkpoints, later, run_uid="u")
     finish(run_dir)
     assert sync.main([str(run_dir.path)]) == 0
     run = run_of(uri, run_dir)

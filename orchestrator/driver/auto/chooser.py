@@ -196,8 +196,8 @@ class Chooser:
             resume="never",
             profile=False,
             output_dir=f"{url.rstrip('/')}/{FOLDER}{question_mark}{query}",
-            train=replace(config.train, steps=steps, eval_every=0, log_every=log_every),
-            checkpoint=replace(config.checkpoint, every=0, keep=1),
+            train=config.train.only_training(steps=steps, log_every=log_every),
+            checkpoint=replace(config.checkpoint, every=0, keep=1, best=None),
             tracking=replace(config.tracking, uri=None),
             recovery=replace(
                 config.recovery,
@@ -209,7 +209,7 @@ class Chooser:
             cluster=replace(config.cluster, collective_timeout_s=max(LONGEST_S, config.cluster.collective_timeout_s)),
         )
         brief_plan = replace(plan, run_name=brief.run_name, steps=steps, spares=0, faults=())
-        result = self._run(brief, brief_plan, without_validation(self._job), keep)
+        result = self._run(brief, brief_plan, without_samples(self._job), keep)
         if result.status == "FINISHED" and not keep:
             _remove(result)
         return result
@@ -239,15 +239,11 @@ def _remove(result: RunResult) -> None:
         remove(staged_run(result.run_dir))
 
 
-def without_validation(job: Job) -> Job:
-    """Return a copy of ``job`` that has no validation set and draws no samples, so that a run of it only trains."""
+def without_samples(job: Job) -> Job:
+    """Return a copy of ``job`` that draws no samples, so that a run of it without evaluations only trains."""
     cls = type(job)
-
-    def dataset(self: Any, split: Any) -> Any:
-        return None if split == "val" else cls.dataset(self, split)
-
     brief = copy.copy(job)
-    object.__setattr__(brief, "__class__", type(cls.__name__, (cls,), {"dataset": dataset, "sample": Job.sample}))
+    object.__setattr__(brief, "__class__", type(cls.__name__, (cls,), {"sample": Job.sample}))
     return brief
 
 

@@ -41,7 +41,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         plain_fields(job),
         _code_of(type(job)),
         _outline_of(job, timeout_s=config.recovery.build_max_s),
-        dataclasses.asdict(dataclasses.replace(config.train, steps=1, log_every=1, eval_every=0)),
+        dataclasses.asdict(config.train.only_training(steps=1, log_every=1)),
         plan.world_size,
         plan.threads_per_worker,
         plan.device,

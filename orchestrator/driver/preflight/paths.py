@@ -12,7 +12,7 @@ from orchestrator.records.run_search import submitted_base_dir
 from orchestrator.storage.remote import StorageError, is_url
 from orchestrator.tracking.uri import absolute_uri, validate_uri
 
-PATH_KEYS = ("output_dir", "tracking.uri", "resume")
+PATH_KEYS = ("output_dir", "tracking.uri", "resume", "evaluate")
 
 
 def base_dir() -> Path:

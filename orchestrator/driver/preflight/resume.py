@@ -21,7 +21,8 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import load
+from orchestrator.state.best import BestSoFar, best_step
+from orchestrator.state.checkpoint import load, path_of, verify
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
 from orchestrator.state.manifest import CheckpointError, read_manifest
@@ -40,7 +41,7 @@ class Resume:
     """The run to continue, and the checkpoint and step that it continues from.
 
     ``driver``: who drove it last. ``train``: the section of the configuration, in the precision of the run so far if
-    that is left to the run.
+    that is left to the run. A run that is only evaluated has as many steps as the checkpoint.
     """
 
     run_dir: RunDir
@@ -79,7 +80,7 @@ def find_resume(
             if run_dir is None:
                 return None
         else:
-            run_dir = _named_run(config)
+            run_dir = _named_run(config, config.resume, key="resume")
         _refuse_if_running(config, run_dir)
         driver = run_dir.read_record().get("driver", {})
         damaged: list[CheckpointError] = []
@@ -107,9 +108,12 @@ def find_resume(
             errors = in_child(lambda: _job_errors(job, checkpoint, manifest["meta"]), timeout_s=timeout_s)
     errors = [f"resume={config.resume}: {error}" for error in errors]
     # A driver that died after the last step has left a run that only lacks its end.
-    complete = step == config.train.steps and run_dir.read_record().get("state") != "finished"
-    if step >= config.train.steps and not complete:
+    is_finished = run_dir.read_record().get("state") == "finished"
+    if step > config.train.steps or (step == config.train.steps and is_finished):
         errors.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
+    best = BestSoFar.from_meta(manifest["meta"]) if is_finished and config.checkpoint.best is not None else None
+    if best is not None and (ended := best.why_stop(config.train.stop_after)) is not None:
+        errors.append(f"{ended}: the run to resume has ended early at step {step}; raise train.stop_after")
     if errors:
         raise ConfigError(errors)
     before = _settings(run_dir)
@@ -118,6 +122,54 @@ def find_resume(
         config = replace(config, train=train)
         warnings.extend(_changes(before, params_of(recorded_config(config, job, redactor))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver, train=train)
+
+
+def find_evaluated(config: Config, job: Job | None, *, warnings: list[str]) -> Resume | None:
+    """Find the run that ``evaluate`` names; None if it names none. Arguments and errors as of :func:`find_resume`."""
+    if config.evaluate is None:
+        return None
+    key = f"evaluate={config.evaluate}"
+    try:
+        run_dir = _named_run(config, config.evaluate, key="evaluate")
+        damaged: list[CheckpointError] = []
+        checkpoint = _checkpoint_to_evaluate(config, run_dir, damaged)
+        fetch(run_dir)
+    except StorageError as e:
+        raise ConfigError([str(e)]) from e
+    except ConfigError:
+        raise
+    except ValueError as e:
+        raise ConfigError([f"{key}: {e}"]) from e
+    warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
+    manifest = read_manifest(checkpoint)
+    if job is not None and (errors := _job_errors(job, checkpoint, manifest["meta"])):
+        raise ConfigError([f"{key}: {error}" for error in errors])
+    step = int(manifest["step"])
+    train = replace(_in_precision(config, _settings(run_dir).get(PRECISION), warnings), steps=max(1, step))
+    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver={}, train=train)
+
+
+def _checkpoint_to_evaluate(config: Config, run_dir: RunDir, damaged: list[CheckpointError]) -> Path:
+    """Return the newest intact checkpoint, or the best as ``checkpoint.load`` says. ``damaged`` receives newer ones.
+
+    Raises:
+        ValueError: there is none.
+    """
+    store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
+    newest = store.find_newest(damaged.append)
+    if newest is None:
+        raise ValueError("; ".join(map(str, damaged)) or "it has no checkpoint")
+    if config.checkpoint.load == "newest":
+        return newest
+    step = best_step(read_manifest(newest)["meta"])
+    if step is None:
+        raise ValueError("checkpoint.load=best: the run was trained without checkpoint.best; load the newest")
+    try:
+        best = store.fetch(path_of(run_dir.checkpoints, step).name)
+        verify(best)
+    except CheckpointError as e:
+        raise ValueError(f"checkpoint.load=best: {e}; checkpoint.load=newest loads another") from e
+    return best
 
 
 def refuse_if_taken(config: Config, resume: Resume | None, seen: Collection[str]) -> None:
@@ -182,14 +234,15 @@ def _unfinished_runs(config: Config, warnings: list[str], seen: set[str]) -> Ite
             yield run_dir
 
 
-def _named_run(config: Config) -> RunDir:
-    text, output = config.resume, output_dir(config)
+def _named_run(config: Config, text: str, *, key: str) -> RunDir:
+    """Return the run that the user names by ``key=text``."""
+    output = output_dir(config)
     if is_url(text):
         storage = config.storage
         above, name = split_run(text, staging_dir=storage.staging_dir, timeout_s=storage.timeout_s)
         if (found := above.find(name)) is not None:
             return found
-        raise ConfigError([f"resume={text}: no run directory there; its run.json is missing"])
+        raise ConfigError([f"{key}={text}: no run directory there; its run.json is missing"])
     places = [Path(text).expanduser().absolute(), *([output.path / text] if output.remote is None else [])]
     for path in places:
         if (path / "run.json").is_file():
@@ -202,7 +255,7 @@ def _named_run(config: Config) -> RunDir:
     known = did_you_mean(text, names[:8]) if names else f"there are no runs below {output} (output_dir)"
     if len(matches) > 1:
         known = f"several runs have this name: {', '.join(matches)}"
-    raise ConfigError([f"resume={text}: no run directory there; {known} (looked for {looked})"])
+    raise ConfigError([f"{key}={text}: no run directory there; {known} (looked for {looked})"])
 
 
 def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:

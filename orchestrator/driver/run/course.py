@@ -36,8 +36,12 @@ class Course:
             return
         self._state = state
         self._events.emit(StateChanged(state=state))
+        self.record(state=state, **values)
+
+    def record(self, **values: Any) -> None:
+        """Set keys of the record of the run."""
         with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
-            self._context.spec.run_dir.update_record(state=state, **values)
+            self._context.spec.run_dir.update_record(**values)
 
     def begin_training(self, event: FirstStepDone) -> None:
         """Record the first step of a generation, which ends the start of the run or a transition."""

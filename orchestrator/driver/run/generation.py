@@ -30,6 +30,7 @@ from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.protocol.events import Event, GenerationStarted
 from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome
 from orchestrator.records.rank_log import crash_report
+from orchestrator.storage.remote import Remote
 from orchestrator.worker.actor import Worker
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
@@ -48,6 +49,7 @@ class Start:
         recovery_plan: where the state comes from; None in the first generation.
         held: the state that the workers hold from earlier generations, by rank.
         checkpoint: what ranks load that get their state from no survivor; None to start from the beginning.
+        checkpoint_remote: the directory on a store that it has to be fetched from; None if it is on disk.
         faults: those still to be injected.
         only_saves: the ranks are to save what they hold and to stop, because the run cannot continue.
     """
@@ -55,6 +57,7 @@ class Start:
     recovery_plan: RecoveryPlan | None
     held: Held
     checkpoint: Path | None
+    checkpoint_remote: Remote | None
     faults: tuple[Fault, ...] = ()
     only_saves: bool = False
 
@@ -138,6 +141,7 @@ class Generation:
             sources=None if recovery_plan is None else recovery_plan.sources,
             source_step=0 if recovery_plan is None else recovery_plan.step,
             checkpoint=None if checkpoint is None else str(checkpoint),
+            checkpoint_remote=self._start.checkpoint_remote,
             faults=self._start.faults,
         )
         packed = assignment.packed()  # once, not for every worker

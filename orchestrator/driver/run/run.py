@@ -37,6 +37,7 @@ from orchestrator.policy.run_state import GenerationEnd, what_follows
 from orchestrator.policy.transitions import Interruption
 from orchestrator.policy.verdict import Verdict
 from orchestrator.protocol.events import (
+    BestFound,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -75,6 +76,7 @@ class Run:
         self._checkpoints = SavedCheckpoints(context)
         self._faults = self.spec.sizes.largest.faults
         self._placement_note: str | None = None
+        self._best: BestFound | None = None
         self._failures: list[FailureRecord] = []
         self._hangs: list[int] = []  # the step of each
 
@@ -99,6 +101,7 @@ class Run:
                 num_shards=plan.mesh.num_servers,
                 steps=plan.steps,
                 resumed_from_step=spec.resumed_from_step,
+                evaluated=None if spec.evaluated is None else spec.evaluated.location,
                 notes=plan.notes,
             )
         )
@@ -173,6 +176,7 @@ class Run:
             recovery_plan=plan,
             held=held,
             checkpoint=self._checkpoints.newest,
+            checkpoint_remote=self._checkpoints.remote,
             faults=() if only_saves else self._faults,
             only_saves=only_saves,
         )
@@ -280,6 +284,9 @@ class Run:
             match event:
                 case CheckpointSaved() | CheckpointFailed():
                     self._checkpoints.record(event)
+                case BestFound():
+                    self._best = event
+                    self._course.record(best={"metric": event.metric, "step": event.step, "value": event.value})
                 case FirstStepDone():
                     self._course.begin_training(event)
                     self._workers.refill()
@@ -358,8 +365,12 @@ class Run:
         rank_0 = end.outcomes.by_rank.get(0)
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
-        steps = self._workers.plan.steps
-        return verdict.completed(steps, checkpoint_missing=self._checkpoints.why_missing(steps))
+        step = end.last_step
+        return verdict.completed(
+            step,
+            ended_early=None if rank_0 is None else rank_0.ended_early,
+            checkpoint_missing=None if self.spec.evaluated is not None else self._checkpoints.why_missing(step),
+        )
 
     def _stopped(self, end: GenerationEnd | None) -> Verdict:
         """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
@@ -388,6 +399,8 @@ class Run:
             **self._telemetry.machine_summary(driver_node=self._node_id),
             "steps": max(self._telemetry.last_step.values(), default=0),
         }
+        if self._best is not None:
+            summary |= {f"best_{self._best.metric.replace('/', '_')}": self._best.value, "best_step": self._best.step}
         step_s = float(summary.get("step_ms_p50", 0.0)) / 1e3
         return RunResult(
             status=verdict.status,

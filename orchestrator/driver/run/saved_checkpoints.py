@@ -25,11 +25,13 @@ class SavedCheckpoints:
     Attributes:
         newest: the last checkpoint that was saved, or that the run resumes from; None if there is none.
         step: its step; 0 if there is none.
+        remote: the directory on a store that ``newest`` has to be fetched from; None if it is on disk.
     """
 
     def __init__(self, context: RunContext):
         spec, run_dir = context.spec, context.spec.run_dir
         self.newest = spec.checkpoint
+        self.remote = (spec.evaluated or run_dir).remote_checkpoints
         self.step = spec.resumed_from_step or 0
         self._context = context
         self._directory = run_dir.checkpoints

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from orchestrator.config.evaluated import VAL, how_to_leave_out
+from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.datasets import DatasetError, check_dataset, epoch_generator, is_stream, mix
 from orchestrator.worker.data.loader import BatchReader, Collate, Collator, DataError, Loader, ReadFailure, Slice
@@ -218,7 +220,7 @@ def train_batches(
 
 
 class EvalBatches:
-    """This rank's share of the validation set, in order. Each pass yields ``(batch, number of valid leading rows)``.
+    """This rank's share of the data of ``split``, in order. Each pass yields ``(batch, number of valid leading rows)``.
 
     Every rank yields the same number of batches, each of ``batch_size`` rows. Rows that are not valid repeat some
     sample. Over all ranks, each sample is valid exactly once. Loader processes stay until :meth:`close`, for further
@@ -237,8 +239,10 @@ class EvalBatches:
         pin_memory: bool,
         timeout_s: float,
         read: bool = True,
+        split: Split = VAL,
     ):
-        check_dataset(dataset, split="val")
+        check_dataset(dataset, split=split)
+        self._split = split
         self._dataset = dataset
         self._batch_size = batch_size
         self._data_parallel_size = data_parallel_size
@@ -250,7 +254,7 @@ class EvalBatches:
             num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
             num_workers = min(num_workers, num_batches)
         self._loader = Loader(
-            Collator(function, "val") if self._streamed else BatchReader(dataset, function, "val"),
+            Collator(function, split) if self._streamed else BatchReader(dataset, function, split),
             seed=mix(dp_rank),
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -288,11 +292,12 @@ class EvalBatches:
                 items = list(itertools.islice(samples, self._batch_size * self._data_parallel_size))
             except Exception as e:
                 counts.append(0)
-                yield ReadFailure(f"val data, in the stream: {type(e).__name__}: {e}", traceback.format_exc())
+                yield ReadFailure(f"{self._split} data, in the stream: {type(e).__name__}: {e}", traceback.format_exc())
                 return
             if not items:
                 if start == 0:
-                    text = "val data: the stream has no samples; for no evaluation, return None from job.dataset('val')"
+                    remedy = how_to_leave_out(self._split)
+                    text = f"{self._split} data: the stream has no samples; for no evaluation, {remedy}"
                     counts.append(0)
                     yield ReadFailure(text, "")
                 return

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from orchestrator.config.evaluated import VAL, how_to_leave_out
 from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
 from orchestrator.state.transport import broadcast_json
@@ -39,29 +40,34 @@ class Datasets:
 
     Attributes:
         train: the training set.
-        val: the validation set, or None if there is none.
+        evaluated: the data to evaluate, by the name of its split.
         weights: the weight by which each training sample is drawn; None to read each once in an epoch.
     """
 
     train: Any
-    val: Any | None
+    evaluated: Mapping[str, Any]
     weights: Tensor | None
 
 
-def datasets_of(job: Job) -> Datasets:
-    """Return the data of the job.
+def datasets_of(job: Job, eval_splits: Sequence[str]) -> Datasets:
+    """Return the data of the job; ``eval_splits``: what to evaluate. A validation set may be missing.
 
     Raises:
-        DatasetError: a dataset is empty, or of a kind that cannot be used, or the sampling weights do not fit.
-        ValueError: the job has a validation set but no loss to evaluate.
+        DatasetError: a dataset is missing, empty or of a kind that cannot be used, or the sampling weights do not fit.
+        ValueError: the job has data to evaluate but no loss.
     """
-    train, val = job.dataset("train"), job.dataset("val")
+    train = job.dataset("train")
     check_dataset(train, split="train")
-    if val is not None:
-        check_dataset(val, split="val")
+    # A stream may count its iterators, so that an evaluation reads one of its own.
+    shared = {} if is_stream(train) else {"train": train}
+    evaluated = {split: shared[split] if split in shared else job.dataset(split) for split in eval_splits}
+    evaluated = {split: dataset for split, dataset in evaluated.items() if dataset is not None or split != VAL}
+    for split, dataset in evaluated.items():
+        check_dataset(dataset, split=split)
         if not has_loss(job):
-            raise ValueError("job.dataset('val') returns a validation set; define Job.loss, or return None there")
-    return Datasets(train=train, val=val, weights=checked_weights(job.sample_weights("train"), train))
+            remedy = how_to_leave_out(split)
+            raise ValueError(f"job.dataset({split!r}) returns data to evaluate; define Job.loss, or {remedy}")
+    return Datasets(train=train, evaluated=evaluated, weights=checked_weights(job.sample_weights("train"), train))
 
 
 def batches_of(job: Job, datasets: Datasets, global_batch_size: int) -> Batches | None:
@@ -97,7 +103,7 @@ class JobData:
         outbox: Outbox,
         warner: Warner,
     ):
-        self.datasets = datasets_of(job)
+        self.datasets = datasets_of(job, assignment.config.train.eval_splits)
         self._job = job
         self._strategy = strategy
         self._device = device
@@ -106,7 +112,7 @@ class JobData:
         self._warner = warner
         self._reader: StreamReader | None = None
         self._mark: Mark | None = None
-        self._eval_batches: EvalBatches | None = None
+        self._eval_batches: dict[str, EvalBatches] = {}
         self.reassign(assignment)
 
     def reassign(self, assignment: Assignment) -> None:
@@ -146,16 +152,16 @@ class JobData:
         self._outbox.begin_loader()
         return self._copied_ahead(batches) if self._assignment.plan.loader_processes else batches
 
-    def eval_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of an evaluation, as :class:`worker.data.EvalBatches` does, on the GPU if there is one.
+    def eval_batches(self, split: str) -> Iterator[tuple[Any, int]]:
+        """Yield the batches of a ``split``, as :class:`worker.data.EvalBatches` does, on the GPU if there is one.
 
         Raises:
             AbandonedError: the generation has ended.
         """
         self._outbox.begin_loader()
-        if self._eval_batches is None:
-            self._eval_batches = self._open_eval_batches()
-        with contextlib.closing(self._copied_ahead(iter(self._eval_batches))) as batches:
+        if split not in self._eval_batches:
+            self._eval_batches[split] = self._open_eval_batches(split)
+        with contextlib.closing(self._copied_ahead(iter(self._eval_batches[split]))) as batches:
             for batch in batches:
                 self._gate.check(self._assignment.generation)
                 self._outbox.tick()
@@ -163,9 +169,9 @@ class JobData:
 
     def close(self) -> None:
         """End the loader processes of evaluations, which stay from one evaluation to the next of a generation."""
-        if self._eval_batches is not None:
-            self._eval_batches.close()
-            self._eval_batches = None
+        for batches in self._eval_batches.values():
+            batches.close()
+        self._eval_batches = {}
 
     def metadata(self, samples_consumed: int) -> dict[str, Any]:
         """Return the metadata of a checkpoint at this position: where a stream can be read from, if that is known."""
@@ -208,10 +214,11 @@ class JobData:
             return batches
         return prefetched(batches, SideStream(self._device))
 
-    def _open_eval_batches(self) -> EvalBatches:
+    def _open_eval_batches(self, split: str) -> EvalBatches:
         config, mesh = self._assignment.config, self._assignment.plan.mesh
         return EvalBatches(
-            self.datasets.val,
+            self.datasets.evaluated[split],
+            split=split,
             collate=self._job.collate,
             batch_size=self._strategy.eval_batch_size,
             data_parallel_size=mesh.data_parallel_size,

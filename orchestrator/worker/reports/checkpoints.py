@@ -13,6 +13,7 @@ from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
 from orchestrator.records.lease import restored_within_s
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.best import best_step
 from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_results import WriteFailed
 from orchestrator.state.checkpoint_writer import CheckpointWriter
@@ -85,7 +86,8 @@ class Checkpoints:
     def save(self, *, step: int, samples_consumed: int, last: bool, metadata: Mapping[str, Any]) -> None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
 
-        The last snapshot waits for the previous write. Any other waits at most ``BUSY_WAIT_S`` and is then skipped.
+        The last snapshot and that of the best evaluation wait for the previous write. Any other waits at most
+        ``BUSY_WAIT_S`` and is then skipped.
 
         Args:
             step: the last completed step.
@@ -114,7 +116,8 @@ class Checkpoints:
                 self._outbox.enter(step, "end")  # this wait may take any time
                 self.drain()
                 self._outbox.enter(step, "checkpoint")
-            timeout_s = self._limit_s / 2 if last else min(BUSY_WAIT_S, self._limit_s / 2)
+            is_needed = last or best_step(metadata) == step
+            timeout_s = self._limit_s / 2 if is_needed else min(BUSY_WAIT_S, self._limit_s / 2)
             busy_with = self._writer.submit(state, stalled_since=began, timeout_s=timeout_s, jointly=jointly)
             if busy_with is not None:
                 self._report_skipped(step, busy_with.step, timeout_s=timeout_s, last=last, jointly=jointly)

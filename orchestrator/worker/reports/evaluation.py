@@ -1,4 +1,4 @@
-"""Evaluation of the model on this rank's share of the validation set."""
+"""Evaluation of the model on this rank's share of the data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any
 
 import torch
 
+from orchestrator.config.evaluated import VAL
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
 
 
-def evaluate(strategy: Strategy, batches: Iterable[tuple[Any, int]], *, step: int, device: torch.device) -> EvalPoint:
-    """Return the sums over this rank's samples after ``step``. The driver adds up the ranks.
+def evaluate(
+    strategy: Strategy,
+    batches: Iterable[tuple[Any, int]],
+    *,
+    step: int,
+    device: torch.device,
+    split: str = VAL,
+) -> EvalPoint:
+    """Return the sums over this rank's samples of ``split`` after ``step``. The driver adds up the ranks.
 
     Args:
         batches: pairs of a batch and the number of its valid leading rows, as ``worker.data.EvalBatches`` yields them.
@@ -30,6 +38,7 @@ def evaluate(strategy: Strategy, batches: Iterable[tuple[Any, int]], *, step: in
             sums[name] = sums[name] + value if name in sums else value
     return EvalPoint(
         step=step,
+        split=split,
         time=time.time(),
         loss_sum=float(loss_sum),
         weight=float(weight),

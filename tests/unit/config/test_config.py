@@ -226,6 +226,23 @@ EXPECTED_WORKERS = "expected a whole number of at least 1, auto or [a whole numb
         ("train.clip_norm=true", "expected a number or null"),
         ("train.precision=fp64", "expected auto, fp32, tf32, bf16, bf16-true or fp16"),
         ("train.deterministic=1", "expected true or false"),
+        ("train.eval_splits=val", "expected a list, each item text"),
+        ("train.eval_splits=[a/b]", "'a/b': expected a letter, followed by letters, digits and '_'"),
+        ("train.eval_splits=[val,perf]", "'perf' begins the names of other metrics; rename the split"),
+        ("train.eval_splits=[val,val]", "'val' is there twice; keep one"),
+        (
+            "checkpoint.best=test/loss",
+            "no evaluation reports it with train.eval_splits=[val]: their metrics begin with val/",
+        ),
+        (
+            "checkpoint.best=val/accuracy",
+            "say which values are better, with checkpoint.best_direction=maximize or "
+            "checkpoint.best_direction=minimize",
+        ),
+        (
+            "train.stop_after=3",
+            "set checkpoint.best to the metric that has to improve, such as checkpoint.best=val/loss",
+        ),
         ("plan=yes", "expected true or false"),
         ("resume=[a]", "expected text"),
         ("tracking.uri=[]", "expected text or null"),

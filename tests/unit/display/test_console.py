@@ -20,6 +20,7 @@ from orchestrator.display.report import errors_text, plan_table
 from orchestrator.display.text import duration, size, sparkline
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.events import (
+    BestFound,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -295,6 +296,23 @@ def test_verdict_of_a_success_is_last() -> None:
         "next: python -m orchestrator.compare --last 5",
         "next: mlflow ui --backend-store-uri sqlite:////runs/m.db",
     ]
+
+
+def test_verdict_of_a_run_that_ended_early_says_why() -> None:
+    ended = replace(FINISHED, reason="ended early: train.stop_after=3: val/loss has not improved")
+    best = BestFound(time=START + 20, step=100, metric="val/loss", value=0.1)
+    lines = printed(STARTED, FORMED, point(500, 20, train__loss=0.0123), best, ended)
+    assert lines[-4] == "ended early: train.stop_after=3: val/loss has not improved"
+    assert "best found" not in lines
+
+
+def test_verdict_of_an_evaluation_lists_its_metrics() -> None:
+    started = replace(STARTED, resumed_from_step=400, evaluated="/runs/0")
+    lines = printed(
+        started, FORMED, point(400, 20, val__loss=0.25, val__f1=0.5), replace(FINISHED, summary={"steps": 400})
+    )
+    assert "evaluates the checkpoint of step 400 of /runs/0" in lines
+    assert lines[-6:-3] == ["evaluated: step 400 in 21.4 s", "val/f1 0.5000", "val/loss 0.2500"]
 
 
 def test_verdict_names_a_long_wait_apart_from_the_duration() -> None:

@@ -149,6 +149,21 @@ def test_evaluation_counts_each_sample_once() -> None:
     assert logged.metrics == {"val/loss": pytest.approx(32 / 11), "val/accuracy": pytest.approx(10 / 11)}
 
 
+def test_each_split_has_metrics_and_results_of_its_own() -> None:
+    def part(split: str, loss: float, accuracy: float, *others: EvalPoint) -> EvalPoint:
+        sums = {"accuracy": accuracy}
+        return EvalPoint(step=5, time=1.0, loss_sum=loss, weight=2.0, sums=sums, split=split, others=others)
+
+    parts = aggregator()
+    assert parts.add(0, part("val", 2.0, 1.0, part("test", 4.0, 0.0), part("train", 1.0, 2.0))) is None
+    logged = parts.add(1, part("val", 4.0, 2.0, part("test", 8.0, 1.0), part("train", 3.0, 2.0)))
+    assert logged is not None
+    values = {"val/loss": 1.5, "val/accuracy": 0.75, "test/loss": 3.0, "test/accuracy": 0.25}
+    assert logged.metrics == {**values, "train_eval/loss": 1.0, "train_eval/accuracy": 1.0}
+    keys = ("val_loss", "test_loss", "test_accuracy", "train_eval_loss")
+    assert [parts.summary()[key] for key in keys] == [1.5, 3.0, 0.25, 1.0]
+
+
 def test_the_evaluation_of_the_averaged_weights_has_names_of_its_own() -> None:
     parts = aggregator(1)
     averaged = EvalPoint(step=5, time=1.0, loss_sum=4.0, weight=8.0, sums={"accuracy": 6.0})

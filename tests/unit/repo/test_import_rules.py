@@ -40,7 +40,8 @@ RULES = {
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
     "worker.measure": ("timeline protocol compat strategies worker.control",                   "torch"),
-    "worker.data":    ("job planning protocol records compat state strategies worker.control", "torch"),
+    "worker.data":    ("job config planning protocol records compat state strategies "
+                       "worker.control",                                                       "torch"),
     "worker.reports": ("job config protocol records compat state strategies worker.control "
                        "worker.measure",                                                       "torch"),
     "worker":         ("job config protocol records compat state strategies worker.process "

@@ -192,6 +192,13 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(paths[2:])
 
 
+@pytest.mark.parametrize(("best", "kept"), [(1, [1, 3, 4]), (3, [3, 4]), (None, [3, 4]), (7, [3, 4])])
+def test_the_best_is_kept_besides(tmp_path: Path, best: int | None, kept: list[int]) -> None:
+    save_all(tmp_path, 1, 2, 3, 4)
+    prune(tmp_path, 2, saved_step=4, best_step=best)
+    assert [load(path).step for path in list_checkpoints(tmp_path)] == kept
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_damaged_one_takes_the_place_of_none_that_is_saved_after_the_run_fell_back(keep: int, tmp_path: Path) -> None:
     *_, newer = save_all(tmp_path, 30, 40, 50)

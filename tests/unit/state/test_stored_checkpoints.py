@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helpers.runs import wait_for
+from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.checkpoint_results import WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -22,11 +23,13 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.storage.remote import Remote
 
 
-def make_state(step: int, value: float = 1.0) -> TrainState:
+def make_state(step: int, value: float = 1.0, best: int | None = None) -> TrainState:
+    """A state, with the step of the best evaluation so far if there is one."""
+    found = {} if best is None else {BEST: BestSoFar(metric="a", direction="minimize", step=best, value=1.0).to_json()}
     return TrainState(
         model={"w": torch.full((1000,), value)},
         optimizer={"w/step": torch.tensor(float(step))},
-        meta={"step": step, "samples_consumed": step * 10},
+        meta={"step": step, "samples_consumed": step * 10, **found},
     )
 
 
@@ -100,6 +103,26 @@ def test_what_is_written_is_uploaded_and_pruned(writer: CheckpointWriter, here: 
     assert sorted(p.name for p in here.path("").iterdir()) == here.store.list()
     assert [p.name for p in here.root.iterdir()] == ["step-00000003"]
     assert load(there.store.fetch("step-00000003")).model["w"][0] == 3
+
+
+def test_that_of_the_best_evaluation_is_kept_besides(writer: CheckpointWriter, here: Host, there: Host) -> None:
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5)):
+        writer.submit(make_state(step, best=best))
+        results(writer)
+        expected = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 3, 4], 5: [4, 5]}[step]
+        assert there.store.list() == [f"step-{kept:08d}" for kept in expected]
+
+
+def test_a_store_that_was_away_gets_the_best_and_the_newest(writer: CheckpointWriter, here: Host) -> None:
+    here.stored.write_text("not a directory")
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2)):
+        writer.submit(make_state(step, best=best))
+        wait_for((here.root / f"step-{step:08d}").is_dir)
+    wait_for(writer.upload_problem)
+    here.stored.unlink()
+    ended = wait_for(lambda: writer.drain(10) is None and writer.results())
+    assert [(r.step, type(r)) for r in ended] == [(1, WriteFailed), (3, WriteFailed), (2, Written), (4, Written)]
+    assert here.store.list() == ["step-00000002", "step-00000004"]
 
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(here: Host, there: Host) -> None:

@@ -130,7 +130,7 @@ def evaluated_on(device: str) -> Iterator[tuple[Any, int]]:
         outbox=outbox,
         warner=Warner(outbox),
     )
-    return data.eval_batches()
+    return data.eval_batches("val")
 
 
 def test_the_next_batch_of_an_evaluation_is_copied_while_one_computes(log: list[str]) -> None:

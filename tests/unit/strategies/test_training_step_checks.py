@@ -22,6 +22,7 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.records.process import this_process
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
+from orchestrator.strategies.datasets import DatasetError
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.worker.data.job_data import datasets_of
 
@@ -66,6 +67,11 @@ class WithoutForward(GAN):
             "strategy.sync_batchnorm=true train.global_batch_size=25",
             "train.global_batch_size=25: with Job.training_step, strategy.sync_batchnorm=true needs equal shares of "
             "the batch; set it to a multiple of 2",
+        ),
+        (
+            GAN,
+            "train.eval_splits=[val,test]",
+            "train.eval_splits=[val,test]: the job has no data named test, only train and val; if its dataset('test') ",
         ),
         (WithoutForward, "", "job: Job.model returns several models, so an evaluation needs Job.forward(models, "),
     ],
@@ -140,10 +146,25 @@ def test_only_a_job_with_a_training_step_may_leave_out_loss_and_optimizer(job: t
 def test_a_job_without_a_loss_has_no_validation_set() -> None:
     assert has_loss(Toy())
     assert not has_loss(GAN())
-    assert datasets_of(GAN()).val is None
-    with pytest.raises(ValueError, match=r"job\.dataset\('val'\) returns a validation set; define Job\.loss"):
-        datasets_of(WithStepAndOptimizers())
-    assert datasets_of(WithLoss()).val is not None
+    assert datasets_of(GAN(), ["val"]).evaluated == {}
+    with pytest.raises(ValueError, match=r"'val'\) returns data to evaluate; define Job\.loss, or return None from"):
+        datasets_of(WithStepAndOptimizers(), ["val"])
+    with pytest.raises(ValueError, match=r"'train'\) .* Job\.loss, or leave train out of train\.eval_splits"):
+        datasets_of(WithStepAndOptimizers(), ["train"])
+    assert datasets_of(WithStepAndOptimizers(), []).evaluated == {}
+    assert datasets_of(WithLoss(), ["val"]).evaluated.keys() == {"val"}
+
+
+class WithoutOthers(WithLoss):
+    def dataset(self, split: str) -> Any:
+        return super().dataset(split) if split == "train" else None
+
+
+def test_only_the_validation_set_may_be_missing() -> None:
+    with pytest.raises(DatasetError, match=r"'test'\) returns None; .* leave test out of train\.eval_splits"):
+        datasets_of(WithoutOthers(), ["val", "test"])
+    datasets = datasets_of(WithoutOthers(), ["train", "val"])
+    assert datasets.evaluated == {"train": datasets.train}
 
 
 @dataclass(frozen=True, kw_only=True)

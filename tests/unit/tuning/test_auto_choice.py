@@ -17,7 +17,7 @@ from jobs.names import Names
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import with_strategy
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.auto.chooser import Chooser, without_validation
+from orchestrator.driver.auto.chooser import Chooser, without_samples
 from orchestrator.driver.auto.decision import Decision, chosen_before
 from orchestrator.driver.candidates import check_all
 from orchestrator.driver.process.event_stream import FailureSink
@@ -97,10 +97,9 @@ def test_if_every_candidate_is_refused_all_reasons_are_told() -> None:
         ).choose()
 
 
-def test_a_brief_run_has_the_job_without_its_evaluations() -> None:
+def test_a_brief_run_has_the_job_without_its_samples() -> None:
     job = GPT(layers=1, width=8, heads=1, context=4)
-    brief = without_validation(job)
-    assert brief.dataset("val") is None
+    brief = without_samples(job)
     assert len(brief.dataset("train")) == len(job.dataset("train"))
     assert type(brief).sample is Job.sample
     assert type(brief).forward is Job.forward

@@ -122,6 +122,7 @@ def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys:
     summary = run_dir.read_record()["summary"]
     profiled = "10 steps of 6.6 ms: computation 100%"
     run_dir.update_record(summary={**summary, "queue_s": 25.0, "waited_s": 5.0, "profiled": profiled})
+    run_dir.update_record(best={"metric": "val/loss", "step": 400, "value": 0.25})
     lost = {"rank": 1, "display_name": "rank 1", "step": 412, "traceback": "", "log": "", "log_tail": ""}
     journal = Journal(run_dir)
     journal.emit(WorkerLost(reason="SIGKILL", **lost))
@@ -144,6 +145,7 @@ def test_show_tells_how_a_run_went_and_what_may_follow(output_dir: Path, capsys:
         "healing rank 1 lost at step 412: SIGKILL",
         "continued at step 412 after 0.2s, 3 steps repeated",
         "checkpoint step 400, 2.1 MB: /c/step-400",
+        "best val/loss 0.2500 at step 400: /c/step-400",
         "auto.md why strategy=auto chose this strategy",
         "MLflow run abc on http://host",
         f"next python -m orchestrator.launch strategy=ddp resume={run_dir.path}",

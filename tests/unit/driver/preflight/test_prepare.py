@@ -26,13 +26,14 @@ from orchestrator.config.redact import MASK, Redactor
 from orchestrator.config.schema import Config, JobSpec
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import command_line, open_run
-from orchestrator.driver.preflight.resume import Resume, find_resume
+from orchestrator.driver.preflight.resume import Resume, find_evaluated, find_resume
 from orchestrator.driver.process.reports import LEFT_RUN, left_run
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.process import is_alive, this_process
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies import registry
@@ -69,11 +70,13 @@ def an_earlier_run(
     return run
 
 
-def save_steps(run: RunDir, steps: Iterable[int], job: Job = JOB) -> None:
+def save_steps(run: RunDir, steps: Iterable[int], job: Job = JOB, best: BestSoFar | None = None) -> None:
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     for step in steps:
-        save(run.checkpoints, capture(model, optimizer, None, step=step, samples_consumed=step), run_uid="first")
+        state = capture(model, optimizer, None, step=step, samples_consumed=step)
+        state.meta.update({} if best is None else {BEST: best.to_json()})
+        save(run.checkpoints, state, run_uid="first")
 
 
 def resume(config: Config, job: Job = JOB) -> tuple[Resume | None, list[str]]:
@@ -529,3 +532,54 @@ def test_a_place_that_breaks_after_the_check_is_a_error_too(tmp_path: Path) -> N
     config = config_of(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"output_dir=.*: cannot be written"):
         open_run(config, JOB, plan_of(config), None, command="", sweep=None, redactor=Redactor())
+
+
+def test_a_run_that_has_ended_early_is_trained_further_with_more_patience(tmp_path: Path) -> None:
+    best = BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5, bar=0.5, evaluations_since=2)
+    run = an_earlier_run(tmp_path, steps=(), state="finished")
+    save_steps(run, [3, 5], best=best)
+    words = (f"resume={run.path}", "checkpoint.best=val/loss")
+    assert refused(config_of(tmp_path, *words, "train.stop_after=2")) == [
+        "train.stop_after=2: val/loss has not improved in the last 2 evaluations; its best is 0.5 at step 3: the run "
+        "to resume has ended early at step 5; raise train.stop_after"
+    ]
+    for more in ("train.stop_after=3", "train.stop_after=null"):
+        found, _ = resume(config_of(tmp_path, *words, more))
+        assert found is not None
+    run.update_record(state="running")  # its driver died before it could record the end
+    found, _ = resume(config_of(tmp_path, *words, "train.stop_after=2"))
+    assert found is not None
+
+
+# A run to evaluate ----------------------------------------------------------------------------------
+
+
+def evaluated(tmp_path: Path, *words: str) -> Resume | None:
+    return find_evaluated(config_of(tmp_path, *words), JOB, warnings=[])
+
+
+def test_the_newest_or_the_best_checkpoint_of_a_run_is_evaluated(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path, steps=(), driver=this_process(), state="running")
+    save_steps(run, [3, 5], best=BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5))
+    words = [f"evaluate={run.path.parent.name}/{run.path.name}"]
+    for load, step in (("newest", 5), ("best", 3)):
+        found = evaluated(tmp_path, *words, f"checkpoint.load={load}")
+        assert found is not None
+        assert (found.run_dir.path, found.step, found.train.steps) == (run.path, step, step)
+        assert found.checkpoint == run.checkpoints / f"step-{step:08d}"
+    assert evaluated(tmp_path) is None
+
+
+def test_what_cannot_be_evaluated_is_said_with_a_remedy(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path, steps=(5,))
+    best = [f"evaluate={run.path}", "checkpoint.load=best"]
+    with pytest.raises(ConfigError, match=r"evaluate=.*trained without checkpoint\.best; load the newest"):
+        evaluated(tmp_path, *best)
+    save_steps(run, [6], best=BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5))
+    with pytest.raises(ConfigError, match=r"step-00000003: no such directory; checkpoint\.load=newest loads another"):
+        evaluated(tmp_path, *best)
+    with pytest.raises(ConfigError, match=r"evaluate=nothing: no run directory there"):
+        evaluated(tmp_path, "evaluate=nothing")
+    empty = an_earlier_run(tmp_path, steps=())
+    with pytest.raises(ConfigError, match="it has no checkpoint"):
+        evaluated(tmp_path, f"evaluate={empty.path}")

@@ -1,0 +1,38 @@
+"""The configuration that a run has recorded, as overrides for another run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.config.arguments import read_arguments
+from orchestrator.config.compose import recorded_data
+from orchestrator.config.overrides import GROUPS, values
+
+_OF_ITS_TRAINING = frozenset({"name", "resume", "evaluate", "plan", "profile", "checkpoint", "sweep"})
+"""Keys and sections that say how the run was trained, or have no meaning for another one."""
+_KEYS_OF_ITS_TRAINING = ("train.stop_after", "train.stop_min_delta", "recovery.chaos")
+
+
+def overrides_to_evaluate(config_file: Path, given: Sequence[str]) -> list[str]:
+    """Return overrides that compose the recorded configuration for an evaluation, with those ``given`` in their place.
+
+    A group among them, such as ``strategy=ddp``, replaces the whole recorded section.
+
+    Args:
+        config_file: ``config.yaml`` of a run.
+        given: overrides as typed.
+
+    Raises:
+        ValueError: the recorded configuration cannot be read.
+    """
+    recorded = {key: value for key, value in recorded_data(config_file).items() if key not in _OF_ITS_TRAINING}
+    keys = {"job" if key == "job._target_" else key for key in values(given)}
+    replaced = (*_KEYS_OF_ITS_TRAINING, *keys)
+    sections = tuple(f"{key}." for key in keys if key in GROUPS)
+    words = read_arguments([recorded], {}).overrides
+    return [word for word in words if _key(word) not in replaced and not word.startswith(sections)] + list(given)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0]

@@ -1,0 +1,66 @@
+"""Evaluate a checkpoint of a run, without training: ``orchestrator evaluate <run> strategy=ddp``.
+
+The evaluation is a run of its own, with the configuration of the other one and ``evaluate=<run>``. Exit codes are those
+of ``launch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from orchestrator.config.options import add_run
+from orchestrator.display.text import refuse
+from orchestrator.exit_codes import INTERRUPTED
+from orchestrator.records.output_dir import fetch
+from orchestrator.records.run_search import RunSearch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="orchestrator evaluate",
+        description="Evaluate a checkpoint of a run, without training, as a run of its own.",
+    )
+    add_run(parser)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what differs from the run, as for launch")
+    parser.add_argument("--best", action="store_true", help="the checkpoint of its best evaluation, not the newest one")
+    parser.add_argument(
+        "--split",
+        action="append",
+        metavar="NAME",
+        help="data to evaluate, instead of train.eval_splits; may be repeated",
+    )
+    options = parser.parse_intermixed_args(argv)
+    try:
+        return _evaluate(options)
+    except (OSError, ValueError) as e:
+        return refuse("evaluate", e)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    if options.address is not None:
+        raise ValueError(f"--address={options.address}: on a cluster, use `orchestrator submit` with evaluate=<run>")
+    run_dir = RunSearch.of(options.output_dir).look_up(options.run)
+    fetch(run_dir, [run_dir.config_file.name])
+    # Imported here because --help must not wait for Hydra.
+    from orchestrator import launch
+    from orchestrator.config.overrides import quote_text, values
+    from orchestrator.config.recorded import overrides_to_evaluate
+
+    words = list(options.overrides)
+    if options.split:
+        words.append(f"train.eval_splits=[{','.join(options.split)}]")
+    if options.best:
+        words.append("checkpoint.load=best")
+    if "name" not in values(words):
+        name = f"{run_dir.read_record().get('name', 'run')}-evaluation"
+        words.append(f"name={quote_text(name)}")
+    return launch.main([*overrides_to_evaluate(run_dir.config_file, words), f"evaluate={quote_text(run_dir.location)}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

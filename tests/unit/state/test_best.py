@@ -1,0 +1,81 @@
+"""The best evaluation so far, and the end of a run that no longer improves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+
+from orchestrator.state.best import BEST, BestSoFar, best_step
+
+INF = math.inf
+
+
+def after(
+    values: Sequence[float], *, direction: Literal["minimize", "maximize"] = "minimize", min_delta: float = 0.0
+) -> BestSoFar:
+    """The best of evaluations at the steps 10, 20, ..."""
+    best = BestSoFar(metric="val/loss", direction=direction)
+    for number, value in enumerate(values, start=1):
+        best = best.after(10 * number, value, min_delta=min_delta)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("values", "direction", "step", "since"),
+    [
+        ([3.0, 2.0, 1.0], "minimize", 30, 0),
+        ([3.0, 2.0, 2.0, 2.5], "minimize", 20, 2),  # the first of equal ones
+        ([0.1, 0.9, 0.5], "maximize", 20, 1),
+        ([math.nan, 3.0, math.nan, -INF], "minimize", 20, 2),
+        ([math.nan, math.nan], "minimize", 0, 2),
+        ([], "minimize", 0, 0),
+    ],
+)
+def test_the_best_is_the_first_of_the_best_finite_values(
+    values: list[float], direction: Literal["minimize", "maximize"], step: int, since: int
+) -> None:
+    best = after(values, direction=direction)
+    assert (best.step, best.evaluations_since) == (step, since)
+    assert best.value == (values[step // 10 - 1] if step else None)
+
+
+def test_small_gains_are_the_best_but_do_not_keep_a_run_alive() -> None:
+    best = after([1.0, 0.95, 0.92], min_delta=0.1)
+    assert (best.step, best.value, best.evaluations_since) == (30, 0.92, 2)
+    assert after([1.0, 0.95, 0.89], min_delta=0.1).evaluations_since == 0  # by more than 0.1 since the first one
+
+
+@pytest.mark.parametrize(("stop_after", "stops"), [(None, False), (3, False), (2, True), (1, True)])
+def test_a_run_ends_after_so_many_evaluations_without_an_improvement(stop_after: int | None, stops: bool) -> None:
+    assert (after([2.0, 1.0, 1.5, 1.25]).why_stop(stop_after) is not None) == stops
+
+
+def test_the_reason_names_key_metric_and_best() -> None:
+    assert after([2.0, 1.0, 1.5, 1.25]).why_stop(2) == (
+        "train.stop_after=2: val/loss has not improved in the last 2 evaluations; its best is 1 at step 20"
+    )
+    assert after([math.nan]).why_stop(1) == (
+        "train.stop_after=1: val/loss has not improved in the last evaluation; none was finite"
+    )
+
+
+def test_an_evaluation_that_is_repeated_counts_once() -> None:
+    best = after([2.0, 1.0, 1.5])
+    assert best.after(30, 0.5, min_delta=0) == best
+    assert best.after(40, 0.5, min_delta=0).step == 40
+
+
+def test_it_survives_a_checkpoint() -> None:
+    best = after([2.0, 1.0, 1.5])
+    meta = json.loads(json.dumps({BEST: best.to_json()}))
+    assert BestSoFar.from_meta(meta) == best
+    assert best_step(meta) == 20
+
+
+@pytest.mark.parametrize("meta", [{}, {BEST: {}}, {BEST: None}, {BEST: after([math.nan]).to_json()}])
+def test_without_a_best_no_checkpoint_is_protected(meta: dict[str, object]) -> None:
+    assert best_step(meta) is None

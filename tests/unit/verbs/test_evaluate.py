@@ -1,0 +1,80 @@
+"""`orchestrator evaluate`, up to the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.digits import Digits
+from orchestrator import evaluate
+from orchestrator.config.compose import compose, to_dict, to_yaml
+from orchestrator.config.recorded import overrides_to_evaluate
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import save
+from orchestrator.state.train_state import capture
+from orchestrator.strategies import registry
+
+WORDS = (
+    "strategy=ddp",
+    "strategy.bucket_mb=7",
+    "job.hidden=4",
+    "job.depth=2",
+    "train.stop_after=3",
+    "checkpoint.best=val/loss",
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    errors: list[str] = []
+    words = [*WORDS, "seed=5", "tracking=none", "name=a b", f"output_dir='{tmp_path}'"]
+    config, _ = compose(words, errors, registry.config_class)
+    assert config is not None, errors
+    run = rundir.create(tmp_path, "a b")
+    run.update_record(name="a b", uid="first", state="finished")
+    run.config_file.write_text(to_yaml(to_dict(config)))
+    job = Digits(hidden=4, depth=2)
+    model = job.model()
+    save(
+        run.checkpoints,
+        capture(model, job.optimizer(model.parameters()), None, step=30, samples_consumed=30),
+        run_uid="a",
+    )
+    return run
+
+
+def test_the_recorded_configuration_comes_back_without_what_is_for_training(run_dir: RunDir) -> None:
+    errors: list[str] = []
+    config, _ = compose(overrides_to_evaluate(run_dir.config_file, ["seed=6"]), errors, registry.config_class)
+    assert config is not None, errors
+    assert (config.seed, config.job.fields, config.strategy.name) == (6, {"hidden": 4, "depth": 2}, "ddp")
+    assert (config.name, config.checkpoint.best, config.train.stop_after, config.tracking.uri) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    words = overrides_to_evaluate(run_dir.config_file, ["strategy=single", "job=digits"])
+    assert [word for word in words if word.startswith(("strategy", "job"))] == ["strategy=single", "job=digits"]
+
+
+def test_the_verb_plans_an_evaluation_under_another_strategy(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = run_dir.record_file.read_bytes()
+    words = [str(run_dir.path), "--split", "val", "strategy=single", "plan=true"]
+    assert evaluate.main(words) == 0
+    assert "strategy single" in capsys.readouterr().out
+    assert run_dir.record_file.read_bytes() == before
+
+
+def test_a_run_that_does_not_exist_and_a_cluster_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main(["nothing", "--output-dir", str(tmp_path)]) == 2
+    assert "nothing: no such run" in capsys.readouterr().err
+    assert evaluate.main(["nothing", "--address", "http://head:8265"]) == 2
+    assert "use `orchestrator submit` with evaluate=<run>" in capsys.readouterr().err

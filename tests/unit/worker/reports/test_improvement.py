@@ -1,0 +1,82 @@
+"""The best evaluation of a run on one rank: after a failure, after a resume, and with a name that nothing reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.cases import CHECKPOINT, Case, config_of, having
+from helpers.quick_jobs import digits
+from orchestrator.config.redact import Redactor
+from orchestrator.protocol.events import BestFound
+from orchestrator.protocol.messages import EvalPoint
+from orchestrator.worker.control.control import Outbox
+from orchestrator.worker.reports.improvement import Improvement, MetricError
+
+
+def followed(outbox: Outbox | None = None, **checkpoint: Any) -> Improvement:
+    train = having(eval_every=10, stop_after=None if checkpoint.get("best", "val/loss") is None else 2)
+    case = Case(job=digits(), train=train, checkpoint=replace(CHECKPOINT, **{"best": "val/loss", **checkpoint}))
+    return Improvement(config_of(case, 1), device=torch.device("cpu"), outbox=outbox or Outbox(Redactor()))
+
+
+def evaluate(improvement: Improvement, **losses: float) -> None:
+    """Evaluations after steps such as ``at_10``."""
+    for name, loss in losses.items():
+        sums = {"accuracy": 1.0 - loss}
+        other = EvalPoint(step=0, time=0.0, loss_sum=9.0, weight=1.0, sums=sums, split="test")
+        step = int(name.removeprefix("at_"))
+        point = EvalPoint(step=step, time=0.0, loss_sum=loss, weight=1.0, sums=sums, others=(other,))
+        improvement.add(point, rank=0, world_size=1, confirm=lambda: None)
+
+
+def test_evaluations_after_the_step_from_which_a_run_continues_are_forgotten() -> None:
+    improvement = followed()
+    evaluate(improvement, at_10=0.5, at_20=0.9, at_30=0.1)
+    improvement.share([0], source_step=20, rank=0)
+    assert improvement.is_best(10)
+    assert improvement.why_stop is None
+    evaluate(improvement, at_20=0.9)  # the failure may have come before its end
+    assert improvement.why_stop is None
+    evaluate(improvement, at_30=0.6)
+    assert improvement.why_stop is not None
+
+
+def test_a_resumed_run_counts_on() -> None:
+    first, outbox = followed(), Outbox(Redactor())
+    evaluate(first, at_10=0.5, at_20=0.9)
+    resumed = followed(outbox)
+    resumed.restore(first.metadata(), rank=0)
+    evaluate(resumed, at_30=0.6)
+    assert resumed.why_stop is not None
+    (found,) = outbox.collect({}).events
+    assert isinstance(found, BestFound)
+    assert (found.step, found.metric, found.value) == (10, "val/loss", 0.5)
+
+
+@pytest.mark.parametrize("change", [{"best": "val/ema_loss"}, {"best_direction": "maximize"}])
+def test_another_metric_or_direction_begins_anew(change: dict[str, Any]) -> None:
+    first = followed()
+    evaluate(first, at_10=0.5)
+    resumed = followed(**change)
+    resumed.restore(first.metadata())
+    assert not resumed.is_best(10)
+
+
+def test_a_name_that_no_evaluation_reports_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(
+        MetricError, match=r"checkpoint\.best=val/acc: no evaluation reports it; did you mean val/accur"
+    ):
+        evaluate(followed(best="val/acc", best_direction="maximize"), at_10=0.5)
+    with pytest.raises(MetricError, match="valid: test/accuracy, test/loss, val/accuracy, val/loss"):
+        evaluate(followed(best="val/f1", best_direction="maximize"), at_10=0.5)
+
+
+def test_without_a_metric_nothing_is_kept() -> None:
+    improvement = followed(best=None)
+    evaluate(improvement, at_10=0.5, at_20=0.9, at_30=0.9)
+    assert improvement.metadata() == {}
+    assert improvement.why_stop is None
