@@ -128,6 +128,11 @@ def running_node_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def argument_names(func: Any) -> list[str]:
+    """Return the names of the arguments of an operator, in order."""
+    return [argument.name for argument in func._schema.arguments]
+
+
 def written_tensors(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that a call changes in place; ``operator`` is what ``__torch_dispatch__`` receives."""
     for argument, value in itertools.zip_longest(operator._schema.arguments, args):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import seed_generators
-from orchestrator.compat.torch import BatchNorm, TorchDispatchMode, storage_key, written_tensors
+from orchestrator.compat.torch import BatchNorm, TorchDispatchMode, argument_names, storage_key, written_tensors
 from orchestrator.model.tensor_slots import tensor_slots
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
@@ -155,7 +155,7 @@ class _Expected(TorchDispatchMode):
 
 def _expected(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a random operator, and replace its result by the expected one."""
-    name, names = func.overloadpacket.__name__, [argument.name for argument in func._schema.arguments]
+    name, names = func.overloadpacket.__name__, argument_names(func)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)

@@ -117,7 +117,7 @@ def steps(
         pin_memory=False,
         timeout_s=10,
         weights=weights,
-        batches=batches_of(job, Datasets(train=dataset, val=None, weights=weights), train.global_batch_size),
+        batches=batches_of(job, Datasets(train=dataset, evaluated={}, weights=weights), train.global_batch_size),
         read=strategy.reads_data,
     )
     for step, batch in zip(range(first, last + 1), batches, strict=True):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from helpers.plans import GPU_BOX, config_of, plan_of
 from helpers.toys import Toy
+from orchestrator.job import Split
 from orchestrator.strategies import registry
 
 
@@ -19,6 +22,9 @@ class Table(Toy):
     def model(self) -> nn.Module:
         table = nn.EmbeddingBag(10, 16, max_norm=self.max_norm)
         return nn.Sequential(table, nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+
+    def dataset(self, split: Split) -> TensorDataset:
+        return TensorDataset(torch.zeros(64, 3, dtype=torch.long), torch.zeros(64, 4))
 
 
 def errors_of(job: Table, *overrides: str) -> list[str]:

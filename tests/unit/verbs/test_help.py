@@ -125,7 +125,7 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
     [
         ("strategy=", [f"strategy={name}" for name in choices("strategy")]),
         ("-m strategy=s", ["strategy=single"]),
-        ("strategy=single train.st", ["train.steps="]),
+        ("strategy=single train.st", ["train.steps=", "train.stop_after=", "train.stop_min_delta="]),
         ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),
         ("cluster.add", ["cluster.address="]),
         ("launch strategy=s", ["strategy=single"]),

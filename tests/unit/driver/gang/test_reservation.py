@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ class Waiting:
             _request=lambda _: None,
             _monitor=SimpleNamespace(offer_turn=lambda: None),
         )
+        self.gang._gives_up = partial(Gang._gives_up, self.gang)
 
     def _reserve_all(self, count: int, *, gives_up: Callable[[], bool], **_: Any) -> dict[int, str] | None:
         self.asked.append(count)

@@ -448,7 +448,9 @@ class Bucketed(Toy):
 
 
 def drawn(job: Job, n: int, batch_size: int) -> Batches | None:
-    datasets = Datasets(train=Numbers(n), val=None, weights=checked_weights(job.sample_weights("train"), Numbers(n)))
+    datasets = Datasets(
+        train=Numbers(n), evaluated={}, weights=checked_weights(job.sample_weights("train"), Numbers(n))
+    )
     return batches_of(job, datasets, batch_size)
 
 
@@ -508,7 +510,7 @@ class Sampled(Toy):
 def test_batches_that_cannot_be_read_are_refused(job: Job, dataset: Any, message: str) -> None:
     weights = None if is_stream(dataset) else checked_weights(job.sample_weights("train"), dataset)
     with pytest.raises(DatasetError, match=rf"^job\.batch_sampler.*{message}"):
-        batches_of(job, Datasets(train=dataset, val=None, weights=weights), 3)
+        batches_of(job, Datasets(train=dataset, evaluated={}, weights=weights), 3)
 
 
 def test_epochs_of_different_lengths_are_refused() -> None:
