@@ -263,7 +263,7 @@ def _execute(
         KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
     """
     started_at = time.time() if started_at is None else started_at
-    if candidate.is_auto:
+    if candidate.is_auto and console is None:
         try:
             candidate, sizes = _chosen(launch, candidate, sizes.initial)
         except NotMeasuredError as e:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import pytree
@@ -65,12 +66,15 @@ class RecordedLayers(LayerSequence):
                 f"the model takes {' and '.join(sorted(other))}; only tensors can be cut into micro-batches"
             )
         names = first_modules(whole, inputs, split, largest_share=largest_share)
-        if not names:
-            raise TapeError(
-                f"{type(whole.model).__name__}: its forward() calls no layer exactly once, and only such a layer can "
-                "begin a stage"
-            )
+        no_layer = TapeError(
+            f"{type(whole.model).__name__}: its forward() calls no layer exactly once, and only such a layer can begin "
+            "a stage"
+        )
+        if not names and isinstance(whole.model, torch.jit.ScriptModule):  # its recording would tell less
+            raise no_layer
         tapes = {training: _record(whole, inputs, names, training=training) for training in (True, False)}
+        if not names:  # if the forward pass cannot be recorded, that has told why
+            raise no_layer
         cut_tapes = {training: _cut(tape, names) for training, tape in tapes.items()}
         flows = {training: _flow(pieces, tapes[training]) for training, pieces in cut_tapes.items()}
         if flows[True].keys() != flows[False].keys():

@@ -42,7 +42,8 @@ def test_groups_have_the_timeout_of_the_run_and_more_than_one_rank(
 
 def test_with_nccl_all_parts_are_split_from_the_default_group_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(dist, "split_group", lambda **arguments: calls.append(arguments))
+    group = object()
+    monkeypatch.setattr(dist, "split_group", lambda **arguments: (calls.append(arguments), group)[1])
     mesh = Mesh(replicate=2, pipeline=2)
     context = Context(
         mesh=mesh,
@@ -53,6 +54,6 @@ def test_with_nccl_all_parts_are_split_from_the_default_group_at_once(monkeypatc
         options=SINGLE,
         collective_timeout_s=41,
     )
-    own_group(context, mesh.groups("replicate"))
+    assert own_group(context, mesh.groups("replicate")) is group
     assert own_group(context, [[0], [1], [2], [3]]) is None
     assert calls == [{"split_ranks": [[0, 2], [1, 3]], "timeout": timedelta(seconds=41)}]

@@ -30,6 +30,7 @@ from helpers.tracked_runs import (
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.reporting.uploads import RecordUpload
@@ -184,7 +185,7 @@ def ending_of(run_dir, config, uploader, journal, console):
         uploader=uploader,
         records=RecordUpload(run_dir, Lease(run_dir), storage, Redactor()),
         journal=journal,
-        console=console,
+        events=EventStream([console], Redactor(), journal=journal),
         resume_command="",
         in_sweep=False,
         origin=HERE,

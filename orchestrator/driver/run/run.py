@@ -365,12 +365,11 @@ class Run:
         rank_0 = end.outcomes.by_rank.get(0)
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
-        step = end.last_step
-        return verdict.completed(
-            step,
-            ended_early=None if rank_0 is None else rank_0.ended_early,
-            checkpoint_missing=None if self.spec.evaluated is not None else self._checkpoints.why_missing(step),
-        )
+        ended_early = None if rank_0 is None else rank_0.ended_early
+        evaluates = self.spec.evaluated is not None
+        step = end.last_step if ended_early is not None or evaluates else self._workers.plan.steps
+        missing = None if evaluates else self._checkpoints.why_missing(step)
+        return verdict.completed(step, ended_early=ended_early, checkpoint_missing=missing)
 
     def _stopped(self, end: GenerationEnd | None) -> Verdict:
         """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
