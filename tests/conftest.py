@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = folder_of(item)
         if folder in FOLDERS:
             item.add_marker(folder)
-        if folder == "unit" and not any(item.iter_markers("slow")):
+        if folder == "unit" and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
             item.add_marker("fast")
     whole_first = WITHOUT_COMMAND in config.option.markexpr
     order = [*WHOLE, *FOLDERS] if whole_first else FOLDERS
