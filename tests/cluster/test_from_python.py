@@ -154,6 +154,7 @@ def test_a_script_with_a_job_of_its_own_stays_as_it_is(tmp_path: Path) -> None:
     assert record["summary"]["steps"] == 20
 
 
+@pytest.mark.campaign
 def test_in_a_hydra_program_beside_a_ray_of_its_own(tmp_path: Path) -> None:
     words = ("hydra.job.chdir=true", "+run.strategy=ddp", "+run.tracking=none", "+run.train.steps=10",
              "+run.train.eval_every=0")  # fmt: skip

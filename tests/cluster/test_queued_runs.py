@@ -313,6 +313,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     wait_for(lambda: not entries(queue), "the end of all runs")
 
 
+@pytest.mark.campaign
 def test_a_run_overtakes_one_that_must_wait_and_makes_room_when_that_one_could_start(
     cluster: Cluster,
     queue: QueueControl,
@@ -351,6 +352,7 @@ def test_a_run_overtakes_one_that_must_wait_and_makes_room_when_that_one_could_s
     assert "the run overtakes large, for which there is no room yet" in small.output(code=143)
 
 
+@pytest.mark.campaign
 def test_an_elastic_run_gives_back_what_it_does_not_use_if_another_run_waits(
     cluster: Cluster, queue: QueueControl, place: Callable[..., QueuePlace], start: Callable[..., Command]
 ) -> None:
