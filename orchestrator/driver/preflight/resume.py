@@ -74,7 +74,8 @@ def find_resume(
         config = replace(config, resume=left)
     if config.resume == "never":
         return None
-    try:
+    damaged: list[CheckpointError] = []
+    with _named(f"resume={config.resume}"):
         if config.resume == "auto":
             run_dir = _unfinished_run(config, warnings, set() if seen is None else seen)
             if run_dir is None:
@@ -83,15 +84,8 @@ def find_resume(
             run_dir = _named_run(config, config.resume, key="resume")
         _refuse_if_running(config, run_dir)
         driver = run_dir.read_record().get("driver", {})
-        damaged: list[CheckpointError] = []
         checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
         fetch(run_dir)
-    except StorageError as e:
-        raise ConfigError([str(e)]) from e
-    except ConfigError:
-        raise
-    except ValueError as e:
-        raise ConfigError([f"resume={config.resume}: {e}"]) from e
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
     if checkpoint is None and left is not None and not damaged:
         warnings.append(f"{left} has no checkpoint yet; this is a new run")
@@ -101,12 +95,7 @@ def find_resume(
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
-    errors = []
-    if job is not None:
-        with contextlib.suppress(ChildDiedError):  # the workers compare them too
-            timeout_s = config.recovery.build_max_s
-            errors = in_child(lambda: _job_errors(job, checkpoint, manifest["meta"]), timeout_s=timeout_s)
-    errors = [f"resume={config.resume}: {error}" for error in errors]
+    errors = [f"resume={config.resume}: {error}" for error in _differences(config, job, checkpoint, manifest)]
     # A driver that died after the last step has left a run that only lacks its end.
     is_finished = run_dir.read_record().get("state") == "finished"
     if step > config.train.steps or (step == config.train.steps and is_finished):
@@ -129,24 +118,41 @@ def find_evaluated(config: Config, job: Job | None, *, warnings: list[str]) -> R
     if config.evaluate is None:
         return None
     key = f"evaluate={config.evaluate}"
-    try:
+    damaged: list[CheckpointError] = []
+    with _named(key):
         run_dir = _named_run(config, config.evaluate, key="evaluate")
-        damaged: list[CheckpointError] = []
         checkpoint = _checkpoint_to_evaluate(config, run_dir, damaged)
         fetch(run_dir)
+    warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
+    manifest = read_manifest(checkpoint)
+    if errors := _differences(config, job, checkpoint, manifest):
+        raise ConfigError([f"{key}: {error}" for error in errors])
+    step = int(manifest["step"])
+    train = replace(_in_precision(config, _settings(run_dir).get(PRECISION), warnings), steps=max(1, step))
+    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver={}, train=train)
+
+
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Turn errors about the run that ``key`` names into a ``ConfigError``; those of a store name it themselves."""
+    try:
+        yield
     except StorageError as e:
         raise ConfigError([str(e)]) from e
     except ConfigError:
         raise
     except ValueError as e:
         raise ConfigError([f"{key}: {e}"]) from e
-    warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
-    manifest = read_manifest(checkpoint)
-    if job is not None and (errors := _job_errors(job, checkpoint, manifest["meta"])):
-        raise ConfigError([f"{key}: {error}" for error in errors])
-    step = int(manifest["step"])
-    train = replace(_in_precision(config, _settings(run_dir).get(PRECISION), warnings), steps=max(1, step))
-    return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver={}, train=train)
+
+
+def _differences(config: Config, job: Job | None, checkpoint: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Compare the model of the job with a checkpoint, in a child process, because it is built of fake tensors."""
+    if job is None:
+        return []
+    with contextlib.suppress(ChildDiedError):  # the workers compare them too
+        timeout_s = config.recovery.build_max_s
+        return in_child(lambda: _job_errors(job, checkpoint, manifest["meta"]), timeout_s=timeout_s)
+    return []
 
 
 def _checkpoint_to_evaluate(config: Config, run_dir: RunDir, damaged: list[CheckpointError]) -> Path:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -568,6 +569,27 @@ def test_the_newest_or_the_best_checkpoint_of_a_run_is_evaluated(tmp_path: Path)
         assert (found.run_dir.path, found.step, found.train.steps) == (run.path, step, step)
         assert found.checkpoint == run.checkpoints / f"step-{step:08d}"
     assert evaluated(tmp_path) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enrolling(Digits):
+    """Its model leaves a file for each process that builds it."""
+
+    folder: str
+
+    def model(self) -> nn.Sequential:
+        (Path(self.folder) / str(os.getpid())).touch()
+        return super().model()
+
+
+@pytest.mark.parametrize("key", ["resume", "evaluate"])
+def test_a_model_is_compared_with_the_checkpoint_in_another_process(tmp_path: Path, key: str) -> None:
+    run = an_earlier_run(tmp_path / "runs")
+    config, job = config_of(tmp_path / "runs", f"{key}={run.path}"), Enrolling(hidden=4, folder=str(tmp_path))
+    find = find_evaluated if key == "evaluate" else partial(find_resume, redactor=Redactor())
+    assert find(config, job, warnings=[]) is not None
+    (built_in,) = (path.name for path in tmp_path.iterdir() if path.name.isdigit())
+    assert built_in != str(os.getpid())
 
 
 def test_what_cannot_be_evaluated_is_said_with_a_remedy(tmp_path: Path) -> None:
