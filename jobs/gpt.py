@@ -142,11 +142,12 @@ class GPT(Job):
         if codec is None:
             return None
         encode, decode = codec
+        context = self.tokens_per_sample
         device = next(model.parameters()).device
         start = encode("\n")
         text = torch.tensor([start], device=device)
         for _ in range(self.sample_tokens):
-            logits = model(text[:, -self.tokens_per_sample :])[0, -1].float() / self.temperature
+            logits = model(text[:, -context:])[0, -1].float() / self.temperature
             probabilities = logits.softmax(dim=-1).to(generator.device)
             drawn = torch.multinomial(probabilities, 1, generator=generator)
             text = torch.cat([text, drawn.to(device)[None]], dim=1)

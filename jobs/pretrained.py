@@ -153,7 +153,7 @@ def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path) -> Non
     for name, place in _places(a):
         parts.setdefault(place.name, []).append(weights[name].T if place.transposed else weights[name])
     # Only the rows of q, k and v are joined; in GPT-2's layout they are columns.
-    theirs = {name: torch.cat(each, dim=-1).contiguous() for name, each in parts.items()}
+    theirs = {name: torch.cat(each, dim=-1) for name, each in parts.items()}
     save_file(theirs, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(_config_of(a), indent=2))
 
