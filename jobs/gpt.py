@@ -136,6 +136,10 @@ class GPT(Job):
     def tokens_per_sample(self) -> int:
         return self.context or min(self.architecture().context, LONGEST_DEFAULT)
 
+    @property
+    def reports_perplexity(self) -> bool:
+        return True
+
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
         """Generate ``sample_tokens`` tokens after a newline; None without a tokenizer, unless tokens are bytes."""
         codec = self._codec()

@@ -333,6 +333,14 @@ class Job(abc.ABC):
         """The number of tokens in a sample, to report tokens per second; None to report only samples."""
         return None
 
+    @property
+    def reports_perplexity(self) -> bool:
+        """Whether an evaluation also logs the exponential of its loss, ``val/perplexity``; False by default.
+
+        The loss then has to be a mean cross-entropy per token.
+        """
+        return False
+
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | Mapping[str, str | Tensor] | None:
         """Return texts or images that show what the model has learned, or None (the default).
 

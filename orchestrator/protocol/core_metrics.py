@@ -22,6 +22,12 @@ VAL_ACCURACY = MetricSpec(
     summaries=(Summary(key="val_accuracy", column=Column(heading="val acc", position=60, always=True, priority=7)),),
 )
 
+VAL_PERPLEXITY = MetricSpec(
+    name="val/perplexity",
+    progress="val_ppl {}",
+    summaries=(Summary(key="val_perplexity", column=Column(heading="val ppl", position=62, priority=7)),),
+)
+
 VAL_EMA_LOSS = MetricSpec(name="val/ema_loss", summaries=(Summary(key="val_ema_loss"),))
 """The loss of the moving average of the weights."""
 
@@ -141,6 +147,7 @@ CORE_METRICS = (
     LOSS,
     VAL_LOSS,
     VAL_ACCURACY,
+    VAL_PERPLEXITY,
     VAL_EMA_LOSS,
     SAMPLES_PER_S,
     SAMPLES_PER_S_PER_WORKER,

@@ -9,6 +9,10 @@ from orchestrator.config.evaluated import VAL, metric_prefix
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.protocol.metrics import MetricSpec, Summary
 
+_OF_EVERY_SPLIT = ("loss", "accuracy", "perplexity", "ema_loss")
+_LARGEST_EXPONENT = 700.0
+"""``math.exp`` raises an error for larger ones than 709."""
+
 
 def evaluation_metrics(parts: Sequence[EvalPoint]) -> dict[str, float]:
     """Return the metrics of an evaluation by name; ``parts`` are the points of all ranks."""
@@ -21,7 +25,7 @@ def evaluation_metrics(parts: Sequence[EvalPoint]) -> dict[str, float]:
 def evaluation_specs(part: EvalPoint) -> list[MetricSpec]:
     """Return the specs of the metrics of an evaluation that no module declares: those of splits other than ``val``."""
     splits = [split for point in (part, *part.others) if (split := point.split) != VAL]
-    names = [f"{metric_prefix(split)}{metric}" for split in splits for metric in ("loss", "accuracy", "ema_loss")]
+    names = [f"{metric_prefix(split)}{metric}" for split in splits for metric in _OF_EVERY_SPLIT]
     return [_spec(name, name.replace("/", "_")) for name in names]
 
 
@@ -39,7 +43,10 @@ def _metrics_of_split(parts: Sequence[EvalPoint], prefix: str) -> dict[str, floa
     if weight == 0:
         return {}
     metrics = sums_by_weight(prefix, [(p.sums, p.weight) for p in parts])
-    metrics = {f"{prefix}loss": math.fsum(p.loss_sum for p in parts) / weight, **metrics}
+    loss = math.fsum(p.loss_sum for p in parts) / weight
+    if parts[0].perplexity:
+        metrics[f"{prefix}perplexity"] = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+    metrics = {f"{prefix}loss": loss, **metrics}
     averaged = [p.ema for p in parts if p.ema is not None]
     return {**metrics, **_metrics_of_split(averaged, f"{prefix}ema_")} if averaged else metrics
 

@@ -171,8 +171,8 @@ class TrainPoint:
 class EvalPoint:
     """One rank's part of an evaluation: sums over its samples of a ``split``, ``sums`` by the name of the job's metric.
 
-    ``ema`` is the same with the moving average of the weights; None without ``train.ema_decay``. ``others``: the same
-    for the other splits of ``train.eval_splits``.
+    ``perplexity``: whether to report it. ``ema`` is the same with the moving average of the weights; None without
+    ``train.ema_decay``. ``others``: the same for the other splits of ``train.eval_splits``.
     """
 
     step: int
@@ -180,6 +180,7 @@ class EvalPoint:
     loss_sum: float
     weight: float
     sums: Mapping[str, float]
+    perplexity: bool = False
     ema: EvalPoint | None = None
     split: str = VAL
     others: tuple[EvalPoint, ...] = ()

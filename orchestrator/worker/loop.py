@@ -415,7 +415,14 @@ class Loop:
 
     def _evaluated(self, data: JobData, split: str) -> EvalPoint:
         batches = data.eval_batches(split)
-        point = evaluate(self.strategy, batches, step=self.position.step, device=self.device, split=split)
+        point = evaluate(
+            self.strategy,
+            batches,
+            step=self.position.step,
+            device=self.device,
+            split=split,
+            perplexity=self.job.reports_perplexity,
+        )
         self.strategy.confirm()
         return point
 

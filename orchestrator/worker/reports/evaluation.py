@@ -20,11 +20,13 @@ def evaluate(
     step: int,
     device: torch.device,
     split: str = VAL,
+    perplexity: bool = False,
 ) -> EvalPoint:
     """Return the sums over this rank's samples of ``split`` after ``step``. The driver adds up the ranks.
 
     Args:
         batches: pairs of a batch and the number of its valid leading rows, as ``worker.data.EvalBatches`` yields them.
+        perplexity: whether to report it.
     """
     loss_sum, weight = torch.zeros((), device=device), torch.zeros(())
     sums: dict[str, torch.Tensor] = {}
@@ -43,4 +45,5 @@ def evaluate(
         loss_sum=float(loss_sum),
         weight=float(weight),
         sums={name: float(value) for name, value in sums.items()},
+        perplexity=perplexity,
     )

@@ -149,6 +149,28 @@ def test_evaluation_counts_each_sample_once() -> None:
     assert logged.metrics == {"val/loss": pytest.approx(32 / 11), "val/accuracy": pytest.approx(10 / 11)}
 
 
+def test_the_perplexity_is_that_of_the_mean_loss_of_all_ranks() -> None:
+    parts = aggregator()
+
+    def part(step: int, loss_sum: float, weight: float, *others: EvalPoint, split: str = "val") -> EvalPoint:
+        kept = {"step": step, "time": 1.0, "sums": {}, "perplexity": True, "others": others, "split": split}
+        return EvalPoint(**kept, loss_sum=loss_sum, weight=weight)  # type: ignore[arg-type]
+
+    parts.add(0, part(5, 30.0, 10.0, part(5, 1.0, 1.0, split="test")))
+    logged = parts.add(1, part(5, 2.0, 1.0, part(5, 3.0, 1.0, split="test")))
+    assert logged is not None
+    assert logged.metrics["val/perplexity"] == pytest.approx(math.exp(32 / 11))
+    assert logged.metrics["test/perplexity"] == pytest.approx(math.exp(2.0))
+    assert [parts.summary()[key] for key in ("val_perplexity", "test_perplexity")] == [
+        logged.metrics["val/perplexity"],
+        logged.metrics["test/perplexity"],
+    ]
+    parts.add(0, part(6, 8000.0, 10.0))
+    diverged = parts.add(1, part(6, 800.0, 1.0))
+    assert diverged is not None
+    assert diverged.metrics["val/perplexity"] == math.inf
+
+
 def test_each_split_has_metrics_and_results_of_its_own() -> None:
     def part(split: str, loss: float, accuracy: float, *others: EvalPoint) -> EvalPoint:
         sums = {"accuracy": accuracy}
