@@ -117,10 +117,6 @@ class RecordedLayers(LayerSequence):
         assert isinstance(module, TapePiece)
         return {name: tensor for name, tensor in module.named_tensors().items() if name in self._persistent}
 
-    @property
-    def leaves(self) -> frozenset[str]:
-        return frozenset(name for piece in self._pieces for name in piece.call_names)
-
     def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
         return {index: self._pieces[index].of(model) for index in indices}
 

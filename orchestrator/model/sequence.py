@@ -86,11 +86,6 @@ class LayerSequence(abc.ABC):
     def _tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters and persistent buffers of a layer by the names under which it uses them."""
 
-    @property
-    def leaves(self) -> frozenset[str]:
-        """The names of the outermost modules of the model that the layers call as they are."""
-        return frozenset(self.names)
-
     @abc.abstractmethod
     def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
         """Return some of the layers, by index, of an instance of the model."""
@@ -176,17 +171,6 @@ class JobStages(LayerSequence):
     def _tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
         names = self._model_names[index]
         return {names[name]: tensor for name, tensor in module.state_dict(keep_vars=True).items()}
-
-    @property
-    def leaves(self) -> frozenset[str]:
-        names = {module: name for name, module in self.whole.model.named_modules()}
-
-        def outermost(module: nn.Module) -> set[str]:
-            if module in names:
-                return {names[module]}
-            return set().union(*map(outermost, module.children()))
-
-        return frozenset(set().union(*map(outermost, self.modules)))
 
     def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
         modules = _layers_of(model, self._job)

@@ -127,8 +127,8 @@ class StageBuilder:
     ) -> str | None:
         """Check on one micro-batch that the pieces of the model train as the whole model does.
 
-        See :func:`~orchestrator.model.parity.compare`, which uses less memory if less is free, and none for a sequence
-        of layers that only calls them.
+        See :func:`~orchestrator.model.parity.compare`, which needs no memory for a sequence of layers that only calls
+        them.
 
         Args:
             free_bytes: the memory that may be used; None for half of what the device has free.
