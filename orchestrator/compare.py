@@ -1,7 +1,7 @@
-"""Show runs side by side: ``orchestrator compare --last 5``. As a table, as a picture and as a page.
+"""Show runs side by side: ``orchestrator compare --last 5``. As a table and as a picture.
 
-Exit codes: 0 done; 1 the picture or the page cannot be written, or the server cannot be reached; 2 wrong arguments, or
-no run that can be read; 4 the connection to the cluster was lost.
+Exit codes: 0 done; 1 the picture cannot be written, or the server cannot be reached; 2 wrong arguments, or no run that
+can be read; 4 the connection to the cluster was lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from orchestrator.config.options import add_run_search, finite, positive
 from orchestrator.display.comparison import CURVE_METRICS, CompareError, Curve, Run, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
-from orchestrator.display.comparison_page import write_page
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import rows, table
 from orchestrator.display.text import refuse, writable
@@ -28,8 +27,6 @@ from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
 from orchestrator.tracking.mlflow_runs import TrackedRun, newest_runs
 from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
-
-_TITLE = "Comparison of runs"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,13 +52,11 @@ def _compare(options: argparse.Namespace, search: RunSearch) -> int:
     if options.no_picture or (options.picture is None and (options.json or options.csv or options.address)):
         return 0
     picture = options.picture or _folder(search) / "compare.png"
-    page = picture.with_suffix(".html")
     try:
         draw(comparison, picture)
-        write_page(comparison, page, title=_TITLE)
     except OSError as e:
         return refuse("compare", f"cannot write the picture: {e}; choose --picture PATH", code=1)
-    print(f"\npicture: {picture}\npage: {page}", file=sys.stderr if options.json or options.csv else sys.stdout)
+    print(f"\npicture: {picture}", file=sys.stderr if options.json or options.csv else sys.stdout)
     return 0
 
 
@@ -92,7 +87,7 @@ def _print_csv(comparison: Comparison) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="orchestrator compare", description="Show runs side by side: as a table, as a picture and as a page."
+        prog="orchestrator compare", description="Show runs side by side: as a table and as a picture."
     )
     parser.add_argument(
         "runs",
@@ -111,10 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--picture",
         type=Path,
-        help="the file for the picture; the page is beside it, as .html (default: <output-dir>/compare.png; for a URL, "
-        "compare.png; with --address, none, because it would be on the cluster)",
+        help="the file for the picture (default: <output-dir>/compare.png; for a URL, compare.png; with --address, "
+        "none, because it would be on the cluster)",
     )
-    parser.add_argument("--no-picture", action="store_true", help="write neither picture nor page")
+    parser.add_argument("--no-picture", action="store_true", help="write no picture")
     return parser
 
 

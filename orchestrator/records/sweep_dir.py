@@ -41,10 +41,6 @@ class SweepDir:
     def picture(self) -> Path:
         return self.path / "compare.png"
 
-    @property
-    def page(self) -> Path:
-        return self.path / "report.html"
-
     def location_of(self, path: Path) -> str:
         """Return where the user finds the file ``path`` of the sweep."""
         return str(path if self.remote is None else self.remote.child(path.name))

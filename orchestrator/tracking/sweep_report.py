@@ -15,4 +15,4 @@ TEXT = "report.md"
 def find_report(run_dir: RunDir, sweep: Mapping[str, str]) -> list[Path]:
     """Return the files of the report of the sweep that a run belongs to; empty if there is none."""
     directory = SweepDir.of(OutputDir.containing(run_dir), sweep["id"])
-    return [path for path in (directory.report, directory.picture, directory.page) if path.is_file()]
+    return [path for path in (directory.report, directory.picture) if path.is_file()]

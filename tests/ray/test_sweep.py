@@ -43,7 +43,6 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     assert re.findall("next: .*", printed) == [f"next: mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db"]
     assert "| strategy | workers | samples/s |" in (sweep / "report.md").read_text()
     assert (sweep / "compare.png").stat().st_size > 10_000
-    assert (sweep / "report.html").stat().st_size > 10_000
     wait_for(lambda: "mlflow.note.content" in client.get_run(own.info.run_id).data.tags, "the report in MLflow")
 
     check_profile(run_dirs[1])

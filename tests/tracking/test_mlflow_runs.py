@@ -53,7 +53,7 @@ def test_runs_are_read_from_mlflow_alone(
     assert main([*words, "--sweep", "none"]) == 2
     monkeypatch.chdir(tmp_path)
     assert main(["--mlflow", uri, "--last", "1", "--picture", "one.png"]) == 0
-    assert (tmp_path / "one.html").is_file()
+    assert (tmp_path / "one.png").is_file()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from orchestrator.config.overrides import masked, values
 from orchestrator.config.redact import Redactor
 from orchestrator.display.comparison import CompareError, Run, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
-from orchestrator.display.comparison_page import write_page
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import markdown, table
 from orchestrator.display.report import errors_text
@@ -204,9 +203,8 @@ class Sweep:
         left_out = "".join(f"- {plain(self.redactor.text(line))}\n" for line in self._left_out)
         directory.report.write_text(markdown(comparison.grouped, title=title) + left_out)
         draw(comparison, directory.picture)
-        write_page(comparison, directory.page, title=title)
-        directory.upload(directory.report, directory.picture, directory.page)
-        self.say(f"report: {directory.location_of(directory.page)}")
+        directory.upload(directory.report, directory.picture)
+        self.say(f"report: {directory.location_of(directory.report)}")
 
     def _runs(self) -> list[Run]:
         """The runs of the sweep that have a directory, in the order of the sweep."""

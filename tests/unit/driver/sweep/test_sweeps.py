@@ -74,7 +74,7 @@ def test_a_resumed_sweep_skips_what_is_finished_and_continues_the_rest(
     text = second.directory.report.read_text()
     assert [name for name in STRATEGIES if f"| {name} |" in text] == list(STRATEGIES)
     assert second.directory.picture.is_file()
-    assert second.directory.page.is_file()
+    assert second.directory.report.is_file()
 
 
 def test_a_complete_sweep_and_one_of_other_runs_are_not_resumed(tmp_path: Path) -> None:
