@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from jobs.pretrained import architecture_of, check_weights, load
+from jobs.pretrained import architecture_of, check_weights, load, save
 from jobs.tokens import BYTES, TOKEN_SUFFIXES, Source, Windows, help_texts, open_source
 from jobs.transformer import SIZES, Architecture, Size, Variant, transformer
 from orchestrator.job import Job, Split
@@ -57,6 +58,8 @@ class GPT(Job):
     After an evaluation and at the end, the model writes ``sample_tokens`` tokens, drawn with ``temperature``:
     bytes, or tokens of ``tokenizer``, a ``tokenizer.json`` (``pip install tokenizers``).
     """
+
+    export_formats: ClassVar[tuple[str, ...]] = ("hf",)
 
     size: Size = "tiny"
     variant: Variant | None = None
@@ -156,6 +159,14 @@ class GPT(Job):
             drawn = torch.multinomial(probabilities, 1, generator=generator)
             text = torch.cat([text, drawn.to(device)[None]], dim=1)
         return decode(text[0, len(start) :].tolist())
+
+    def export(self, weights: Mapping[str, Tensor], directory: Path, format: str) -> None:
+        save(weights, self.architecture(), directory)
+        if self.weights is not None:
+            for file in Path(self.weights).expanduser().glob("*token*"):
+                shutil.copy(file, directory)
+        if self.tokenizer is not None:
+            shutil.copy(Path(self.tokenizer).expanduser(), directory / "tokenizer.json")
 
     def architecture(self) -> Architecture:
         """Return the sizes of the model.

@@ -147,11 +147,18 @@ def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path) -> Non
 
     Raises:
         FileExistsError: ``directory`` exists.
+        ValueError: ``transformers`` has no such model.
     """
+    if a.variant == "gpt2" and a.kv_heads != a.heads:
+        raise ValueError(f"job.kv_heads={a.kv_heads}: a GPT-2 of Hugging Face has as many as job.heads={a.heads}")
     directory.mkdir(parents=True)
     parts: dict[str, list[Tensor]] = {}
     for name, place in _places(a):
-        parts.setdefault(place.name, []).append(weights[name].T if place.transposed else weights[name])
+        if a.bias or not name.endswith(".bias") or ".norm" in f".{name}":
+            tensor = weights[name]
+        else:  # theirs has biases in any case
+            tensor = torch.zeros(len(weights[name.removesuffix("bias") + "weight"]))
+        parts.setdefault(place.name, []).append(tensor.T if place.transposed else tensor)
     # Only the rows of q, k and v are joined; in GPT-2's layout they are columns.
     theirs = {name: torch.cat(each, dim=-1) for name, each in parts.items()}
     save_file(theirs, directory / WEIGHTS, metadata={"format": "pt"})

@@ -36,6 +36,7 @@ VERBS: Mapping[str, Verb] = {
     "runs": Verb("orchestrator.runs", "list the newest runs, here or on a cluster: state, speed, loss, age"),
     "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow"),
     "evaluate": Verb("orchestrator.evaluate", "evaluate a checkpoint of a run, without training"),
+    "export": Verb("orchestrator.export", "write the model of a run as files for other programs"),
     "doctor": Verb("orchestrator.doctor", "check this machine and its cluster, with a remedy for each fault"),
     "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page"),
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),

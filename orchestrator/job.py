@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -61,6 +63,9 @@ class Job(abc.ABC):
 
     split_names: ClassVar[tuple[Split, ...]] = ("train", "val")
     """The names that :meth:`dataset` knows. Others in ``train.eval_splits`` are refused."""
+
+    export_formats: ClassVar[tuple[str, ...]] = ()
+    """The names that :meth:`export` knows, such as ``"hf"``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -378,6 +383,18 @@ class Job(abc.ABC):
         Args:
             info: the step.
         """
+
+    def export(self, weights: Mapping[str, Tensor], directory: Path, format: str) -> None:
+        """Write trained weights as files that other programs read, for ``orchestrator export``.
+
+        Args:
+            weights: the parameters and buffers by their names in :meth:`model`, each read from the checkpoint when it
+                is asked for.
+            directory: where to write. It does not exist yet, and is left out if this raises an exception.
+            format: a name in :attr:`export_formats`. ``"hf"`` is a directory that ``from_pretrained`` of Hugging Face
+                loads.
+        """
+        raise NotImplementedError
 
     def check(self) -> None:  # noqa: B027 - not abstract, because a job need not check anything
         """Check the fields. The driver calls this before it starts anything.

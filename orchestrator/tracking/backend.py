@@ -65,7 +65,7 @@ class TrackingBackend(Protocol):
         """Store the pictures of a run that has ended; its record has their names as ``plots``."""
 
     def log_model(self, run_id: str, folder: Path) -> None:
-        """Store the final model of a run and what identifies its data, as ``orchestrator.export`` wrote them."""
+        """Store the final model of a run and what identifies its data, as ``orchestrator.exporting`` wrote them."""
 
     def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
         """Store the report of the sweep that a run belongs to; ``sweep`` has its id and name."""

@@ -122,7 +122,7 @@ def _export(exports: Sequence[str], import_paths: Sequence[str]) -> Extra:
     path = os.pathsep.join([*import_paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return Extra(
         name=" and ".join(exports),
-        module="orchestrator.export",
+        module="orchestrator.exporting",
         arguments=lambda folder: [str(folder), *exports],
         environment={"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         timeout_s=EXPORT_TIMEOUT_S,

@@ -34,7 +34,7 @@ RULES = {
     "tuning":       ("planning timeline model",                                                ""),
     "strategies":   ("job config planning timeline protocol compat state model tuning",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
-    "export":       ("job compat config records state model strategies",                       "torch mlflow"),
+    "exporting":    ("job compat config records state model strategies",                       "torch mlflow"),
     "tracking":     ("config planning protocol records",                                       "(mlflow)"),
     "display":      ("config planning protocol records",                                       ""),
     "worker.process": ("storage protocol records",                                             "torch"),
@@ -69,7 +69,7 @@ RULES = {
     "driver":         ("job storage config planning timeline protocol records compat state strategies policy "
                        "tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.auto driver.sweep",                 "torch ray"),
-    "verbs":          ("storage config records strategies tracking display driver.process driver.reporting "
+    "verbs":          ("storage config records strategies exporting tracking display driver.process driver.reporting "
                        "driver.queue driver.submit driver.preflight driver.sweep driver",      ""),
     "jobs":         ("job",                                                                    "torch"),
 }  # fmt: skip
@@ -79,7 +79,7 @@ KNOWS = {
     ("config", "hydra"): {"config.search_space", "config.overrides", "config.compose"},
     ("config", "omegaconf"): {"config.compose"},
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
-    ("export", "mlflow"): {"export.loader"},
+    ("exporting", "mlflow"): {"exporting.loader"},
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {
         "compat.ray.internals",

@@ -1,6 +1,6 @@
 """Export the final model of a run, and what identifies its training set.
 
-``python -m orchestrator.export <run directory> <new folder> [model] [dataset]``
+``python -m orchestrator.exporting <run directory> <new folder> [model] [dataset]``
 
 The folder receives ``facts.json`` (:class:`Facts`). With ``model``, and if there is a checkpoint, it also receives:
 
@@ -31,8 +31,8 @@ from torch.utils.data import default_collate
 from orchestrator.config.compose import recorded_job
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
-from orchestrator.export.dataset import dataset_facts
-from orchestrator.export.program import NotExportedError, export_program, prediction_inputs
+from orchestrator.exporting.dataset import dataset_facts
+from orchestrator.exporting.program import NotExportedError, export_program, prediction_inputs
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.records.output_dir import staged_run
@@ -55,7 +55,7 @@ _WEIGHTS = "model.safetensors"
 class Facts:
     """What is known about the final model and the data of a run.
 
-    ``dataset`` is the result of :func:`~orchestrator.export.dataset.dataset_facts`, None if the job cannot be built.
+    ``dataset`` is the result of :func:`~orchestrator.exporting.dataset.dataset_facts`, None if the job cannot be built.
     ``step`` is that of the weights, None if there are none. ``problem`` says why there is no graph or there are no
     weights, None if there are both. What was not asked for is None.
     """

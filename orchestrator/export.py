@@ -1,0 +1,55 @@
+"""Write the model of a run as files for other programs: ``orchestrator export <run> --format hf``.
+
+Exit codes: 0 done; 2 wrong arguments, no such run or checkpoint, or a job that cannot be exported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.config.options import add_run
+from orchestrator.display.text import refuse, writable
+from orchestrator.exit_codes import INTERRUPTED
+from orchestrator.records.output_dir import fetch
+from orchestrator.records.run_search import RunSearch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="orchestrator export", description="Write the model of a run as files for other programs."
+    )
+    add_run(parser)
+    parser.add_argument(
+        "--format", default="hf", help="what to write, as the job knows it (default: hf, a directory of Hugging Face)"
+    )
+    parser.add_argument("--to", metavar="DIR", type=Path, help="a new directory (default: <name of the run>-<format>)")
+    parser.add_argument("--best", action="store_true", help="the checkpoint of its best evaluation, not the newest one")
+    options = parser.parse_args(argv)
+    try:
+        return _export(options)
+    except (OSError, ValueError) as e:
+        return refuse("export", e)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _export(options: argparse.Namespace) -> int:
+    if options.address is not None:
+        raise ValueError(f"--address={options.address}: run `orchestrator export` where the run is, or with its URL")
+    run_dir = RunSearch.of(options.output_dir).look_up(options.run)
+    fetch(run_dir, [run_dir.config_file.name])
+    directory = options.to or Path(f"{run_dir.read_record().get('name', 'run')}-{options.format}")
+    # Imported here because --help must not wait for torch.
+    from orchestrator.exporting.formats import export_run
+
+    step = export_run(run_dir, directory.expanduser().absolute(), format=options.format, best=options.best)
+    print(writable(f"the model after step {step:,} is in {directory}", sys.stdout))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

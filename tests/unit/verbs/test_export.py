@@ -1,0 +1,120 @@
+"""`orchestrator export`: a run becomes a directory that other programs load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.digits import Digits
+from jobs.gpt import GPT
+from orchestrator import export
+from orchestrator.config.compose import to_yaml
+from orchestrator.job import Job
+from orchestrator.records import run_dir as rundir
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import save
+from orchestrator.state.train_state import capture
+
+TINY = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 97, "path": "gone.npy"}
+VARIANTS = {
+    "gpt2": {},
+    "gpt2, tied": {"tied": True},
+    "llama": {"variant": "llama", "kv_heads": 2},
+    "tied": {"variant": "llama", "tied": True},
+}
+
+
+def run_of(tmp_path: Path, job: Job, **fields: Any) -> tuple[RunDir, torch.nn.Module]:
+    """A run of ``job`` with a checkpoint, and its model, whose weights are far from the initial ones."""
+    run = rundir.create(tmp_path, "a b")
+    run.update_record(name="a b", uid="first", state="finished")
+    target = f"{type(job).__module__}.{type(job).__name__}"
+    run.config_file.write_text(to_yaml({"job": {"_target_": target, **fields}}))
+    torch.manual_seed(0)
+    model = job.model()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    optimizer = job.optimizer(model.parameters())
+    save(run.checkpoints, capture(model, optimizer, None, step=1200, samples_consumed=30), run_uid="first")
+    return run, model.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_loads_the_model_with_the_same_logits(
+    tmp_path: Path, variant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = {**TINY, **VARIANTS[variant]}
+    run, model = run_of(tmp_path, GPT(**fields), **fields)
+    assert export.main([str(run.path), "--format", "hf", "--to", str(tmp_path / "new" / "model")]) == 0
+    assert f"the model after step 1,200 is in {tmp_path / 'new' / 'model'}" in capsys.readouterr().out
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "model").eval()
+    tokens = torch.randint(97, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_what_exists_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = run_of(tmp_path, GPT(**TINY), **TINY)  # type: ignore[arg-type]
+    (tmp_path / "taken").mkdir()
+    assert export.main([str(run.path), "--to", str(tmp_path / "taken")]) == 2
+    assert f"--to={tmp_path / 'taken'}: exists already" in capsys.readouterr().err
+    assert list((tmp_path / "taken").iterdir()) == []
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = run_of(tmp_path, GPT(**TINY), **{**TINY, "layers": 3})  # type: ignore[arg-type]
+    folder = tmp_path / "exports"
+    assert export.main([str(run.path), "--to", str(folder / "model")]) == 2
+    assert "export: GPT.export: KeyError: 'block2.norm1.weight'" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+def test_a_model_that_transformers_lacks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields: dict[str, Any] = {**TINY, "kv_heads": 2}
+    run, _ = run_of(tmp_path, GPT(**fields), **fields)
+    assert export.main([str(run.path), "--to", str(tmp_path / "model")]) == 2
+    assert "job.kv_heads=2: a GPT-2 of Hugging Face has as many as job.heads=4" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = run_of(tmp_path, GPT(**TINY), **TINY)  # type: ignore[arg-type]
+    (file,) = run.checkpoints.glob("*/model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert export.main([str(run.path), "--to", str(tmp_path / "exports" / "model")]) == 2
+    assert str(file.parent) in capsys.readouterr().err
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--format", "onnx"], "--format=onnx: jobs.gpt.GPT cannot be written so; valid: hf"),
+        (["--best"], "--best: the run was trained without checkpoint.best"),
+        (["--address", "auto"], "--address=auto: run `orchestrator export` where the run is"),
+    ],
+)
+def test_says_why_it_cannot(tmp_path: Path, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = run_of(tmp_path, GPT(**TINY), **TINY)  # type: ignore[arg-type]
+    assert export.main([str(run.path), *words, "--to", str(tmp_path / "model")]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_job_without_formats_and_a_run_without_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = run_of(tmp_path, Digits(hidden=4, depth=2), hidden=4, depth=2)
+    assert export.main([str(run.path), "--to", str(tmp_path / "model")]) == 2
+    assert "jobs.digits.Digits cannot be written so; it defines no Job.export" in capsys.readouterr().err
+    empty = rundir.create(tmp_path, "empty")
+    empty.update_record(name="empty", uid="second", state="failed")
+    empty.config_file.write_text(to_yaml({"job": {"_target_": "jobs.gpt.GPT"}}))
+    assert export.main([str(empty.path), "--to", str(tmp_path / "model")]) == 2
+    assert "export: the run has no checkpoint" in capsys.readouterr().err
