@@ -52,7 +52,11 @@ class Outcome:
     def regret(self) -> float:
         """The step time of the choice over that of the best candidate."""
         known = [
-            Contender(overrides=(c["name"],), prediction=as_computation(c["prediction"]["step_ms"]))
+            Contender(
+                overrides=(c["name"],),
+                world_size=c["world_size"],
+                prediction=as_computation(c["prediction"]["step_ms"]),
+            )
             for c in self.contenders
         ]
         while (index := next_to_measure(known, MEASURED_BY_AUTO)) is not None:

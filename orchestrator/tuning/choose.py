@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from orchestrator.tuning.predict import Prediction
 
+WORTH_A_WORKER = 0.05
+"""More workers have to shorten a step by more than this share: less is within the noise of a short measurement."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
@@ -15,12 +18,14 @@ class Contender:
 
     Attributes:
         overrides: the strategy and its keys, as typed on the command line.
+        world_size: the number of its workers; 0 if it could not be planned.
         prediction: None if the proposal was refused, or the job cannot be predicted.
         refused: why it cannot be trained; empty if it can.
         measured_ms: the median time of its steps; None if it was not measured.
     """
 
     overrides: tuple[str, ...]
+    world_size: int = 0
     prediction: Prediction | None = None
     refused: str = ""
     measured_ms: float | None = None
@@ -46,26 +51,36 @@ class Contender:
 def next_to_measure(contenders: Sequence[Contender], least: int) -> int | None:
     """Return the index of the contender to measure next; None if enough are measured, or none is left.
 
-    The order is that of their predictions. At least ``least`` are measured, and then each that is predicted to be
-    faster than the best of those. If there are no predictions, and ``least`` is not 0, all are measured.
+    The order is that of their predictions. At least ``least`` are measured, and then each whose prediction would make
+    it the best of those. If there are no predictions, and ``least`` is not 0, all are measured.
     """
-    valid = [(i, c) for i, c in enumerate(contenders) if not c.refused]
-    left = [(i, c) for i, c in valid if c.measured_ms is None]
-    if not left or not least:
+    valid = [c for c in contenders if not c.refused]
+    left = [c for c in valid if c.measured_ms is None]
+    measured = _measured(valid)
+    if not least:
         return None
-    measured = [c.measured_ms for _, c in valid if c.measured_ms is not None]
-    index, candidate = min(left, key=lambda pair: pair[1].predicted_ms)
-    may_be_best = candidate.prediction is None or candidate.predicted_ms < min(measured, default=math.inf)
-    return index if len(measured) < least or may_be_best else None
+    if len(measured) >= least:
+        left = [c for c in left if c.prediction is None or _best([*measured, (c.predicted_ms, c)]) is c]
+    return contenders.index(min(left, key=lambda c: c.predicted_ms)) if left else None
 
 
 def best(contenders: Sequence[Contender]) -> Contender | None:
-    """Return the contender with the shortest measured step, or else the shortest predicted one; None if all refused."""
+    """Return the contender with the shortest measured step, or else the shortest predicted one; None if all refused.
+
+    One with fewer workers is better if its step is longer by no more than :data:`WORTH_A_WORKER`.
+    """
     valid = [c for c in contenders if not c.refused]
-    measured = [(c.measured_ms, c) for c in valid if c.measured_ms is not None]
-    if measured:
-        return min(measured, key=lambda pair: pair[0])[1]
-    return min(valid, key=lambda c: c.predicted_ms, default=None)
+    return _best(_measured(valid) or [(c.predicted_ms, c) for c in valid])
+
+
+def _measured(contenders: Sequence[Contender]) -> list[tuple[float, Contender]]:
+    return [(c.measured_ms, c) for c in contenders if c.measured_ms is not None]
+
+
+def _best(times: Sequence[tuple[float, Contender]]) -> Contender | None:
+    limit_ms = min((step_ms for step_ms, _ in times), default=0.0) * (1 + WORTH_A_WORKER)
+    close = [(c.world_size, step_ms, place) for place, (step_ms, c) in enumerate(times) if step_ms <= limit_ms]
+    return times[min(close)[-1]][1] if close else None
 
 
 def reason(contenders: Sequence[Contender]) -> str:
@@ -83,7 +98,11 @@ def reason(contenders: Sequence[Contender]) -> str:
         rival = min(rivals, key=lambda c: c.measured_ms or math.inf)
         own_ms, rival_ms, how = winner.measured_ms, rival.measured_ms or math.inf, "measured"
     if own_ms == math.inf:
-        return "it is the first that fits; this job cannot be predicted, and nothing was measured"
+        return "no strategy that fits has fewer workers; this job cannot be predicted, and nothing was measured"
+    if rival_ms <= own_ms and winner.world_size < rival.world_size:
+        more = rival.world_size - winner.world_size
+        extra = f"the other worker of {rival.name} gains" if more == 1 else f"{more} more workers of {rival.name} gain"
+        return f"{own_ms:.4g} ms per step ({how}); {extra} {1 - rival_ms / own_ms:.0%}"
     gain = f"{own_ms:.4g} ms per step ({how}), {rival_ms / own_ms:.2f} times as fast as {rival.name}"
     if rival.prediction is None:
         return gain

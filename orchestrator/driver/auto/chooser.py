@@ -142,12 +142,14 @@ class Chooser:
     def _planned(self, overrides: tuple[str, ...]) -> Contender:
         """Plan a proposal, and check the job for it."""
         errors: list[str] = []
+        world_size = 0
         composed, _ = compose(overrides, errors, registry.config_class)
         if composed is not None:
             config = replace(self._config, strategy=composed.strategy, name=self._config.run_name)
             rules = registry.load(composed.strategy.name)
             try:
                 plan = make_plan(config, rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
+                world_size = plan.world_size
                 if plan.device != self._plan.device:
                     errors.append(f"{rules.cpu_only}; the job was measured on GPUs")
                 notes = check_job(rules, config, self._job, plan, errors)
@@ -156,7 +158,7 @@ class Chooser:
                 errors += e.errors
             except Exception as e:  # whatever the model raises, another strategy may be able to train it
                 errors.append(f"{type(e).__name__}: {e}")
-        return Contender(overrides=overrides, refused=self._redactor.text("; ".join(errors)))
+        return Contender(overrides=overrides, world_size=world_size, refused=self._redactor.text("; ".join(errors)))
 
     def _with_prediction(self, contender: Contender, profile: Profile) -> Contender:
         _, plan = self._plans[contender.overrides]

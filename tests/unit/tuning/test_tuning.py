@@ -254,6 +254,23 @@ def test_more_are_measured_while_one_may_be_faster_than_the_best_measurement() -
     assert best(contenders) is contenders[2]
 
 
+def test_workers_that_gain_less_than_the_noise_are_not_taken() -> None:
+    contenders = [
+        Contender(overrides=("strategy=single",), world_size=1, prediction=prediction(90)),
+        Contender(overrides=("strategy=pipeline",), world_size=2, prediction=prediction(88), measured_ms=87.0),
+        Contender(overrides=("strategy=dp",), world_size=2, prediction=prediction(89), measured_ms=94.0),
+    ]
+    assert next_to_measure(contenders, 2) == 0, "predicted to be slower, but not by as much as a worker is worth"
+    slower, close = (dataclasses.replace(contenders[0], measured_ms=step_ms) for step_ms in (92.0, 90.0))
+    assert best([slower, *contenders[1:]]) is contenders[1]
+    assert best([close, *contenders[1:]]) is close
+    assert reason([close, *contenders[1:]]) == "90 ms per step (measured); the other worker of pipeline gains 3%"
+    more = dataclasses.replace(contenders[1], world_size=4)
+    assert reason([close, more]).endswith("; 3 more workers of pipeline gain 3%")
+    far = dataclasses.replace(contenders[0], prediction=prediction(92))
+    assert next_to_measure([far, *contenders[1:]], 2) is None
+
+
 def test_nothing_is_measured_if_the_prediction_is_trusted() -> None:
     assert next_to_measure([Contender(overrides=("strategy=single",), prediction=prediction(1))], 0) is None
     assert next_to_measure([Contender(overrides=("strategy=single",))], 0) is None
@@ -286,4 +303,6 @@ def test_no_contender_is_the_best_of_none() -> None:
 
 def test_a_choice_without_any_time_does_not_claim_one() -> None:
     unknown = [Contender(overrides=(f"strategy={name}",)) for name in ("single", "ddp")]
-    assert reason(unknown) == "it is the first that fits; this job cannot be predicted, and nothing was measured"
+    assert reason(unknown) == (
+        "no strategy that fits has fewer workers; this job cannot be predicted, and nothing was measured"
+    )
