@@ -34,6 +34,8 @@ LONGEST_DEFAULT = 2048
 """The tokens of a sample if neither ``context`` nor ``size`` says, since published models see up to 131,072."""
 WSD_DECAY = 0.2
 """The part of the steps in which ``schedule=wsd`` decays."""
+SCANNED_TOKENS = 2**28
+"""Files of up to this many tokens are looked through for unknown ones before training."""
 LOSS_ELEMENTS = 2**24
 """The number of logits from which on the loss is computed in chunks of at most as many."""
 
@@ -231,8 +233,20 @@ class GPT(Job):
             if min(self.path_weights) < 0 or not 0 < sum(self.path_weights) < math.inf:
                 raise ValueError(f"job.path_weights={list(self.path_weights)}: must be at least 0, and one above 0")
         self._codec()
-        self._sources("path")
-        self._sources("val_path")
+        self._check_tokens("path", a.vocabulary)
+        self._check_tokens("val_path", a.vocabulary)
+
+    def _check_tokens(self, field: Literal["path", "val_path"], vocabulary: int) -> None:
+        for source in self._sources(field):
+            largest = source.largest
+            if largest is None and len(source.tokens) <= SCANNED_TOKENS:
+                largest = int(source.tokens.max())
+            if largest is not None and largest >= vocabulary:
+                raise ValueError(
+                    f"job.{field}={source.name}: holds token {largest}, but the model knows only {vocabulary}; set "
+                    f"job.vocabulary={source.vocabulary or largest + 1}, or job.dtype as it was written, or make the "
+                    "tokens with the tokenizer of the model"
+                )
 
     def _architecture_of_weights(self, directory: Path) -> Architecture:
         key = f"job.weights={self.weights}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +27,17 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The tokens of one file, of shape (tokens,), and the name by which errors call it."""
+    """The tokens of one file, of shape (tokens,), and the name by which errors call it.
+
+    ``vocabulary`` is the number of tokens that the tokenizer knows, ``largest`` the largest token in the file, and
+    ``end_token`` the one after each document; None unless ``orchestrator tokenize`` has made the file.
+    """
 
     name: str
     tokens: Tokens
+    vocabulary: int | None = None
+    largest: int | None = None
+    end_token: int | None = None
 
     def split(self, percent: int) -> tuple[Source, Source]:
         """Return the source without its last ``percent``, and these."""
@@ -39,21 +48,41 @@ class Source:
 def open_source(path: Path, *, dtype: str) -> Source:
     """Map a file of tokens into memory: ``.npy``, ``.bin`` with ``dtype``, and anything else as a text.
 
+    A file that has a description beside it, ``<file>.json``, is read with the dtype in that.
+
     Raises:
         OSError: the file cannot be read.
         ValueError: it does not hold whole tokens.
     """
-    name = str(path)
+    name, about = str(path), _description(path)
     if path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r")
+        tokens: Tokens = np.load(path, mmap_mode="r")
         if tokens.ndim != 1 or tokens.dtype.kind != "u":
             raise ValueError(f"holds {tokens.dtype} of shape {list(tokens.shape)}, not unsigned integers in a row")
-        return Source(name=name, tokens=tokens)
-    kind = np.dtype(dtype if path.suffix == ".bin" else np.uint8)
-    size = path.stat().st_size
-    if size % kind.itemsize:
-        raise ValueError(f"{size} bytes are no whole number of {kind} tokens: it is cut short, or of another job.dtype")
-    return Source(name=name, tokens=np.memmap(path, dtype=kind, mode="r") if size else np.empty(0, kind))
+    else:
+        kind = np.dtype(about.get("dtype", dtype) if path.suffix == ".bin" else np.uint8)
+        size = path.stat().st_size
+        if size % kind.itemsize:
+            raise ValueError(
+                f"{size} bytes are no whole number of {kind} tokens: it is cut short, or of another job.dtype"
+            )
+        tokens = np.memmap(path, dtype=kind, mode="r") if size else np.empty(0, kind)
+    if len(tokens) != about.get("tokens", len(tokens)):
+        raise ValueError(f"has {len(tokens)} tokens, but {about['tokens']} by {path}.json: it is cut short")
+    known = {key: about.get(key) for key in ("vocabulary", "largest", "end_token")}
+    return Source(name=name, tokens=tokens, **known)
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """Return how ``orchestrator tokenize`` has described a file of tokens; empty for other files."""
+    file = path.with_name(f"{path.name}.json")
+    if path.suffix not in TOKEN_SUFFIXES or not file.exists():
+        return {}
+    try:
+        about = json.loads(file.read_text())
+        return {key: about[key] for key in ("dtype", "tokens", "vocabulary", "largest", "end_token")}
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{file} is damaged ({type(e).__name__}: {e}); remove it, or make the tokens again") from e
 
 
 def help_texts() -> Source:

@@ -37,6 +37,7 @@ VERBS: Mapping[str, Verb] = {
     "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow"),
     "evaluate": Verb("orchestrator.evaluate", "evaluate a checkpoint of a run, without training"),
     "export": Verb("orchestrator.export", "write the model of a run as files for other programs"),
+    "tokenize": Verb("orchestrator.tokenize", "make a file of tokens from texts, for job=gpt"),
     "doctor": Verb("orchestrator.doctor", "check this machine and its cluster, with a remedy for each fault"),
     "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page"),
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),

@@ -241,6 +241,14 @@ def test_tokens_that_the_model_does_not_know_are_named(tmp_path: Path) -> None:
         train[6]
 
 
+def test_tokens_that_the_model_does_not_know_are_refused_before_training(tmp_path: Path) -> None:
+    path = str(tmp_path / "tokens.bin")
+    np.array([0] * 300 + [300], dtype=np.uint16).tofile(path)
+    (error,) = errors("jobs.gpt.GPT", path=path, vocabulary=300, context=16)
+    assert error.startswith(f"job.path={path}: holds token 300, but the model knows only 300; set job.vocabulary=301")
+    assert errors("jobs.gpt.GPT", path=path, vocabulary=301, context=16) == []
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [

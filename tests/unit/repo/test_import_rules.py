@@ -35,6 +35,7 @@ RULES = {
     "strategies":   ("job config planning timeline protocol compat state model tuning",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "exporting":    ("job compat config records state model strategies",                       "torch mlflow"),
+    "corpus":       ("config records",                                                         "(pyarrow)"),
     "tracking":     ("config planning protocol records",                                       "(mlflow)"),
     "display":      ("config planning protocol records",                                       ""),
     "worker.process": ("storage protocol records",                                             "torch"),
@@ -69,8 +70,8 @@ RULES = {
     "driver":         ("job storage config planning timeline protocol records compat state strategies policy "
                        "tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.auto driver.sweep",                 "torch ray"),
-    "verbs":          ("storage config records strategies exporting tracking display driver.process driver.reporting "
-                       "driver.queue driver.submit driver.preflight driver.sweep driver",      ""),
+    "verbs":          ("storage config records strategies exporting corpus tracking display driver.process "
+                       "driver.reporting driver.queue driver.submit driver.preflight driver.sweep driver", ""),
     "jobs":         ("job",                                                                    "torch"),
 }  # fmt: skip
 
@@ -88,6 +89,7 @@ KNOWS = {
     },
     ("compat", "hydra"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},
+    ("corpus", "pyarrow"): {"corpus.pieces"},
 }
 
 

@@ -1,0 +1,238 @@
+"""From a corpus to a file of tokens: its pieces encoded by several processes, and put together.
+
+While it is made, ``<file>.parts/`` holds the tokens of each piece and what they are made of, so that the same command
+continues where it was interrupted. ``<file>.json`` describes the finished file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.config.text import did_you_mean
+from orchestrator.corpus.pieces import Damaged, Piece, documents, pieces_of
+from orchestrator.records.json_file import read_json, write_atomically, write_json
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""What the token after each document is called in published tokenizers."""
+
+_BATCH = 256
+"""The documents that are encoded in one call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a file of tokens is made.
+
+    Attributes:
+        inputs: the texts, in order.
+        tokenizer: the ``tokenizer.json``.
+        output: the file, ``.npy`` or ``.bin``.
+        field: where JSON or a table has the text of a document.
+        end: the token after each document; None for that of :data:`END_TOKENS` which the tokenizer has.
+        skip_damaged: whether lines without a document are left out; otherwise the first one is an error.
+    """
+
+    inputs: tuple[Path, ...]
+    tokenizer: Path
+    output: Path
+    field: str = "text"
+    end: str | None = None
+    skip_damaged: bool = False
+
+    @property
+    def parts(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.parts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What is in the tokens of a piece, or of a file; ``skipped`` lines had no document, the first few by name."""
+
+    tokens: int
+    documents: int
+    largest: int
+    skipped: int
+    named: tuple[str, ...] = ()
+
+
+def tokenize(recipe: Recipe, *, workers: int, on_progress: Callable[[int, int], None]) -> Encoded:
+    """Make a file of tokens. ``on_progress`` is called with the bytes of the corpus so far and with all.
+
+    Raises:
+        ValueError: the file exists, an input or the tokenizer is damaged, or the interrupted work is of another recipe.
+        OSError: a file cannot be read or written.
+    """
+    if recipe.output.suffix not in (".npy", ".bin"):
+        raise ValueError(f"--to={recipe.output}: name a file that ends in .npy or .bin")
+    if recipe.output.exists():
+        raise ValueError(f"--to={recipe.output}: exists already; name a file that does not, or remove it")
+    tokenizer = _load(recipe.tokenizer)
+    end, vocabulary = _end_token(tokenizer, recipe), max(tokenizer.get_vocab().values()) + 1
+    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+    pieces = pieces_of(recipe.inputs)
+    _begin(recipe, end=end, dtype=dtype)
+    results: dict[int, Encoded] = {}
+    total, done = sum(piece.size for piece in pieces), 0
+    for number, result in _encoded(recipe, pieces, end=end, dtype=dtype, workers=workers):
+        results[number] = result
+        on_progress(done := done + pieces[number].size, total)
+    whole = _sum([results[number] for number in range(len(pieces))])
+    if not whole.tokens:
+        raise ValueError("the corpus has no documents")
+    description = {**asdict(whole), "dtype": dtype, "vocabulary": vocabulary, "end_token": end}
+    _join(recipe, len(pieces), dtype=dtype, tokens=whole.tokens, description=description)
+    return whole
+
+
+def _load(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as e:
+        raise ValueError("tokenizers is not installed: pip install tokenizers") from e
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as e:  # it raises nothing more special
+        raise ValueError(f"--tokenizer={path}: {e}; set it to a tokenizer.json") from e
+
+
+def _end_token(tokenizer: Any, recipe: Recipe) -> int:
+    names = END_TOKENS if recipe.end is None else (recipe.end,)
+    found = [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
+    if not found:
+        known = did_you_mean(names[0], [token.content for token in tokenizer.get_added_tokens_decoder().values()])
+        raise ValueError(f"--end={recipe.end or 'null'}: {recipe.tokenizer} has no {' or '.join(names)}; {known}")
+    return int(found[0])
+
+
+def _begin(recipe: Recipe, *, end: int, dtype: str) -> None:
+    """Create the directory of the parts, or check that it is of the same recipe and files."""
+    made_of = {
+        "inputs": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in recipe.inputs],
+        "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
+        "field": recipe.field,
+        "skip_damaged": recipe.skip_damaged,
+        "end": end,
+        "dtype": dtype,
+    }
+    recipe.parts.mkdir(parents=True, exist_ok=True)
+    file = recipe.parts / "recipe.json"
+    if not file.exists():
+        write_json(file, made_of)
+    elif read_json(file) != made_of:
+        raise ValueError(f"{recipe.parts}: holds interrupted work on other files or with other options; remove it")
+
+
+def _encoded(
+    recipe: Recipe, pieces: Sequence[Piece], *, end: int, dtype: str, workers: int
+) -> Iterator[tuple[int, Encoded]]:
+    """Yield the number of each piece when its part is there."""
+    missing = []
+    for number in range(len(pieces)):
+        file = _part(recipe, number, "json")
+        if file.exists():
+            yield number, Encoded(**read_json(file))
+        else:
+            missing.append(number)
+    workers = min(workers, len(missing))
+    if workers <= 1:
+        tokenizer = _load(recipe.tokenizer) if missing else None
+        yield from ((n, _encode(recipe, n, pieces[n], end=end, dtype=dtype, tokenizer=tokenizer)) for n in missing)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (recipe.tokenizer,)) as pool:
+        running = {
+            pool.submit(_encode, recipe, number, pieces[number], end=end, dtype=dtype): number for number in missing
+        }
+        try:
+            for future in as_completed(running):
+                yield running[future], future.result()
+        except BrokenProcessPool as e:
+            raise ValueError("a process has died, perhaps for lack of memory; the same command continues") from e
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_tokenizer: Any = None
+"""The tokenizer of a process of the pool."""
+
+
+def _start_worker(path: Path) -> None:
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes themselves use all CPUs
+    _tokenizer = _load(path)
+
+
+def _encode(recipe: Recipe, number: int, piece: Piece, *, end: int, dtype: str, tokenizer: Any = None) -> Encoded:
+    tokens: list[int] = []
+    batch: list[str] = []
+    count, skipped, named = 0, 0, list[str]()
+
+    def encode_batch() -> None:
+        for encoding in (tokenizer or _tokenizer).encode_batch_fast(batch, add_special_tokens=False):
+            tokens.extend(encoding.ids)
+            if piece.ends:
+                tokens.append(end)
+        batch.clear()
+
+    for found in documents(piece, recipe.field):
+        if isinstance(found, Damaged):
+            if not recipe.skip_damaged:
+                raise ValueError(f"{found}; --damaged=skip leaves such lines out")
+            skipped += 1
+            if len(named) < 3:
+                named.append(str(found))
+            continue
+        batch.append(found)
+        count += piece.ends
+        if len(batch) == _BATCH:
+            encode_batch()
+    encode_batch()
+    array = np.array(tokens, dtype)
+    result = Encoded(
+        tokens=len(array),
+        documents=count,
+        largest=int(array.max(initial=0)),
+        skipped=skipped,
+        named=tuple(named),
+    )
+    write_atomically(_part(recipe, number, "tokens"), array.tobytes())
+    write_json(_part(recipe, number, "json"), asdict(result))  # last: the part is complete
+    return result
+
+
+def _sum(parts: Sequence[Encoded]) -> Encoded:
+    return Encoded(
+        tokens=sum(part.tokens for part in parts),
+        documents=sum(part.documents for part in parts),
+        largest=max((part.largest for part in parts), default=0),
+        skipped=sum(part.skipped for part in parts),
+        named=tuple(name for part in parts for name in part.named)[:3],
+    )
+
+
+def _join(recipe: Recipe, pieces: int, *, dtype: str, tokens: int, description: dict[str, Any]) -> None:
+    made = recipe.parts / "whole"
+    with made.open("wb") as file:
+        if recipe.output.suffix == ".npy":
+            header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (tokens,)}
+            np.lib.format.write_array_header_1_0(file, header)
+        for number in range(pieces):
+            with _part(recipe, number, "tokens").open("rb") as part:
+                shutil.copyfileobj(part, file)
+    write_json(recipe.output.with_name(f"{recipe.output.name}.json"), description)
+    made.rename(recipe.output)
+    shutil.rmtree(recipe.parts)
+
+
+def _part(recipe: Recipe, number: int, suffix: str) -> Path:
+    return recipe.parts / f"{number:06}.{suffix}"
