@@ -7,7 +7,9 @@ python benchmarks/dp.py
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
+from disturbance import undisturbed
 from forked import StepTimes, time_steps, train
 from rounds import Claim, argument_parser, in_turn, report, table
 
@@ -29,7 +31,7 @@ ARMS = {
 
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
-    rounds = [run_round(number) for number in range(1 if arguments.quick else ROUNDS)]
+    rounds = [undisturbed(partial(run_round, number)) for number in range(1 if arguments.quick else ROUNDS)]
     on_device0, on_replicas, ddp = ARMS
     gathered = {arm: [r[arm].metrics["dp/gathered_bytes"] for r in rounds] for arm in (on_device0, on_replicas)}
     claims = [

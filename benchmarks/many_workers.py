@@ -15,9 +15,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from arms import PEERS, RESULTS, Workload, basic_overrides, execute, launch, running_ray
+from disturbance import undisturbed
 from rounds import Claim, argument_parser, in_turn, report, table, wait_until_quiet
 
 ROUNDS = 3
@@ -60,7 +62,8 @@ def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     sizes = SIZES[:2] if arguments.quick else SIZES
     with running_ray(num_cpus=sizes[-1]) as address:
-        results = {n: [run_round(n, address, r) for r in range(1 if arguments.quick else ROUNDS)] for n in sizes}
+        numbers = range(1 if arguments.quick else ROUNDS)
+        results = {n: [undisturbed(partial(run_round, n, address, number)) for number in numbers] for n in sizes}
     report(
         "many-workers",
         [

@@ -17,10 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from arms import WORKERS, Workload, basic_overrides, launch, running_ray
 from deaths import CHECKPOINT_EVERY, peers, retry_if_stuck, run_peer
+from disturbance import undisturbed
 from rounds import Claim, argument_parser, in_turn, report, table, wait_until_quiet
 
 from orchestrator.records.journal import read_lines
@@ -97,7 +99,7 @@ def main() -> None:
             **{name: peer(command) for name, command in peers(address).items()},
         }
         for number in range(1 if arguments.quick else ROUNDS):
-            results.append(run_round(arms, number, stuck))
+            results.append(undisturbed(partial(run_round, arms, number, stuck)))
     report(
         "recovery",
         [

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 from arms import RESULTS, Arm, Timing
+from disturbance import undisturbed
 
 from orchestrator.records.git import git_facts
 
@@ -51,7 +52,15 @@ def in_turn(names: Iterable[str], number: int) -> list[str]:
 
 
 def run_round(arms: Mapping[str, Arm], number: int) -> dict[str, Timing]:
-    """Run every arm once, each in a new directory."""
+    """Run every arm once, each in a new directory; once more if other programs have disturbed that.
+
+    Raises:
+        SystemExit: see :func:`undisturbed`.
+    """
+    return undisturbed(lambda: _run_round(arms, number))
+
+
+def _run_round(arms: Mapping[str, Arm], number: int) -> dict[str, Timing]:
     timings: dict[str, Timing] = {}
     for name in in_turn(arms, number):
         wait_until_quiet()
@@ -93,8 +102,9 @@ class Claim:
         middle = statistics.median(self.ratios)
         goal = f">= {self.at_least:.2f}" if self.at_least else f"<= {self.at_most:.2f}"
         reached = "yes" if self.at_least <= middle <= self.at_most else "no"
+        spread = f"{min(self.ratios):.3f} to {max(self.ratios):.3f}"
         each = " ".join(f"{r:.3f}" for r in self.ratios)
-        return [self.name, f"**{middle:.3f}**", goal, reached, each]
+        return [self.name, f"**{middle:.3f}**", goal, reached, spread, each]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -124,7 +134,7 @@ def report(
     """
     machine = _machine() if ceiling is None else f"{_machine()}; C = {ceiling:.2f}"
     where = f"{date.today()}, {code_version()}: {machine}. Compare the ratios: absolute times depend on the machine."
-    head = ["claim", "median", "goal", "reached", "each round"]
+    head = ["claim", "median", "goal", "reached", "spread", "each round"]
     text = "\n\n".join([f"# {name}", where, table(head, [c.row() for c in claims]), notes]) + "\n"
     print("\n" + text)
     if not keep:
