@@ -52,7 +52,8 @@ class GPT(Job):
 
     Data: ``path`` is one or several files of tokens (``.npy``; ``.bin`` of ``dtype``) or texts, whose tokens are their
     bytes; null is the help texts that Python ships in ``pydoc_data.topics``. With ``path_weights``, files are drawn in
-    these proportions. ``val_path`` is held out; null holds out the last tenth of each file.
+    these proportions. ``val_path`` is held out; null holds out the last tenth of each file. ``end_token`` is the token
+    between documents, which are packed into samples, but then do not see each other; null for one long text.
 
     Training: AdamW, with ``weight_decay`` for matrices only. The rate warms up for ``warmup_steps``; then ``cosine``
     decays it to a tenth of ``lr`` over the rest, ``wsd`` (https://arxiv.org/abs/2404.06395) over the last fifth.
@@ -79,6 +80,7 @@ class GPT(Job):
     path_weights: tuple[float, ...] | None = None
     val_path: str | tuple[str, ...] | None = None
     dtype: Literal["uint16", "uint32"] = "uint16"
+    end_token: int | None = None
     tokenizer: str | None = None
     lr: float = 3e-3
     weight_decay: float = 0.1
@@ -146,14 +148,14 @@ class GPT(Job):
         return True
 
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
-        """Generate ``sample_tokens`` tokens after a newline; None without a tokenizer, unless tokens are bytes."""
+        """Generate ``sample_tokens`` tokens after a newline, or the ``end_token``; None without a codec for them."""
         codec = self._codec()
         if codec is None:
             return None
         encode, decode = codec
         context = self.tokens_per_sample
         device = next(model.parameters()).device
-        start = encode("\n")
+        start = encode("\n") if self.end_token is None else [self.end_token]
         text = torch.tensor([start], device=device)
         for _ in range(self.sample_tokens):
             logits = model(text[:, -context:])[0, -1].float() / self.temperature
@@ -199,6 +201,7 @@ class GPT(Job):
             tied=base.tied if self.tied is None else self.tied,
             bias=base.bias and variant == "gpt2",
             dropout=self.dropout,
+            end_token=self.end_token,
         )
 
     def check(self) -> None:
@@ -208,6 +211,9 @@ class GPT(Job):
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise ValueError(f"job.{name}={value}: must be at least {minimum}")
+        if self.end_token is not None and not 0 <= self.end_token < self.architecture().vocabulary:
+            vocabulary = self.architecture().vocabulary
+            raise ValueError(f"job.end_token={self.end_token}: the model knows the tokens from 0 to {vocabulary - 1}")
         for name in ("lr", "temperature"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name}={getattr(self, name):g}: must be greater than 0")
@@ -238,6 +244,11 @@ class GPT(Job):
 
     def _check_tokens(self, field: Literal["path", "val_path"], vocabulary: int) -> None:
         for source in self._sources(field):
+            if self.end_token is not None and source.end_token not in (None, self.end_token):
+                raise ValueError(
+                    f"job.end_token={self.end_token}: the documents in {source.name} end with {source.end_token}; set "
+                    "it to that"
+                )
             largest = source.largest
             if largest is None and len(source.tokens) <= SCANNED_TOKENS:
                 largest = int(source.tokens.max())
@@ -251,7 +262,7 @@ class GPT(Job):
     def _architecture_of_weights(self, directory: Path) -> Architecture:
         key = f"job.weights={self.weights}"
         try:
-            a = architecture_of(directory, dropout=self.dropout)
+            a = replace(architecture_of(directory, dropout=self.dropout), end_token=self.end_token)
         except (OSError, ValueError, KeyError) as e:
             raise ValueError(f"{key}: {e}; set it to a directory of Hugging Face with a GPT-2 or a Llama") from e
         for name in ("variant", "layers", "width", "heads", "kv_heads", "hidden", "vocabulary", "tied"):

@@ -2,7 +2,8 @@
 
 The model is an ``nn.Sequential`` of ``embed``, ``block0`` and so on, ``norm`` and ``head``, so a pipeline can be cut
 between any two. Every module maps (batch, time, width) to the same shape, except for the ends: ``embed`` takes tokens
-of shape (batch, time), and ``head`` returns logits of shape (batch, time, vocabulary).
+of shape (batch, time), and ``head`` returns logits of shape (batch, time, vocabulary). If documents are kept apart, the
+number of each token's document, of shape (batch, time), goes along, in a pair, up to the last block.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Variant = Literal["gpt2", "llama"]
+Stream = Tensor | tuple[Tensor, Tensor]
+"""What goes from block to block: vectors, of shape (batch, time, width), or these and the numbers of the documents."""
 
 STD = 0.02
 """The standard deviation of initial weights in GPT-2 and Llama."""
@@ -60,6 +63,8 @@ class Architecture:
         norm_eps: what norms add to the variance.
         rope_base: the base of the rotary frequencies.
         rope_scaling: how rotary frequencies are stretched; None for not at all.
+        end_token: the token between documents, which opens the next one: a token then sees its own document only, and
+            positions begin at 0 in each. None if a token sees all before it.
     """
 
     variant: Variant
@@ -76,6 +81,7 @@ class Architecture:
     norm_eps: float = 1e-5
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    end_token: int | None = None
 
 
 _GPT2 = Architecture(
@@ -104,7 +110,7 @@ def transformer(a: Architecture) -> nn.Sequential:
     """Build the model, with initial weights as GPT-2 has them."""
     stack: OrderedDict[str, nn.Module] = OrderedDict(embed=Embed(a))
     for i in range(a.layers):
-        stack[f"block{i}"] = Block(a)
+        stack[f"block{i}"] = Block(a, is_last=i == a.layers - 1)
     stack["norm"] = norm(a)
     stack["head"] = linear(a.width, a.vocabulary, bias=False)
     model = nn.Sequential(stack)
@@ -121,28 +127,37 @@ class Embed(nn.Module):
         self.dropout = a.dropout if a.variant == "gpt2" else 0.0
         self.token = embedding(a.vocabulary, a.width)
         self.position = embedding(a.context, a.width) if a.variant == "gpt2" else None
+        self.end_token = a.end_token
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Stream:
         out: Tensor = self.token(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = None if self.end_token is None else tokens == self.end_token
         if self.position is not None:
-            out = out + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        return F.dropout(out, self.dropout, self.training)
+            if ends is not None:
+                positions = positions - torch.where(ends, positions, 0).cummax(dim=1).values
+            out = out + self.position(positions)
+        out = F.dropout(out, self.dropout, self.training)
+        return out if ends is None else (out, ends.cumsum(dim=1))
 
 
 class Block(nn.Module):
     """Causal self-attention and an MLP, each after a norm and added to its input."""
 
-    def __init__(self, a: Architecture):
+    def __init__(self, a: Architecture, *, is_last: bool):
         super().__init__()
+        self.is_last = is_last
         self.dropout = a.dropout
         self.norm1 = norm(a)
         self.attention = Attention(a)
         self.norm2 = norm(a)
         self.mlp = MLP(a)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.attention(self.norm1(x)), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+    def forward(self, stream: Stream) -> Stream:
+        x, documents = stream if isinstance(stream, tuple) else (stream, None)
+        x = x + F.dropout(self.attention(self.norm1(x), documents), self.dropout, self.training)
+        x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+        return x if documents is None or self.is_last else (x, documents)
 
 
 class Attention(nn.Module):
@@ -158,12 +173,15 @@ class Attention(nn.Module):
         self.mix = linear(a.heads * self.size, a.width, bias=a.bias, std=residual_std(a))
         self.rotary = Rotary(self.size, a.rope_base, a.rope_scaling) if a.variant == "llama" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
         # (batch, time, heads * size) -> (batch, heads, time, size)
         q, k, v = (f(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
         if self.rotary is not None:
             q, k = self.rotary(q, k)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        mask = None
+        if documents is not None:
+            mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped)
         out: Tensor = self.mix(mixed.transpose(1, 2).flatten(2))
         return out
 

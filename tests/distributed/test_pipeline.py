@@ -6,7 +6,7 @@ import pytest
 
 from helpers.cases import Case, having
 from helpers.gang import Gang
-from helpers.layouts import ADAMW, SGD, STAGED, assert_as_alone
+from helpers.layouts import ADAMW, SGD, STAGED, assert_as_alone, passes_constants
 from helpers.quick_jobs import TinyGPT, digits
 
 
@@ -20,3 +20,9 @@ def test_sgd_with_momentum_and_accumulation(gang: Gang, name: str) -> None:
 def test_a_language_model_with_adamw(gang: Gang, name: str) -> None:
     job = TinyGPT(layers=3, variant="llama", kv_heads=1, tied=True)
     assert_as_alone(gang, Case(job=job, train=having(global_batch_size=32)), name, rtol=ADAMW)
+
+
+@passes_constants
+def test_documents_that_are_kept_apart(gang: Gang) -> None:
+    job = TinyGPT(layers=3, end_token=ord(" "))
+    assert_as_alone(gang, Case(job=job, train=having(global_batch_size=32)), "1F1B-2", rtol=ADAMW)

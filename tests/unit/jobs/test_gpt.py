@@ -50,6 +50,26 @@ def test_can_be_cut_between_any_two_blocks() -> None:
         assert model[cut:](model[:cut](text)).equal(model(text))
 
 
+@both
+def test_documents_in_a_sample_do_not_see_each_other(fields: dict[str, Any]) -> None:
+    job = GPT(**fields, end_token=0)
+    torch.manual_seed(0)
+    model: Any = job.model().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    documents = [torch.randint(1, 256, (2, length)) for length in (5, 2, 6)]
+    end = torch.zeros(2, 1, dtype=torch.long)
+    packed = model(torch.cat([documents[0], end, documents[1], end, documents[2]], dim=1))
+    alone = [model(documents[0]), *(model(torch.cat([end, d], dim=1)) for d in documents[1:])]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
+    for cut in range(1, len(model)):
+        torch.testing.assert_close(model[cut:](model[:cut](documents[0])), alone[0], rtol=0, atol=0)
+    joined: Any = GPT(**fields).model().eval()
+    joined.load_state_dict(model.state_dict())
+    tokens = torch.cat([documents[0], end, documents[1]], dim=1)
+    assert not torch.allclose(joined(tokens)[:, 6:], model(tokens)[:, 6:], atol=0.1)
+
+
 def test_windows_cover_the_text_one_byte_ahead(tmp_path: Path) -> None:
     text = bytes(range(250)) * 8
     (tmp_path / "text").write_bytes(text)
@@ -137,6 +157,7 @@ def test_writes_from_its_last_context_bytes() -> None:
         {"heads": 64, "variant": "llama"},
         {"weight_decay": -0.1},
         {"vocabulary": 1},
+        {"end_token": 256},
         {"path_weights": (1.0,)},
         {"val_path": "no/such/file"},
         {"weights": "no/such/folder"},

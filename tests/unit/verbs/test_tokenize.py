@@ -158,7 +158,9 @@ def test_a_file_that_was_cut_short_is_refused_before_training(tmp_path: Path, to
     fields = {"path": str(path), "context": 16}
     (error,) = errors("jobs.gpt.GPT", **fields, vocabulary=257)
     assert f"set job.vocabulary={tokenizer.get_vocab_size()}" in error
-    assert errors("jobs.gpt.GPT", **fields, vocabulary=290) == []
+    assert errors("jobs.gpt.GPT", **fields, vocabulary=290, end_token=0) == []
+    (error,) = errors("jobs.gpt.GPT", **fields, vocabulary=290, end_token=7)
+    assert error == f"job.end_token=7: the documents in {path} end with 0; set it to that"
     path.write_bytes(path.read_bytes()[:-4])
     (error,) = errors("jobs.gpt.GPT", **fields, vocabulary=290)
     assert error.startswith(f"job.path={path}: has {tokens - 2} tokens, but {tokens} by {path}.json: it is cut short")
