@@ -1,4 +1,4 @@
-"""Gradients and weights across ranks: the sum over replicas, and the norm over stages."""
+"""Gradients across ranks: the sum over replicas, the norm of the whole model, and clipping."""
 
 from __future__ import annotations
 
@@ -75,23 +75,31 @@ def _no_rows(parameter: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-def on_device(weight: float | Tensor, device: torch.device) -> Tensor:
-    """Return a weight as a new float32 scalar on ``device``, as which ranks can add it up.
+def norm_over(
+    group: dist.ProcessGroup | None,
+    parameters: Sequence[Tensor],
+    device: torch.device,
+    copies: Callable[[Tensor], int] = lambda parameter: 1,
+) -> Tensor:
+    """Return the 2-norm of the gradient of all ranks together, as a float32 scalar on ``device``, the same on each.
 
-    A number becomes an argument of a kernel. A copy of it would wait for everything that the device has still to do.
+    The dtypes of the gradients may differ between the ranks.
+
+    Args:
+        group: the ranks that together have the whole gradient; None if this rank has it.
+        parameters: the parameters of this rank. Those without a gradient do not count.
+        device: the device of the result.
+        copies: returns how many ranks of ``group`` have the gradient of a parameter.
     """
-    return torch.zeros((), device=device).add_(weight)
-
-
-def norm_over(group: dist.ProcessGroup, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the 2-norm over all tensors of all ranks of ``group``, as a float32 scalar on ``device``.
-
-    The dtypes of the tensors may differ between the ranks.
-    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_copies.setdefault(copies(parameter), []).append(_entries(parameter.grad))
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    if tensors:
-        squares += nn.utils.get_total_norm(tensors).to(device, torch.float64).square()
-    dist.all_reduce(squares, group=group)
+    for number, gradients in by_copies.items():
+        squares += nn.utils.get_total_norm(gradients).to(device, torch.float64).square() / number
+    if group is not None:
+        dist.all_reduce(squares, group=group)
     return squares.sqrt().float()
 
 
@@ -115,6 +123,11 @@ def clip(parameters: Iterable[nn.Parameter], train: TrainConfig, norm: Tensor | 
             else:
                 dense.append(parameter)
         nn.utils.clip_grad_value_(dense, limit)
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """Return the values of a gradient, without duplicate entries: a sparse one may have several for one index."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -20,11 +20,6 @@ _RESERVED = {"metrics": re.compile(r"loss|ema_.*"), "train_metrics": _TRAIN, "tr
 """The names of the run's own metrics, by the method of the job."""
 
 
-def has_train_metrics(job: Job) -> bool:
-    """Return whether the job has metrics of training batches."""
-    return type(job).train_metrics is not Job.train_metrics
-
-
 @torch.no_grad()
 def train_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
     """Return the job's metrics of a training batch, or of a part of it, as sums.
@@ -38,6 +33,22 @@ def train_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
         ValueError: see :func:`checked_metrics`.
     """
     return checked_metrics(job.train_metrics(map_tensors(Tensor.detach, output), target), "train_metrics")
+
+
+class BatchMetrics:
+    """The sums of the job's metrics over the parts of a training batch; nothing is measured unless ``wanted``."""
+
+    def __init__(self, job: Job, *, wanted: bool):
+        self.sums: dict[str, Tensor] = {}
+        self._job = job if wanted and type(job).train_metrics is not Job.train_metrics else None
+
+    def of(self, output: Any, target: Any) -> Mapping[str, Tensor]:
+        """Return the metrics of a part of the batch."""
+        return {} if self._job is None else train_metrics(self._job, output, target)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add the metrics of a part of the batch."""
+        add_metrics(self.sums, values)
 
 
 def checked_metrics(values: Any, method: Literal["metrics", "train_metrics", "training_step"]) -> dict[str, Tensor]:

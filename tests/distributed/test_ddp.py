@@ -16,8 +16,8 @@ from helpers.gang import SOON_S
 from helpers.quick_jobs import digits
 from helpers.toys import Dropped, Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.training import assert_same, assert_same_state, losses, make, model_of, steps, train
-from orchestrator.state import train_state
-from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.data.batches import SampleOrder
 
 
@@ -97,7 +97,7 @@ def waited_ms(rank: int, case: Case) -> dict[int, float | None]:
     state = strategy.capture(step=3, samples_consumed=3 * case.train.global_batch_size, into=None)
     strategy = make(case, rank)
     strategy.restore(state, source=0)
-    results, waited = steps(strategy, first=4), {}
+    results, waited = steps(strategy, first=4, log_every=case.train.log_every), {}
     for step in range(4, case.train.steps + 1):
         if rank == 1 and step % case.train.log_every == 0:
             time.sleep(0.3)
@@ -222,12 +222,10 @@ def poisoned(*, rank: int, world_size: int) -> Poisoned:
 def around_steps(rank: int, case: Case) -> list[tuple[bool, bool, bool]]:
     """For each step: was it skipped, was the rank's own loss finite, and did nothing change."""
     strategy = make(case, rank)
-    assert isinstance(strategy, WholeModel)
+    assert isinstance(strategy, Trainer)
 
-    def state() -> train_state.TrainState:
-        return train_state.capture(
-            strategy.model, strategy.optimizer, strategy.scheduler, step=0, samples_consumed=0, into=None
-        )
+    def state() -> TrainState:
+        return strategy.trained.snapshot(step=0, samples_consumed=0)
 
     found, before = [], state()
     for result in steps(strategy):

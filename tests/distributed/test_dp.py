@@ -75,10 +75,10 @@ def test_valid_rows_alone_are_evaluated() -> None:
 
 def test_the_first_replica_keeps_its_buffers() -> None:
     strategy = make(Case(job=Normed(), train=TOY, alone=DP), 0)
-    before = {n: b.clone() for n, b in strategy.model.named_buffers()}
+    before = {n: b.clone() for n, b in strategy.passes.model.named_buffers()}
     list(steps(strategy, last=1))
-    assert all(not torch.equal(before[n], b) for n, b in strategy.model.named_buffers())
-    assert int(strategy.model[1].num_batches_tracked) == 1
+    assert all(not torch.equal(before[n], b) for n, b in strategy.passes.model.named_buffers())
+    assert int(strategy.passes.model[1].num_batches_tracked) == 1
 
 
 @dataclass(frozen=True, kw_only=True)

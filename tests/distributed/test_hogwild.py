@@ -52,7 +52,7 @@ def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
         state = {f"{k}": t.clone() for k, t in optimizer_state(strategy).items()}
         return {
             "steps": seen,
-            "model": snapshot(strategy.model),
+            "model": snapshot(strategy.passes.model),
             "optimizer": state,
             "updates": int(strategy._updates.sum()),
             "figures": {name: f.value for name, f in strategy.metrics().items()},
@@ -62,7 +62,7 @@ def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
 def optimizer_state(strategy: Any) -> dict[str, torch.Tensor]:
     from orchestrator.strategies.asynchronous.hogwild import optimizer_tensors
 
-    return optimizer_tensors(strategy.optimizer)
+    return optimizer_tensors(strategy.trained.optimizer)
 
 
 @pytest.mark.parametrize("options", [LOCKED, LOCKED_UPDATE], ids=["step", "update"])
@@ -188,14 +188,14 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> dict[str, An
         assert strategy.recoverable_steps(0) == {}
     strategy.attach()
     handed_over = strategy.recover_state((1 - lost,) * 2, source_step=at, step=step, samples_consumed=step * 32)
-    before = snapshot(strategy.model)
+    before = snapshot(strategy.passes.model)
     dist.barrier()
     list(steps(strategy, first=at + 1))
     with strategy.quiesced():
         result = {
             "handed over": handed_over,
             "before": before,
-            "model": snapshot(strategy.model),
+            "model": snapshot(strategy.passes.model),
             "held": strategy.recoverable_steps(20),
             "lost_pct": strategy.metrics()["hogwild/lost_updates_pct"].value,
         }

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import helpers.stage_toys as of
 from helpers.cases import Case, having
@@ -46,8 +47,10 @@ def test_the_norm_that_is_clipped_is_that_of_all_stages(gang: Gang, name: str) -
 
 def norm_of_mixed(rank: int) -> tuple[float, torch.dtype]:
     gradients = [[torch.full((9,), 200.0, dtype=torch.float16)], [torch.full((16,), 200.0).double()], []][rank]
-    assert dist.group.WORLD is not None
-    norm = norm_over(dist.group.WORLD, gradients, torch.device("cpu"))
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    norm = norm_over(dist.group.WORLD, parameters, torch.device("cpu"))
     return float(norm), norm.dtype
 
 

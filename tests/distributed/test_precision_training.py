@@ -18,8 +18,8 @@ from helpers.stage_toys import Marked
 from helpers.training import losses, make, piece, steps, train
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.loss_scale import INITIAL
-from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.data.batches import SampleOrder
 
 DATA_PARALLEL = DPConfig(name="dp", num_workers=2, loss_on="replicas", verbose=False)
@@ -67,13 +67,13 @@ BAD_STEP = 3
 def scales(rank: int, case: Case) -> tuple[list[bool], list[float], dict[str, Tensor]]:
     """Which steps this rank skipped, the scale after each, and its model at the end."""
     strategy = make(case, rank)
-    assert isinstance(strategy, OptimizerStep)
+    assert isinstance(strategy, Trainer)
     skipped, factors = [], []
     for result in steps(strategy):
-        assert strategy.loss_scale is not None
+        assert strategy.trained.loss_scale is not None
         skipped.append(result.skipped)
-        factors.append(strategy.loss_scale.factor)
-    return skipped, factors, {n: t.clone() for n, t in strategy.state_module().state_dict().items()}
+        factors.append(strategy.trained.loss_scale.factor)
+    return skipped, factors, {n: t.clone() for n, t in strategy.trained.module().state_dict().items()}
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)

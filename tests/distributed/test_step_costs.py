@@ -20,8 +20,8 @@ from helpers.step_toys import NormedGAN
 from helpers.toys import Normed
 from helpers.training import make, steps
 from orchestrator.compat.torch import FakeTensorMode, TorchDispatchMode
-from orchestrator.strategies.gradients import on_device
-from orchestrator.strategies.optimizer_step import OptimizerStep
+from orchestrator.strategies.reduction import on_device
+from orchestrator.strategies.trainer import Trainer
 
 walk_over = nn.Module.named_modules
 TRAIN = having(steps=3, global_batch_size=32, on_nonfinite="skip")
@@ -67,6 +67,25 @@ def test_the_gradients_of_a_stage_are_summed_while_others_compute(gang: Gang) ->
     assert all(first < last for first, last in gang.run(first_sum_and_last_transfer, case, world_size=4))
 
 
+def operations_of_a_step(rank: int, case: Case) -> list[tuple[str, tuple[int, ...]]]:
+    """What a rank communicates in the second step, and with which ranks."""
+    results = steps(make(case, rank))
+    next(results)
+    with recorded() as launches:
+        next(results)
+    return [(operation.name, operation.ranks) for launch in launches for operation in launch]
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "GPipe-2x2"])
+def test_the_norm_is_the_last_operation_before_an_update_that_needs_it(gang: Gang, name: str) -> None:
+    world_size = LAYOUTS[name].world_size
+    plain = replace(WHERE[name], train=replace(TRAIN, on_nonfinite="stop"))
+    clipped = replace(WHERE[name], train=replace(TRAIN, on_nonfinite="stop", clip_norm=1.0))
+    without = gang.run(operations_of_a_step, plain, world_size=world_size)
+    norm = ("allreduce", tuple(range(world_size)))
+    assert gang.run(operations_of_a_step, clipped, world_size=world_size) == [[*each, norm] for each in without]
+
+
 class Replacing(nn.Module):
     """Counts its calls in a buffer that it replaces."""
 
@@ -91,10 +110,10 @@ def test_a_buffer_that_a_layer_has_replaced_is_found() -> None:
     strategy = make(replace(WHERE["single"], job=ReplacingToy()), 0)
     for _ in steps(strategy):
         pass
-    assert isinstance(strategy, OptimizerStep)
-    assert strategy._buffers() == [strategy.model.calls]
-    strategy.forget_step()
-    assert strategy.model.calls == 2
+    assert isinstance(strategy, Trainer)
+    assert strategy.trained.buffers == [strategy.trained.module().calls]
+    strategy.trained.undo_step()
+    assert strategy.trained.module().calls == 2
 
 
 class _Copies(TorchDispatchMode):

@@ -25,8 +25,8 @@ from orchestrator.protocol.events import CheckpointSaved
 from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.confirmation import no_confirmation
-from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.replicated.single import Single
+from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
 
@@ -34,8 +34,8 @@ SHORT = having(steps=6, global_batch_size=16)
 
 
 def model_of(strategy: Strategy) -> nn.Module:
-    assert isinstance(strategy, OptimizerStep)
-    return strategy.state_module()
+    assert isinstance(strategy, Trainer)
+    return strategy.trained.module()
 
 
 def with_garbage(strategy: Strategy, *, call: int) -> Callable[[], None]:

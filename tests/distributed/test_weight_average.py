@@ -21,7 +21,7 @@ from helpers.training import assert_same, make, model_of, piece, snapshot, steps
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.dp import DPConfig
-from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.weight_average import KEY
 from orchestrator.worker.data.batches import SampleOrder
 
@@ -35,8 +35,8 @@ def averages(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {path.removesuffix(f"/{KEY}"): t for path, t in state.items() if path.endswith(f"/{KEY}")}
 
 
-def averages_of(strategy: WholeModel) -> dict[str, Tensor]:
-    return averages(strategy.snapshot(step=0, samples_consumed=0).optimizer)
+def averages_of(strategy: Trainer) -> dict[str, Tensor]:
+    return averages(strategy.trained.snapshot(step=0, samples_consumed=0).optimizer)
 
 
 def by_hand(weights: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def by_hand(weights: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("job", [digits(momentum=0.0), AdamDigits(hidden=24)], ids=["sgd", "adamw"])
 def test_it_is_the_average_of_the_weights_after_each_update(job: AdamDigits) -> None:
     strategy = make(Case(job=job, train=AVERAGING), 0)
-    assert isinstance(strategy, WholeModel)
+    assert isinstance(strategy, Trainer)
     seen = [snapshot(model_of(strategy)) for _ in steps(strategy)]
     torch.testing.assert_close(averages_of(strategy), by_hand(seen), rtol=1e-6, atol=1e-7)
 
@@ -69,7 +69,7 @@ class AdamHeads(TwoHeads):
 def test_a_parameter_has_an_average_from_its_first_update_on() -> None:
     """Before, an entry in its state would keep Adam from making its own."""
     strategy = make(Case(job=AdamHeads(uses=on_the_fourth_call), train=AVERAGING), 0)
-    assert isinstance(strategy, WholeModel)
+    assert isinstance(strategy, Trainer)
     seen = []
     for step, _ in enumerate(steps(strategy), 1):
         seen.append(snapshot(model_of(strategy)))
@@ -82,7 +82,7 @@ def test_a_parameter_has_an_average_from_its_first_update_on() -> None:
 def test_a_skipped_step_leaves_it_as_it_is() -> None:
     bad = tuple(SampleOrder(n=200, seed=3).indices(2 * 24, 1))  # in the third step
     strategy = make(Case(job=Poisoned(bad=bad), train=having(AVERAGING, on_nonfinite="skip")), 0)
-    assert isinstance(strategy, WholeModel)
+    assert isinstance(strategy, Trainer)
     before: dict[str, Tensor] = {}
     for step, result in enumerate(steps(strategy), 1):
         after = averages_of(strategy)
@@ -128,7 +128,7 @@ def test_a_resume_in_other_layouts_continues_it(gang: Gang) -> None:
 def recovered(rank: int, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Rank 1 is new after the third step, and receives the state of rank 0; the averages there and at the end."""
     strategy = make(case, rank)
-    assert isinstance(strategy, WholeModel)
+    assert isinstance(strategy, Trainer)
     list(steps(strategy, last=3))
     if rank == 1:
         strategy.setup(case.job.dataset("train"))
@@ -205,7 +205,7 @@ def test_it_can_be_switched_off_and_on_again(gang: Gang, tmp_path: Path) -> None
         assert bool(kept) == (name != "off")
         assert (last_evaluation(ranks[0]).ema is None) == (name == "off")
     strategy = make(again, 0)
-    assert isinstance(strategy, WholeModel)
+    assert isinstance(strategy, Trainer)
     strategy.restore(load(tmp_path / "off" / "checkpoints" / "step-00000006"), source=0)
     seen = [snapshot(model_of(strategy)) for _ in steps(strategy, first=7)]
     torch.testing.assert_close(kept, by_hand(seen), rtol=1e-4, atol=1e-5)

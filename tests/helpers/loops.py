@@ -68,7 +68,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         outcome = loop.run({}, store=default_store())
     finally:
         made.clear()  # closing the loop's strategy has to be enough
-        replica = getattr(strategy, "replica", None)
+        replica = getattr(getattr(strategy, "reduction", None), "replica", None)
         strategy.close()
         loop.finish(timeout_s=5)
     return ran(

@@ -16,7 +16,7 @@ from helpers.training import assert_same, make, snapshot, steps
 from orchestrator.compat.torch import TorchDispatchMode, version_of
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import MESSAGE_BYTES, broadcast_tensors, receive_state, send_state
-from orchestrator.strategies.optimizer_step import OptimizerStep
+from orchestrator.strategies.trainer import Trainer
 
 
 def state() -> TrainState:
@@ -79,21 +79,21 @@ def recovered_by(
         and the model.
     """
     strategy = make(case, rank)
-    assert isinstance(strategy, OptimizerStep)
+    assert isinstance(strategy, Trainer)
     for result in steps(strategy, last=2):
         result.loss_sum.item()
     step = 2 if sources[rank] == rank else own_step
     if step < 2:
         with torch.no_grad():
-            for parameter in strategy.parameters:
+            for parameter in strategy.trained.parameters:
                 parameter.add_(1)
-    before = [version_of(parameter) for parameter in strategy.parameters]
+    before = [version_of(parameter) for parameter in strategy.trained.parameters]
     batch = case.train.global_batch_size
     with Copies() as copies:
         meta = strategy.recover_state(sources, source_step=2, step=step, samples_consumed=step * batch)
     assert (meta["step"], meta["samples_consumed"]) == (2, 2 * batch)
-    grown = {version_of(parameter) - old for parameter, old in zip(strategy.parameters, before, strict=True)}
-    return grown, copies.seen, snapshot(strategy.state_module())
+    grown = {version_of(parameter) - old for parameter, old in zip(strategy.trained.parameters, before, strict=True)}
+    return grown, copies.seen, snapshot(strategy.trained.module())
 
 
 class Copies(TorchDispatchMode):

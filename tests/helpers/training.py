@@ -23,8 +23,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
 from orchestrator.strategies.base import Context, StepResult, Strategy
-from orchestrator.strategies.pipelined.pipeline import Pipeline
-from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import seed_step
 from orchestrator.worker.data.batches import checked_weights, train_batches
 from orchestrator.worker.data.job_data import Datasets, batches_of
@@ -94,7 +93,7 @@ def close_strategies() -> None:
 
 
 def steps(
-    strategy: Strategy, *, first: int = 1, last: int | None = None, want_grad_norm: bool = False
+    strategy: Strategy, *, first: int = 1, last: int | None = None, want_grad_norm: bool = False, log_every: int = 1
 ) -> Iterator[StepResult]:
     """Train from step ``first`` to ``last``, with the data and seeds that the training loop gives."""
     context = strategy.context
@@ -122,7 +121,7 @@ def steps(
     )
     for step, batch in zip(range(first, last + 1), batches, strict=True):
         seed_step(context.seed, step, context.mesh.seed_rank(context.global_rank))
-        yield strategy.train_step(batch, want_grad_norm=want_grad_norm, want_metrics=True)
+        yield strategy.train_step(batch, want_grad_norm=want_grad_norm, want_metrics=step % log_every == 0)
 
 
 def train(rank: int, case: Case, want_grad_norm: bool = False) -> Steps:
@@ -147,12 +146,10 @@ def model_of(strategy: Strategy) -> nn.Module:
     """This rank's part of the model; a shard has none."""
     if isinstance(strategy, Shard):
         return nn.Module()
-    if isinstance(strategy, Pipeline):
-        return strategy.state_module()
     if isinstance(strategy, Worker):
         strategy.pull()
-    assert isinstance(strategy, WholeModel)
-    return strategy.model
+    assert isinstance(strategy, Trainer)
+    return strategy.trained.module()
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:

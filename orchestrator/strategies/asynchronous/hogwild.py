@@ -38,8 +38,10 @@ from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import StepResult
+from orchestrator.strategies.reduction import OwnGradients
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.whole_model import WholeModel, divisor_of
+from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.whole_model import WholeModel
 
 PROBES = 1024
 """The number of counters that every update increments without a lock, to estimate how many updates are lost."""
@@ -53,10 +55,12 @@ class HogwildConfig(StrategyConfig):
 
 
 @register("hogwild")
-class Hogwild(WholeModel):
+class Hogwild(Trainer):
     """One worker. Subclasses decide which parts of a step take the lock."""
 
     config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
+    passes: WholeModel
+    reduction = OwnGradients()
     averages_weights = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
         "fp16": "its workers update one after another, so they cannot agree on which steps to skip",
@@ -77,7 +81,7 @@ class Hogwild(WholeModel):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
-        create_state(self.optimizer)
+        create_state(self.trained.optimizer)
         self._memory: SharedMemory | None = None
         self._has_state = False
         self._scheduled = 0  # the last step that the scheduler has counted
@@ -90,8 +94,8 @@ class Hogwild(WholeModel):
             "steps": torch.zeros(world_size, dtype=torch.int64),
             "updates": torch.zeros(world_size, dtype=torch.int64),
             "probes": torch.zeros(PROBES, dtype=torch.float64),
-            **{f"model/{name}": p.detach() for name, p in self.model.named_parameters()},
-            **{f"optimizer/{path}": t for path, t in optimizer_tensors(self.optimizer).items()},
+            **{f"model/{name}": p.detach() for name, p in self.passes.model.named_parameters()},
+            **{f"optimizer/{path}": t for path, t in optimizer_tensors(self.trained.optimizer).items()},
         }
         memory = map_shared(self._memory, own, rank=rank, world_size=world_size)
         if self._memory is None:
@@ -101,9 +105,9 @@ class Hogwild(WholeModel):
         """Move parameters and optimizer state into ``memory``."""
         self._memory, shared = memory, memory.tensors
         self._steps, self._updates, self._probes = shared["steps"], shared["updates"], shared["probes"]
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.passes.model.named_parameters():
             parameter.data = shared[f"model/{name}"]
-        share_state(self.optimizer, {p.removeprefix("optimizer/"): t for p, t in shared.items()})
+        share_state(self.trained.optimizer, {p.removeprefix("optimizer/"): t for p, t in shared.items()})
 
     def sync_initial_state(self) -> None:
         self._has_state = True
@@ -143,7 +147,7 @@ class Hogwild(WholeModel):
         for receiver, sender in enumerate(sources):
             if rank == sender != receiver:
                 scheduled = self._scheduled
-                state = self.snapshot(step=scheduled, samples_consumed=samples_before + scheduled * batch_size)
+                state = self.trained.snapshot(step=scheduled, samples_consumed=samples_before + scheduled * batch_size)
                 send_state(state, to=receiver, device=device)
             elif rank == receiver != sender:
                 state = receive_state(sender, device=device)
@@ -160,12 +164,12 @@ class Hogwild(WholeModel):
 
     def _load(self, state: TrainState) -> None:
         """Copy ``state`` into the shared memory."""
-        shared = optimizer_tensors(self.optimizer)
-        self.load(state, consume=True)
+        shared = optimizer_tensors(self.trained.optimizer)
+        self.load(state)
         # Loading replaces the optimizer's tensors by new ones outside the shared memory.
-        for path, loaded in optimizer_tensors(self.optimizer).items():
+        for path, loaded in optimizer_tensors(self.trained.optimizer).items():
             shared[path].copy_(loaded)
-        share_state(self.optimizer, shared)
+        share_state(self.trained.optimizer, shared)
 
     @contextlib.contextmanager
     def quiesced(self) -> Iterator[None]:
@@ -179,16 +183,14 @@ class Hogwild(WholeModel):
         lost_pct = 100 * (1 - float(self._probes.mean()) / max(1, updates))
         return {"hogwild/lost_updates_pct": Metric(lost_pct, "max"), **staleness_metrics(staleness)}
 
-    def _update(self) -> None:
+    def apply(self) -> None:
+        """Update the shared parameters, and advance the schedule once per step: not again for a repeated step."""
         with self._lock() if self._locks_update else contextlib.nullcontext():
-            super()._update()
+            self.trained.optimizer.step()
             self._probes += 1
         self._updates[self.context.global_rank] += 1
-
-    def _schedule(self) -> None:
-        """Advance the schedule once per step, and not again for a repeated step."""
         if (step := int(self._steps[self.context.global_rank]) + 1) > self._scheduled:
-            super()._schedule()
+            self.trained.schedule()
             self._scheduled = step
 
     def _lock(self) -> contextlib.AbstractContextManager[None]:
@@ -197,14 +199,10 @@ class Hogwild(WholeModel):
 
     @property
     def _locks_update(self) -> bool:
-        return isinstance(self.optimizer, Adam)
+        return isinstance(self.trained.optimizer, Adam)
 
     def _exclusive(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-    def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
-        """Return the weight as if all workers had this one's: each update applies the mean gradient of one worker."""
-        return divisor_of(weight) * self.context.mesh.world_size
 
 
 def create_state(optimizer: Optimizer) -> None:

@@ -6,7 +6,7 @@ targets, which therefore may have any nested structure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.base import EvalSums
-from orchestrator.strategies.job_metrics import add_metrics, checked_metrics, is_scalar, loss_reads
+from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.job_metrics import BatchMetrics, add_metrics, checked_metrics, is_scalar, loss_reads
 from orchestrator.strategies.pipelined.forward_pass import forward_only
+from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
-from orchestrator.strategies.replicated.whole_model import weighted
+from orchestrator.strategies.reduction import Reduction, Weight, weighted
 from orchestrator.timeline.spans import Span
 
 
@@ -47,8 +48,7 @@ class Chain:
         device: torch.device,
         group: dist.ProcessGroup,
         precision: Precision,
-        measure: Callable[[Any, Any], None],
-        passed: Callable[[int], None],
+        sums: ReplicaSums,
         backward_group: dist.ProcessGroup,
     ):
         """Connect the stages.
@@ -61,8 +61,7 @@ class Chain:
             device: the device of the stages.
             group: the ranks of this pipeline.
             precision: what the forward passes are computed in.
-            measure: called in training with the output and the target of every micro-batch.
-            passed: called with the number of a stage after each backward pass of a micro-batch through it.
+            sums: is told of each backward pass of a micro-batch through a stage.
             backward_group: the ranks of this pipeline, for the gradients of activations; may be ``group``.
         """
         self.feeds = stages[0].inputs is None
@@ -74,12 +73,13 @@ class Chain:
         self._device = device
         self._group: dist.ProcessGroup | None = group
         self._precision = precision
-        self._measure = measure
+        self._sums = sums
         self._clock = Clock(device)
         self._inputs = InputBuffer()
         self._targets: list[Any] = []
-        self._weights: Sequence[float | Tensor] = []
-        self._total_weight: float | Tensor = 1.0
+        self._weights: Sequence[Weight] = []
+        self._divisor: Weight = 1.0
+        self._metrics = BatchMetrics(job, wanted=False)
         self._loss_sum = torch.zeros(())
         self.timed_stages = [
             TimedStage(
@@ -90,7 +90,7 @@ class Chain:
                 clock=self._clock,
                 inputs=self._inputs,
                 precision=precision,
-                passed=passed,
+                passed=sums.passed,
                 backward_group=backward_group,
             )
             for stage in stages
@@ -104,21 +104,20 @@ class Chain:
             scale_grads=False,
         )
 
-    def train(self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor) -> Tensor:
-        """Run forward and backward passes and add the gradients to those of the stages.
-
-        Args:
-            slices: the slices of this replica's batch, one per accumulation step.
-            weights: the weight of every micro-batch of every slice; read only on the rank that has the loss.
-            total_weight: the weight of the global batch.
-
-        Returns:
-            The summed loss, a scalar on the device; 0 on ranks that do not have the loss.
-        """
+    def backward(
+        self, slices: Sequence[Any], reduction: Reduction, metrics: BatchMetrics, *, context: Context, factor: float
+    ) -> tuple[Tensor, Weight]:
+        """See ``WholeModel.backward``; the parts are the micro-batches of every slice."""
+        weights: Sequence[Weight] = []
+        if self.has_loss:
+            targets = [part for _, target in slices for part in self.microbatches(target)]
+            weights, total = reduction.weigh(self._job, targets, [self._rows] * len(targets))
+            self._divisor = total / factor
         self._clock.restart()
         self._loss_sum = torch.zeros((), device=self._device)
-        self._total_weight = total_weight
+        self._metrics = metrics
         m = self._layout.num_microbatches
+        self._sums.begin_step(passes=len(slices) * m)
         for number, batch in enumerate(slices):
             self._clock.first_microbatch = number * m
             if self.feeds:
@@ -126,9 +125,9 @@ class Chain:
             if self.has_loss:
                 self._targets, self._weights = self.microbatches(batch[1]), weights[number * m : (number + 1) * m]
             self._run_schedule()
-        return self._loss_sum
+        return self._loss_sum, sum(weights)
 
-    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+    def evaluate(self, batch: tuple[Any, Any], valid: int) -> EvalSums:
         """Return loss and metrics of the first ``valid`` samples; zeros on ranks that do not have the loss."""
         assert self._group is not None
         device = self._device
@@ -193,7 +192,7 @@ class Chain:
         target, weight = self._targets[int(number)], self._weights[int(number)]
         with self._clock.span("F", last.stage_index, int(number)), self._precision.autocast():
             loss = self._job.loss(last.output, target)
-            self._measure(last.output, target)
+            self._metrics.add(self._metrics.of(last.output, target))
         last.output = None
         self._loss_sum += weighted(loss.detach(), weight)
-        return summable(loss) * (weight / self._total_weight)
+        return summable(loss) * (weight / self._divisor)

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.pipelining import sends_one_way
@@ -36,23 +35,14 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import (
-    CPU,
-    broadcast_state,
-    broadcast_tensors,
-    gather_states,
-    receive_state,
-    send_state,
-)
-from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
+from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
-from orchestrator.strategies.datasets import example_batch, steps_per_epoch
+from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.diverging import diverging_errors
-from orchestrator.strategies.gradients import norm_over, on_device
 from orchestrator.strategies.groups import divided, new_group, own_group
 from orchestrator.strategies.job_optimizer import optimizer_of_part
-from orchestrator.strategies.optimizer_step import OptimizerStep
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
@@ -61,9 +51,12 @@ from orchestrator.strategies.pipelined.preflight import check_stages
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.shared_tensors import Sharing
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.pipelined.stage_gradients import StageGradients
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
+from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.whole_model import entries
+from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.trainer import Trainer
 from orchestrator.timeline.spans import Span
 
 
@@ -74,30 +67,12 @@ class PipelineConfig(PipelinedConfig):
     name: Literal["pipeline"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Connected:
-    """What refers to the process group of one generation.
-
-    Attributes:
-        pipeline: the ranks of this replica.
-        host: the same ranks with gloo, on GPUs, so that states in host memory need not pass through them; else None.
-        replicas: the ranks that have the same stages; None if there is one replica.
-        sums: those of the gradients over the replicas.
-    """
-
-    pipeline: dist.ProcessGroup
-    host: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
-    sharing: Sharing
-    sums: ReplicaSums
-    chain: Chain
-
-
 @register("pipeline")
-class Pipeline(OptimizerStep):
+class Pipeline(Trainer):
     """The stages of one rank."""
 
     config_class: ClassVar[type[StrategyConfig]] = PipelineConfig
+    passes: Chain
     size_key: ClassVar[str] = "strategy.num_workers"
     """The key that says how many workers a pipeline has."""
 
@@ -128,15 +103,14 @@ class Pipeline(OptimizerStep):
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
         self.reassign(context)
-        self._waits = WaitTimer(context.device)  # for the other replicas
-        self._builder: StageBuilder | None = None  # from setup() until the stages are built, as the next one
-        self._train_set: Dataset[Any] | None = None
+        self._builder: StageBuilder | None = None  # from setup() until the stages are built
+        self._train_set: Dataset[Any] | None = None  # like the builder
         self._cut: Cut | None = None  # None until the stages are built
         self.stages: Sequence[Stage] = ()
         self._shared: Sequence[Shared] = ()
         self._costs: Sequence[float] | None = None
-        self._warnings: tuple[str, ...] = ()
-        self._connections: _Connected | None = None
+        self._gradients: StageGradients | None = None  # None between two generations
+        self._host: dist.ProcessGroup | None = None  # this pipeline with gloo, on GPUs: for states in host memory
         self._copies = PeerCopies() if context.peer_copy_every else None
 
     def reassign(self, context: Context) -> None:
@@ -152,7 +126,6 @@ class Pipeline(OptimizerStep):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context, self._train_set = self.context, train_set
-        self._steps_per_epoch = steps_per_epoch(self.job, train_set, context.train.global_batch_size)
         inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
             self.job,
@@ -178,12 +151,12 @@ class Pipeline(OptimizerStep):
         assert pipeline is not None
         assert backward is not None
         cut = self._agree_on_cut()
-        if self._builder is not None:
+        if self._builder is not None and self._train_set is not None:
             if self.context.global_rank == 0:
                 self._warnings = compare_with_whole(
                     self._builder, self._train_set, context=context, precision=self.precision, rows=self._rows
                 )
-            self._build(self._builder, cut)
+            self._build(self._builder, self._train_set, cut)
             self._builder = self._train_set = None
         super().attach()
         if self._copies is not None:
@@ -191,16 +164,26 @@ class Pipeline(OptimizerStep):
             self._copies.attach(self._new_gloo_group(), ring, rank=context.global_rank)
         sharing = Sharing(
             self._shared,
-            self.state_module().state_dict(keep_vars=True),
+            self.trained.module().state_dict(keep_vars=True),
             context=context,
             stage_ranks=self.layout.stage_ranks,
         )
+        self._host = None if context.device.type == "cpu" else self._new_gloo_group()
+        named = self.trained.module().named_parameters()
         sums = ReplicaSums(
             replicas,
             {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
-            {p: n for n, p in self.state_module().named_parameters() if p.requires_grad and n not in self._unused},
+            {p: n for n, p in named if p.requires_grad and n not in self._unused},
         )
-        chain = Chain(
+        self._gradients = self.reduction = StageGradients(
+            context=context,
+            trained=self.trained,
+            replicas=replicas,
+            sums=sums,
+            sharing=sharing,
+            waits=WaitTimer(context.device),
+        )
+        self.passes = Chain(
             self.stages,
             self.layout,
             job=self.job,
@@ -208,13 +191,8 @@ class Pipeline(OptimizerStep):
             device=context.device,
             group=pipeline,
             precision=self.precision,
-            measure=self._measure,
-            passed=sums.passed,
+            sums=sums,
             backward_group=backward,
-        )
-        host = None if context.device.type == "cpu" else self._new_gloo_group()
-        self._connections = _Connected(
-            pipeline=pipeline, host=host, replicas=replicas, sharing=sharing, sums=sums, chain=chain
         )
 
     def _has_backward_group(self) -> bool:
@@ -224,37 +202,39 @@ class Pipeline(OptimizerStep):
         """
         return self.context.device.type == "cuda" and sends_one_way(self.layout.schedule)
 
-    def _build(self, builder: StageBuilder, cut: Cut) -> None:
+    def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks)
         self.stages, self._shared = built.stages, built.shared
         for stage in self.stages:
             compile_in_place(stage.module, self.context.train)
-        self.parameters = [p for p in self.state_module().parameters() if p.requires_grad]
-        self.use(optimizer_of_part(self.job, builder.sequence.whole.model, self.state_module()))
+        optimizer = optimizer_of_part(self.job, builder.sequence.whole.model, state_of(self.stages))
+        stages, modules = self.stages, [stage.module for stage in self.stages]
+        # The bare module is assembled at each call, because a layer may replace its buffers.
+        self.trained = Trained(
+            self.job, self.context, modules, {"": optimizer}, train_set, module=lambda: state_of(stages)
+        )
         self._cut = cut
 
-    @torch.no_grad()
     def sync_initial_state(self) -> None:
-        if (replicas := self._connected.replicas) is not None:
-            tensors = (*self.state_module().parameters(), *self._buffers())
-            broadcast_tensors(tensors, source=0, device=self.context.device, group=replicas)
-        self._connected.sharing.sync_initial_state()
+        self._connected.sync_initial_state()
 
-    def state_module(self) -> nn.Module:
-        """Return a bare module with the current tensors of this rank's stages, under the model's own names.
+    @property
+    def full_model(self) -> None:
+        """No rank has it."""
 
-        It is assembled at each call, because a layer may replace its buffers.
-        """
-        return state_of(self.stages)
+    @property
+    def writers(self) -> Sequence[int]:
+        return self.context.mesh.groups("pipeline")[0]
 
-    def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        return self._connected.chain.evaluate(self._on_device(batch), valid)
+    @property
+    def saved_names(self) -> Sequence[str]:
+        return self._names
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         state = self.capture_part(step=step, samples_consumed=samples_consumed, into=into)
         if state is None:
             return None
-        context, host = self.context, self._connected.host
+        context, host = self.context, self._host
         states = gather_states(
             state,
             ranks=self.writers,
@@ -265,28 +245,20 @@ class Pipeline(OptimizerStep):
         )
         return None if states is None else merge(states, order=self._names)
 
-    @property
-    def writers(self) -> Sequence[int]:
-        return self.context.mesh.groups("pipeline")[0]
-
-    @property
-    def saved_names(self) -> Sequence[str]:
-        return self._names
-
     def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.dp_rank != 0:
             return None
         sharing = self._connected.sharing
-        state = self.snapshot(step=step, samples_consumed=samples_consumed, into=into)
+        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into)
         return without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere)
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
-        self.load(state, partial=True, consume=True)
+        self.load(state, partial=True)
         return state.meta
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context
-        wanted = {*self.state_module().state_dict(), *self._connected.sharing.first_names.values()}
+        wanted = {*self.trained.module().state_dict(), *self._connected.sharing.first_names.values()}
         state = broadcast_state(
             state, source=source, rank=context.global_rank, device=context.device, keep=wanted.__contains__
         )
@@ -295,7 +267,7 @@ class Pipeline(OptimizerStep):
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every
         if copies is not None and step % every == 0:
-            copies.submit(lambda into: self.snapshot(step=step, samples_consumed=samples_consumed, into=into))
+            copies.submit(lambda into: self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Offer this rank's stages to all their replicas, and the peer copies of these and of the preceding rank's."""
@@ -325,7 +297,7 @@ class Pipeline(OptimizerStep):
                 send_state(self._state_of(receiver, source_step, **here), to=receiver, device=device)
             elif own == receiver != sender:
                 onto = device if step == 0 else CPU
-                meta = self._load(receive_state(sender, device=device, onto=onto), consume=True)
+                meta = self._load(receive_state(sender, device=device, onto=onto))
         if sources[own] == own and step != source_step:
             assert self._copies is not None
             meta = self._load(self._copies.own(source_step), consume=False)
@@ -337,13 +309,13 @@ class Pipeline(OptimizerStep):
     def _state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
         """Return the state of ``rank`` after the step ``wanted``, from this rank's stages or copies."""
         if self.context.mesh.coords(rank).pipeline == self.context.pp_rank and wanted == step:
-            return self.snapshot(step=step, samples_consumed=samples_consumed, live=True)
+            return self.trained.snapshot(step=step, samples_consumed=samples_consumed, live=True)
         assert self._copies is not None
         if self.context.mesh.coords(rank).pipeline == self.context.pp_rank:
             return self._copies.own(wanted)
         return self._copies.neighbours(wanted)
 
-    def _load(self, state: TrainState, *, consume: bool) -> dict[str, Any]:
+    def _load(self, state: TrainState, *, consume: bool = True) -> dict[str, Any]:
         self.load(state, consume=consume)
         return {name: state.meta[name] for name in ("step", "samples_consumed")}
 
@@ -355,28 +327,24 @@ class Pipeline(OptimizerStep):
 
     def close(self) -> None:
         """Release everything that refers to the process group."""
-        if self._connections is not None:
-            self._connections.chain.close()
-            self._connections = None
+        if self._gradients is not None:
+            self.passes.close()
+            self._host = self._gradients = None
+            self.reduction = Reduction()
         if self._copies is not None:
             self._copies.detach()
 
     @property
-    def _connected(self) -> _Connected:
-        assert self._connections is not None, "attach() has not been called"
-        return self._connections
-
-    @property
     def timed_stages(self) -> Sequence[TimedStage]:
         """The stages as the schedule calls them, in ascending order."""
-        return self._connected.chain.timed_stages
+        return self.passes.timed_stages
 
     @property
     def eval_batch_size(self) -> int:
         return self._rows * self.layout.num_microbatches
 
     def spans(self) -> tuple[Span, ...]:
-        return self._connected.chain.spans()
+        return self.passes.spans()
 
     def stage_summaries(self) -> tuple[StageSummary, ...]:
         assert self._cut is not None
@@ -393,11 +361,13 @@ class Pipeline(OptimizerStep):
             )
         return tuple(summaries)
 
-    def setup_warnings(self) -> tuple[str, ...]:
-        return self._warnings
-
     def comm_ms(self) -> float | None:
-        return self._waits.total_ms() if self.context.mesh.data_parallel_size > 1 else None
+        return self._connected.waited_ms()
+
+    @property
+    def _connected(self) -> StageGradients:
+        assert self._gradients is not None, "attach() has not been called"
+        return self._gradients
 
     def _split(self) -> tuple[str, ...] | None:
         """Return the module names of ``strategy.split``, or None to cut by measured time."""
@@ -425,45 +395,3 @@ class Pipeline(OptimizerStep):
             starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
-
-    def _modules(self) -> Sequence[nn.Module]:
-        return [stage.module for stage in self.stages]
-
-    def _weigh(self, slices: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
-        """Return the weights of the micro-batches and of the global batch, on the rank that has the loss."""
-        chain = self._connected.chain
-        if not chain.has_loss:
-            return [], 1.0
-        weights = [self.job.weight(t) for _, target in slices for t in chain.microbatches(target)]
-        if weights[0] is None:
-            return [self._rows] * len(weights), self.context.train.global_batch_size
-        counted = [w for w in weights if w is not None]
-        total = on_device(sum(counted), self.context.device)
-        if (replicas := self._connected.replicas) is not None:
-            dist.all_reduce(total, group=replicas)
-        return counted, total
-
-    def _backward(
-        self, slices: Sequence[Any], weights: Sequence[float | Tensor], total_weight: float | Tensor
-    ) -> Tensor:
-        self._connected.sums.begin_step(passes=len(slices) * self.layout.num_microbatches)
-        loss_sum = self._connected.chain.train(slices, weights, total_weight)
-        self._reduce_gradients()
-        return loss_sum
-
-    def _gradient_norm(self) -> Tensor:
-        elsewhere = self._connected.sharing.counted_elsewhere
-        counted = [entries(p.grad) for p in self.parameters if p.grad is not None and p not in elsewhere]
-        return norm_over(self._connected.pipeline, counted, self.context.device)
-
-    def _reduce_gradients(self) -> None:
-        """Sum each gradient over the replicas of its stage, then gradients of shared parameters over their stages.
-
-        All replicas take the buffers of the first.
-        """
-        self._waits.restart()
-        self._connected.sums.finish(self._waits)
-        with self._waits.waiting():
-            self._connected.sharing.add_gradients()
-        if (replicas := self._connected.replicas) is not None:
-            broadcast_tensors(self._buffers(), source=0, device=self.context.device, group=replicas)

@@ -1,7 +1,7 @@
 """Tensors that belong to stages on several ranks, such as an embedding table tied to the output layer.
 
 Each of these ranks keeps a copy and applies the same update, with the sum of their gradients. The rank of the first
-stage counts the gradient in the norm and saves the tensor.
+stage saves the tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sharing:
     Attributes:
         first_names: this rank's names of parameters that another rank saves, each mapped to its first name there.
         saved_elsewhere: the names of this rank's tensors that another rank saves under the same name.
-        counted_elsewhere: parameters whose gradient another rank counts in the norm.
+        copies: for each shared parameter, the number of ranks of this pipeline that have it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Sharing:
         """
         self.first_names: dict[str, str] = {}
         self.saved_elsewhere: set[str] = set()
-        self.counted_elsewhere: set[Tensor] = set()
+        self.copies: dict[Tensor, int] = {}
         self._parameters: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         mesh, global_rank = context.mesh, context.global_rank
@@ -59,6 +59,7 @@ class Sharing:
                     parameter = own[names[0]]
                     if isinstance(parameter, nn.Parameter):
                         self._parameters.append((parameter, groups[holders]))
+                        self.copies[parameter] = len(holders)
                     if mesh.coords(global_rank).pipeline != ranks[0]:
                         self._leave_to_first(parameter, names, tensor.names_on(stage_ranks, ranks[0]))
 
@@ -66,7 +67,6 @@ class Sharing:
         self.saved_elsewhere |= set(names) & set(names_there)
         if isinstance(tensor, nn.Parameter):
             self.first_names |= dict.fromkeys(names, names_there[0])
-            self.counted_elsewhere.add(tensor)
 
     @torch.no_grad()
     def sync_initial_state(self) -> None:

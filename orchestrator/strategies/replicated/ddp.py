@@ -29,19 +29,22 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.precision import Precision
 from orchestrator.planning.plan import Plan
-from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state, broadcast_tensors
+from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.fused_updates import sparse_parameters
-from orchestrator.strategies.gradients import on_device
+from orchestrator.strategies.gradients import norm_over
+from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_arguments, bucket_mb_for
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
 from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
-from orchestrator.strategies.replicated.whole_model import WholeModel, forward_module
+from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.whole_model import WholeModel
 
 SMALLEST_COMPILED_BUCKET_MB = 1.0
 """The size of the first bucket of ``DistributedDataParallel``, in MiB."""
@@ -66,13 +69,17 @@ class DDPConfig(StrategyConfig):
 
 
 @register("ddp")
-class DDP(WholeModel):
-    """A replica of the model whose gradients are averaged over all ranks."""
+class DDP(Trainer):
+    """A replica of the model whose gradients are summed over all ranks."""
 
     config_class: ClassVar[type[StrategyConfig]] = DDPConfig
     runs_training_step = True
-    replica: DistributedDataParallel | None = None
-    """The wrapped model, while there is a process group."""
+    passes: WholeModel
+    _buckets: InBackward | None = None
+    """The reduction, while there is a process group."""
+    _powersgd: PowerSGD | None = None
+    _timed = False
+    _norms: Sequence[SyncBatchNorm] = ()
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -100,118 +107,111 @@ class DDP(WholeModel):
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:
         """Return ``JobStep`` for a job that makes its own updates, else ``DDP``."""
-        options = context.options
-        assert isinstance(options, DDPConfig)
         if has_training_step(job):
-            return JobStep(context, job, sync_batchnorm=options.sync_batchnorm)
+            return JobStep(context, job, sync_batchnorm=_options(context).sync_batchnorm)
         return cls(context, job)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
-        options = self.context.options
-        assert isinstance(options, DDPConfig)
-        self._options = options
-        self._step = 0
-        self._timed = False
-        self._norms: tuple[SyncBatchNorm, ...] = ()
+        options, model = _options(self.context), self.passes.model
         if options.sync_batchnorm:
-            self._norms = synchronize(self.model, self.context.device)
-        self._powersgd: PowerSGD | None = None
+            self._norms = synchronize(model, self.context.device)
         if options.comm_hook == "powersgd":
-            self._powersgd = PowerSGD(self.model, approximation_rank=options.powersgd_rank)
+            self._powersgd = PowerSGD(model, approximation_rank=options.powersgd_rank)
 
     def attach(self) -> None:
         super().attach()
-        options = self._options
+        self._buckets = self.reduction = InBackward(self.passes, self.trained, self.context, self._powersgd)
+
+    def sync_initial_state(self) -> None:
+        tensors = (*self.passes.model.parameters(), *self.trained.buffers)
+        broadcast_tensors(tensors, source=0, device=self.context.device)
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
+        assert self._buckets is not None
+        # DDP synchronises with the device to read its timers, so they are sampled only in steps that are logged.
+        self._timed = want_metrics
+        set_ddp_timing(self._buckets.replica, enabled=want_metrics)
+        for norm in self._norms:
+            norm.waited_s = 0.0
+        result = super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
+        if result.skipped and self._powersgd is not None:
+            self._powersgd.forget()
+        return result
+
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        # The errors of PowerSGD are the one state that differs by rank; their mean is saved. Collective.
+        tensors = {} if self._powersgd is None else self._powersgd.state()
+        state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
+        if state is not None:
+            # No parameter has these names, so other strategies ignore the tensors.
+            state.optimizer.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+        return state
+
+    def load(self, state: TrainState, *, partial: bool = False, consume: bool = True) -> None:
+        if self._powersgd is not None:
+            self._powersgd.load_state(state.optimizer, steps=state.step)
+        super().load(state, partial=partial, consume=consume)
+
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
+        return {} if self._powersgd is not None else super().recoverable_steps(step)
+
+    def comm_ms(self) -> float | None:
+        assert self._buckets is not None
+        gradients_ms = ddp_comm_ms(self._buckets.replica) if self._timed else None
+        return None if gradients_ms is None else gradients_ms + 1e3 * sum(norm.waited_s for norm in self._norms)
+
+    def close(self) -> None:
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets = None
+
+
+class InBackward(Reduction):
+    """``DistributedDataParallel``: sums bucket by bucket, overlapped with the last backward pass of a step.
+
+    Attributes:
+        replica: the wrapped model; deleted by :meth:`close`.
+    """
+
+    def __init__(self, passes: WholeModel, trained: Trained, context: Context, powersgd: PowerSGD | None):
+        """Wrap the model. Collective."""
+        self._passes = passes
+        self._trained = trained
+        self._device = context.device
+        self._samples = context.train.global_batch_size
+        self._options = options = _options(context)
+        # DDP divides gradients by the number of ranks, and a sum is needed: the loss has its global weight already.
+        self.averages_over = context.mesh.world_size
         # At this level, DDP's errors name the parameters concerned.
         dist.set_debug_level(dist.DebugLevel.INFO)
-        replica = DistributedDataParallel(
-            forward_module(self.job, self.model),
-            device_ids=None if self.context.device.type == "cpu" else [self.context.device],
+        self.replica = replica = DistributedDataParallel(
+            passes.unwrapped,
+            device_ids=None if context.device.type == "cpu" else [context.device],
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=True,
             init_sync=False,  # ranks may still be at different steps
-            **bucket_arguments(self.parameters, options.bucket_mb, device=self.context.device.type),
+            **bucket_arguments(trained.parameters, options.bucket_mb, device=context.device.type),
             **without_buffer_broadcasts(),  # evaluation comes before the next forward pass
         )
-        self.replica = self.forward_model = replica
+        passes.forward_model = replica
         # Lambdas, because DDP compares a hook's annotations with types, and here annotations are strings.
         if options.comm_hook in ("bf16", "fp16"):
             dtype = torch.bfloat16 if options.comm_hook == "bf16" else torch.float16
             replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
-        elif self._powersgd is not None:
-            replica.register_comm_hook(self._powersgd, lambda powersgd, bucket: powersgd.average(bucket))
-        elif sparse_parameters([self.model]):
+        elif powersgd is not None:
+            replica.register_comm_hook(powersgd, lambda powersgd, bucket: powersgd.average(bucket))
+        elif sparse_parameters([passes.model]):
             replica.register_comm_hook(None, lambda _, bucket: average(bucket))
 
-    def sync_initial_state(self) -> None:
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        broadcast_tensors(tensors, source=0, device=self.context.device)
-
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
-        train = self.context.train
-        self._step += 1
-        self._timed = self._step % train.log_every == 0 or self._step in (1, train.steps)
-        # DDP synchronises with the device to read its timers, so they are sampled only in steps that are logged.
-        assert self.replica is not None
-        set_ddp_timing(self.replica, enabled=self._timed)
-        for norm in self._norms:
-            norm.waited_s = 0.0
-        return super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
-
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        powersgd = self._powersgd.state() if self._powersgd is not None else {}
-        state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
-        if state is not None:
-            # No parameter has these names, so other strategies ignore the tensors.
-            state.optimizer.update({name: tensor.to("cpu", copy=True) for name, tensor in powersgd.items()})
-        return state
-
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        context = self.context
-        state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
-        if self._powersgd is not None:
-            self._powersgd.load_state(state.optimizer, steps=state.step)
-        return super().restore(state, source=context.global_rank)
-
-    def _continue_from(self, step: int) -> None:
-        self._step = step
-
-    def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Return the last step for any rank, as all are equal; nothing with PowerSGD, whose errors differ by rank."""
-        return {} if self._powersgd is not None else {ANY_RANK: (step,)}
-
-    def close(self) -> None:
-        """Release everything that references the process group.
-
-        Its connections then close, which frees the ranks that wait for this one. If the reducer were the last owner of
-        the group, its destructor would wait for gloo's threads while it holds the GIL, which they may be waiting for.
-        """
-        if self.replica is None:
-            return
-        self.forward_model = forward_module(self.job, self.model)
-        release_ddp(self.replica)
-        self.replica = None
-
-    def comm_ms(self) -> float | None:
-        if not self._timed:
-            return None
-        assert self.replica is not None
-        gradients_ms = ddp_comm_ms(self.replica)
-        if gradients_ms is None:
-            return None
-        return gradients_ms + 1e3 * sum(norm.waited_s for norm in self._norms)
-
-    def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
-        total = on_device(weight, self.context.device)
-        dist.all_reduce(total)
-        return total
+    def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
+        return self._samples if counts_samples else weight_sum(own, device=self._device)
 
     @contextlib.contextmanager
-    def _gradient_sync(self, last: bool) -> Iterator[None]:
+    def around_slice(self, *, last: bool) -> Iterator[None]:
+        """Sum the gradients in the backward pass of the last slice alone."""
         # The forward pass must be inside as well, because DDP decides there whether to synchronise.
-        assert self.replica is not None
         with contextlib.nullcontext() if last else self.replica.no_sync():
             try:
                 yield
@@ -221,20 +221,34 @@ class DDP(WholeModel):
                     raise
                 raise ValueError(f"set strategy.find_unused_parameters=true: {e}") from e
 
-    def _after_backward(self) -> None:
-        if not self._options.find_unused_parameters and any(p.grad is None for p in self.parameters):
-            unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+    def finish(self) -> None:
+        if not self._options.find_unused_parameters and any(p.grad is None for p in self._trained.parameters):
+            named = self._passes.model.named_parameters()
+            unused = [n for n, p in named if p.requires_grad and p.grad is None]
             raise ValueError(
                 f"parameters that take no part in the loss: {', '.join(unused)}; the other ranks would wait for "
                 "their gradients. Use them, freeze them (requires_grad=False), or set "
                 "strategy.find_unused_parameters=true"
             )
-        broadcast_tensors(self._buffers(), source=0, device=self.context.device)
+        broadcast_tensors(self._trained.buffers, source=0, device=self._device)
 
-    def forget_step(self) -> None:
-        super().forget_step()
-        if self._powersgd is not None:
-            self._powersgd.forget()
+    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+        return norm_over(dist.group.WORLD, parameters, device, lambda parameter: self.averages_over)
+
+    def close(self) -> None:
+        """Release everything that references the process group.
+
+        Its connections then close, which frees the ranks that wait for this one. If the reducer were the last owner of
+        the group, its destructor would wait for gloo's threads while it holds the GIL, which they may be waiting for.
+        """
+        self._passes.forward_model = self._passes.unwrapped
+        release_ddp(self.replica)
+        del self.replica
+
+
+def _options(context: Context) -> DDPConfig:
+    assert isinstance(context.options, DDPConfig)
+    return context.options
 
 
 def _bucket_notes(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) -> tuple[str, ...]:

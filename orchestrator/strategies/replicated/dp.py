@@ -18,17 +18,20 @@ from torch import Tensor, nn
 
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, join, num_rows, split_batch, tensors_in
+from orchestrator.model.batch import first_rows, join, num_rows, tensors_in
+from orchestrator.model.precision import Precision
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums, StepResult
 from orchestrator.strategies.batch_parts import LossOfParts, Part
-from orchestrator.strategies.job_metrics import add_metrics, train_metrics
+from orchestrator.strategies.job_metrics import BatchMetrics
+from orchestrator.strategies.reduction import Weight, weighted
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas
-from orchestrator.strategies.replicated.whole_model import WholeModel, weighted
+from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.whole_model import WholeModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +45,105 @@ class DPConfig(StrategyConfig):
     verbose: bool = option("print the sizes inside the replicas and outside into the worker's log")
 
 
+class Scattered(WholeModel):
+    """Passes through replicas of the model, one per device.
+
+    Attributes:
+        gathered_bytes: the size of what training has gathered on the first device.
+        replicas: set by :meth:`DP.attach`.
+    """
+
+    replicas: Replicas
+
+    def __init__(self, job: Job, context: Context, precision: Precision):
+        super().__init__(job, context, precision)
+        assert isinstance(context.options, DPConfig)
+        self.gathered_bytes = 0
+        self._options = context.options
+
+    def evaluate(self, batch: tuple[Any, Any], valid: int) -> EvalSums:
+        return super().evaluate(first_rows(batch, valid), valid)
+
+    def mean_loss(self, inputs: Any, target: Any, metrics: BatchMetrics) -> Tensor:
+        if self._options.loss_on == "device0":
+            return super().mean_loss(inputs, target, metrics)
+        pieces, targets = self.replicas.scatter(inputs), self.replicas.scatter(target)
+        weights = [self._weight_of(piece) for piece in targets]
+
+        def sums(replica: nn.Module, piece: Any, target: Any, weight: Weight) -> tuple[Tensor, Mapping[str, Tensor]]:
+            output = self.precision.outputs(self._apply(replica, piece))
+            return weighted(self.job.loss(output, target), weight), metrics.of(output, target)
+
+        results = self.replicas.apply(sums, pieces, targets, weights)
+        for _, measured in results:
+            metrics.add(measured)
+        losses = self._gather([loss for loss, _ in results])
+        total: Tensor = losses.sum() / sum(self.replicas.collect(weights))
+        return total
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return the mean loss. A loss that the model computes is gathered as one mean per replica."""
+        loss = self.job.loss(output, target)
+        if loss.numel() == 1:
+            return loss
+        weights = self.replicas.collect([self._weight_of(piece) for piece in self.replicas.scatter(target)])
+        if loss.shape != (len(weights),):
+            raise ValueError(f"Job.loss returned a tensor of shape {tuple(loss.shape)}; return the mean, a scalar")
+        total: Tensor = torch.stack([weighted(mean, w) for mean, w in zip(loss, weights, strict=True)]).sum()
+        return total / sum(weights)
+
+    def loss_of_parts(self, context: Context) -> LossOfParts:
+        mean = super().loss_of_parts(context)
+        if self._options.loss_on == "replicas" or context.train.grad_accumulation > 1:
+            return mean
+
+        def of_gathered(outputs: Sequence[Any], parts: Sequence[Part]) -> Tensor:
+            loss = self.job.loss(join(outputs, context.device), join([part.target for part in parts], context.device))
+            return loss if loss.numel() == 1 else mean(outputs, parts)
+
+        return of_gathered
+
+    def evaluated(self, inputs: Any) -> Any:
+        before = self.gathered_bytes
+        out = self.forward(inputs)
+        self.gathered_bytes = before  # the metric counts training only
+        return out
+
+    def forward(self, inputs: Any) -> Any:
+        outputs = self.replicas.apply(self._apply, self.replicas.scatter(inputs))
+        out = self._gather(outputs)
+        if self._options.verbose:
+            print(f"outside: input {_sizes(inputs)}, output {_sizes(out)}", flush=True)
+        return out
+
+    def _apply(self, replica: nn.Module, piece: Any) -> Any:
+        out = self.job.forward(replica, piece)
+        if self._options.verbose:
+            print(f"in a replica: input {_sizes(piece)}, output {_sizes(out)}", flush=True)
+        return out
+
+    def _gather(self, outputs: list[Any]) -> Any:
+        out = self.replicas.gather(outputs)
+        self.gathered_bytes += sum(t.nbytes for t in tensors_in(out))
+        return out
+
+    def _weight_of(self, target: Any) -> Weight:
+        """Return the job's weight of a piece, or its number of samples."""
+        weight = self.job.weight(target)
+        if weight is not None:
+            return weight
+        return num_rows(target) or 0
+
+
 @register("dp")
-class DP(WholeModel):
+class DP(Trainer):
     """One process that trains on several devices."""
 
     config_class: ClassVar[type[StrategyConfig]] = DPConfig
+    passes_class = Scattered
+    passes: Scattered
+    _replicas: Replicas | None = None
+    _steps = 0
     counts_flops = False  # the replicas run in threads of their own
 
     @classmethod
@@ -70,19 +167,12 @@ class DP(WholeModel):
     def why_not_compiled(cls, plan: Plan) -> str | None:
         return "it copies the model in every step, and compiled code belongs to the original; use strategy=ddp"
 
-    def __init__(self, context: Context, job: Job):
-        super().__init__(context, job)
-        assert isinstance(context.options, DPConfig)
-        self._options = context.options
-        self._replicas: Replicas | None = None
-        self._gathered_bytes = self._steps = 0
-
     def attach(self) -> None:
         super().attach()
         device = self.context.device
         numbers = range(self.context.num_devices)
         devices = [torch.device("cuda", i) if device.type == "cuda" else device for i in numbers]
-        self._replicas = Replicas(self.model, devices)
+        self._replicas = self.passes.replicas = Replicas(self.passes.model, devices)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         self._steps += 1
@@ -94,91 +184,9 @@ class DP(WholeModel):
             self._replicas = None
 
     def metrics(self) -> Mapping[str, Metric]:
-        gathered = self._gathered_bytes / max(1, self._steps)
-        self._gathered_bytes = self._steps = 0
+        gathered = self.passes.gathered_bytes / max(1, self._steps)
+        self.passes.gathered_bytes = self._steps = 0
         return {**super().metrics(), "dp/gathered_bytes": Metric(gathered, "sum")}
-
-    def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        return super().evaluate(first_rows(split_batch(batch), valid), valid)
-
-    def _mean_loss(self, inputs: Any, target: Any) -> Tensor:
-        if self._options.loss_on == "device0":
-            return super()._mean_loss(inputs, target)
-        assert self._replicas is not None
-        pieces, targets = self._replicas.scatter(inputs), self._replicas.scatter(target)
-        weights = [self._weight_of(piece) for piece in targets]
-
-        def sums(
-            replica: nn.Module, piece: Any, target: Any, weight: float | Tensor
-        ) -> tuple[Tensor, Mapping[str, Tensor]]:
-            output = self.precision.outputs(self._apply(replica, piece))
-            loss = weighted(self.job.loss(output, target), weight)
-            return loss, {} if self._metrics is None else train_metrics(self.job, output, target)
-
-        results = self._replicas.apply(sums, pieces, targets, weights)
-        if self._metrics is not None:
-            for _, metrics in results:
-                add_metrics(self._metrics, metrics)
-        losses = self._gather([loss for loss, _ in results])
-        total: Tensor = losses.sum() / sum(self._replicas.collect(weights))
-        return total
-
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        """Return the mean loss. A loss that the model computes is gathered as one mean per replica."""
-        loss = self.job.loss(output, target)
-        if loss.numel() == 1:
-            return loss
-        assert self._replicas is not None
-        weights = self._replicas.collect([self._weight_of(piece) for piece in self._replicas.scatter(target)])
-        if loss.shape != (len(weights),):
-            raise ValueError(f"Job.loss returned a tensor of shape {tuple(loss.shape)}; return the mean, a scalar")
-        total: Tensor = torch.stack([weighted(mean, w) for mean, w in zip(loss, weights, strict=True)]).sum()
-        return total / sum(weights)
-
-    def _loss_of_parts(self) -> LossOfParts:
-        mean = super()._loss_of_parts()
-        if self._options.loss_on == "replicas" or self.context.train.grad_accumulation > 1:
-            return mean
-
-        def of_gathered(outputs: Sequence[Any], parts: Sequence[Part]) -> Tensor:
-            device = self.context.device
-            loss = self.job.loss(join(outputs, device), join([part.target for part in parts], device))
-            return loss if loss.numel() == 1 else mean(outputs, parts)
-
-        return of_gathered
-
-    def _evaluated(self, inputs: Any) -> Any:
-        before = self._gathered_bytes
-        out = self._forward(inputs)
-        self._gathered_bytes = before  # the metric counts training only
-        return out
-
-    def _forward(self, inputs: Any) -> Any:
-        assert self._replicas is not None
-        outputs = self._replicas.apply(self._apply, self._replicas.scatter(inputs))
-        out = self._gather(outputs)
-        if self._options.verbose:
-            print(f"outside: input {_sizes(inputs)}, output {_sizes(out)}", flush=True)
-        return out
-
-    def _apply(self, replica: nn.Module, piece: Any) -> Any:
-        out = self.job.forward(replica, piece)
-        if self._options.verbose:
-            print(f"in a replica: input {_sizes(piece)}, output {_sizes(out)}", flush=True)
-        return out
-
-    def _gather(self, outputs: list[Any]) -> Any:
-        assert self._replicas is not None
-        out = self._replicas.gather(outputs)
-        self._gathered_bytes += sum(t.nbytes for t in tensors_in(out))
-        return out
-
-    def _weight_of(self, target: Any) -> float | Tensor:
-        """Return the job's weight of a piece, or its number of samples."""
-        weight = self.job.weight(target)
-        if weight is not None:
-            return weight
-        return num_rows(target) or 0
 
 
 def _sizes(value: Any) -> str:

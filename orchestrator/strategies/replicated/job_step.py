@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,26 +21,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.compat.torch import copies_of, version_of
+from orchestrator.compat.torch import version_of
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
 from orchestrator.planning.mesh import even_shares
-from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
-from orchestrator.state.joint import JointScheduler
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state, broadcast_tensors
+from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult
 from orchestrator.strategies.device_clock import WaitTimer
-from orchestrator.strategies.gradients import clip, weighted_sum_over
+from orchestrator.strategies.gradients import clip, norm_over, weighted_sum_over
 from orchestrator.strategies.replicated import gather
 from orchestrator.strategies.replicated.sync_batchnorm import synchronize
-from orchestrator.strategies.replicated.whole_model import WholeModel, entries
-from orchestrator.strategies.training_step import checked_result, joined, models_of, optimizers_of
-from orchestrator.strategies.weight_average import keep_average
+from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.training_step import checked_result, models_of, optimizers_of
+from orchestrator.strategies.whole_model import WholeModel
 
 
-class JobStep(WholeModel):
+class JobStep(Trainer):
     """The whole model, with equal state on every rank, trained by ``Job.training_step``."""
+
+    passes: WholeModel
 
     def __init__(self, context: Context, job: Job, *, sync_batchnorm: bool = False):
         super().__init__(context, job)
@@ -52,28 +54,18 @@ class JobStep(WholeModel):
         self._waits = WaitTimer(context.device)  # for the other ranks
 
     def setup(self, train_set: Dataset[Any]) -> None:
-        super().setup(train_set)
-        if self._sync_batchnorm:
-            synchronize(self.model, self.context.device)
-
-    def _set_up_optimizer(self) -> None:
-        train = self.context.train
-        self.models = models_of(self.model)
-        self.optimizers = optimizers_of(self.job, self.model)
-        trained = {p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]}
-        self._every_parameter = list(self.model.parameters())
-        self._frozen = [p for p in self._every_parameter if p not in trained]
+        model = self.build(train_set)
+        self.models = models_of(model)
+        self.optimizers = optimizers_of(self.job, model)
+        self.trained = Trained(self.job, self.context, [model], self.optimizers, train_set)
+        self.trained.parameters = list(model.parameters())  # the job may train what is frozen now
+        owned = {p for group in self.trained.optimizer.param_groups for p in group["params"]}
+        self._frozen = [p for p in model.parameters() if p not in owned]
         for name, optimizer in self.optimizers.items():
-            self._fuse(optimizer)
             optimizer.register_step_pre_hook(functools.partial(self._before_update, name))
             optimizer.register_step_post_hook(_forget_casts)
-            if train.ema_decay is not None:
-                keep_average(optimizer, train.ema_decay)
-        # The base class only reads its parameter groups and its state, which are those of all optimizers.
-        self.optimizer = cast(Optimizer, joined(self.optimizers))
-        made = [self._scheduler_of(optimizer) for optimizer in self.optimizers.values()]
-        schedulers = [scheduler for scheduler in made if scheduler is not None]
-        self.scheduler = JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
+        if self._sync_batchnorm:
+            synchronize(model, self.context.device)
 
     def _division(self) -> None:
         """The job makes its own updates, so nobody else can compute its loss."""
@@ -84,26 +76,23 @@ class JobStep(WholeModel):
 
     def sync_initial_state(self) -> None:
         if self._has_peers:
-            tensors = (*self.model.parameters(), *self.model.buffers())
+            tensors = (*self.passes.model.parameters(), *self.passes.model.buffers())
             broadcast_tensors(tensors, source=0, device=self.context.device)
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         (batch,) = microbatches
         batch = to_device(batch, self.context.device)
-        self._buffers_before = copies_of(self._buffers(), into=self._buffers_before) if self._has_peers else []
         self._frozen_versions_before = self._frozen_versions()
         self._wants_norm, self._norms = want_grad_norm, {}
         self._waits.restart()
-        self._in_step = True
-        for parameter in self._every_parameter:
-            parameter.grad = None
+        self.trained.begin_step(has_peers=self._has_peers)
         with self.precision.autocast(), gather.training_step():
             result = self.job.training_step(self.models, batch, self.optimizers)
         loss, metrics = checked_result(result)
         if self._has_peers:
             self._share_buffers()
-        self._schedule()
-        self._in_step = self._updating = False
+        self.trained.schedule()
+        self._end_step()
         norms = list(self._norms.values())
         return StepResult(
             loss_sum=loss * self._rows,
@@ -113,19 +102,20 @@ class JobStep(WholeModel):
         )
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        context = self.context
-        if self._has_peers:
-            state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
-        return super().restore(state, source=context.global_rank)
-
-    def _continue_from(self, step: int) -> None:
-        self._in_step = self._updating = False
+        meta = super().restore(state, source=source)
+        self._end_step()
+        return meta
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Return the last step for every rank, as all are equal; nothing if a step was interrupted."""
-        if self._partly_updated or not self._has_peers:
-            return {}
-        return {ANY_RANK: (step,)}
+        return {} if self._partly_updated else super().recoverable_steps(step)
+
+    def recover_state(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        meta = super().recover_state(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
+        self._end_step()
+        return meta
 
     def comm_ms(self) -> float | None:
         return self._waits.total_ms() if self._has_peers else None
@@ -133,6 +123,9 @@ class JobStep(WholeModel):
     @property
     def nonfinite_advice(self) -> str | None:
         return "lower the learning rates, or clip with train.clip_norm=1.0"  # without on_nonfinite=skip
+
+    def _end_step(self) -> None:
+        self.trained.in_step = self._updating = False
 
     @property
     def _has_peers(self) -> bool:
@@ -147,7 +140,7 @@ class JobStep(WholeModel):
     @property
     def _partly_updated(self) -> bool:
         """Whether a step was left after it had changed parameters, which cannot be undone."""
-        return self._in_step and (self._updating or self._frozen_versions() != self._frozen_versions_before)
+        return self.trained.in_step and (self._updating or self._frozen_versions() != self._frozen_versions_before)
 
     def _frozen_versions(self) -> Sequence[tuple[int, int]]:
         """Return what changes with the values of the parameters that no optimizer has, such as those of a teacher."""
@@ -167,8 +160,7 @@ class JobStep(WholeModel):
                 weighted_sum_over(_world(), parameters, self._rows / train.global_batch_size, self.context.device)
         norm: Tensor | None = None
         if train.clip_norm is not None or self._wants_norm:
-            norm = nn.utils.get_total_norm([entries(p.grad) for p in parameters if p.grad is not None])
-            self._norms[name] = norm.to(self.context.device)
+            norm = self._norms[name] = norm_over(None, parameters, self.context.device)
         clip(parameters, train, norm)
         self.confirm()
         self._updating = True
@@ -176,7 +168,7 @@ class JobStep(WholeModel):
     def _share_buffers(self) -> None:
         """Replace the buffers by those of rank 0."""
         with self._waits.waiting():
-            broadcast_tensors(self._buffers(), source=0, device=self.context.device)
+            broadcast_tensors(self.trained.buffers, source=0, device=self.context.device)
             self.confirm()
 
 

@@ -11,7 +11,7 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.job_step import JobStep
-from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.strategies.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class SingleConfig(StrategyConfig):
 
 
 @register("single")
-class Single(WholeModel):
+class Single(Trainer):
     """The whole model on one worker."""
 
     config_class: ClassVar[type[StrategyConfig]] = SingleConfig

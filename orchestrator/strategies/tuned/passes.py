@@ -178,6 +178,7 @@ def whole_model_cost(
     def step(rows: int) -> None:
         strategy.train_step([batches[rows]], want_grad_norm=False, want_metrics=False)
 
+    optimizer = strategy.trained.optimizer
     costs: list[PassCost] = []
     own_threads = torch.get_num_threads()
     for threads, busy in _arrangements(counts, world_size, own_threads, with_shards=with_shards):
@@ -189,7 +190,7 @@ def whole_model_cost(
             step_ms = update_ms = 0.0
             if context.global_rank < busy:
                 try:
-                    step_ms, update_ms = medians_ms([functools.partial(step, rows), strategy.optimizer.step], device)
+                    step_ms, update_ms = medians_ms([functools.partial(step, rows), optimizer.step], device)
                 except Exception:
                     if rows == sizes[-1]:
                         raise
@@ -202,9 +203,9 @@ def whole_model_cost(
             if pass_ms > LONGEST_PASS_MS and rows > sizes[0]:
                 break
     torch.set_num_threads(own_threads)
-    gradients = [p.grad for p in strategy.parameters if p.grad is not None]
-    parameter_bytes = sum(p.nbytes for p in strategy.model.parameters())
-    state = [t for of_one in strategy.optimizer.state.values() for t in of_one.values() if isinstance(t, Tensor)]
+    gradients = [p.grad for p in strategy.trained.parameters if p.grad is not None]
+    parameter_bytes = sum(p.nbytes for p in strategy.trained.module().parameters())
+    state = [t for of_one in optimizer.state.values() for t in of_one.values() if isinstance(t, Tensor)]
     return WholeModelCost(
         passes=tuple(costs),
         parameter_bytes=parameter_bytes,
@@ -215,8 +216,8 @@ def whole_model_cost(
 
 def _keep_weights(strategy: Single) -> None:
     """Let updates change nothing: weights that fit the batch would have denormal gradients, which compute slowly."""
-    strategy.scheduler = None
-    for group in strategy.optimizer.param_groups:
+    strategy.trained.scheduler = None
+    for group in strategy.trained.optimizer.param_groups:
         group["lr"] = 0.0
 
 

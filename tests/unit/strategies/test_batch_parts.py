@@ -28,14 +28,14 @@ from orchestrator.strategies.base import Context
 from orchestrator.strategies.datasets import example_batch
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
-from orchestrator.strategies.replicated.whole_model import WholeModel
+from orchestrator.strategies.trainer import Trainer
 
 CPU = torch.device("cpu")
 
 
 def built(
     job: Job, options: StrategyConfig, *, accumulation: int = 1, replicas: int = 2, devices: int = 1, rank: int = 0
-) -> WholeModel:
+) -> Trainer:
     """The strategy on this rank, before there is a process group."""
     context = Context(
         mesh=Mesh(replicate=replicas),
@@ -48,7 +48,7 @@ def built(
         num_devices=devices,
     )
     strategy = registry.load(options.name).create(context, job)
-    assert isinstance(strategy, WholeModel)
+    assert isinstance(strategy, Trainer)
     strategy.setup(job.dataset("train"))
     return strategy
 
@@ -104,7 +104,7 @@ def test_asynchronous_workers_have_losses_of_their_own() -> None:
 @pytest.mark.parametrize("name", ["own batch norm", "codebook", "spectral norm", "step counter"])
 def test_the_model_and_the_generators_are_left_as_they_are(name: str) -> None:
     def state(rank: int) -> list[Any]:
-        tensors = built(DEPEND[name][0], DDP, accumulation=2, rank=rank).model.state_dict()
+        tensors = built(DEPEND[name][0], DDP, accumulation=2, rank=rank).trained.module().state_dict()
         numpy_state = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
         return [
             {n: t.tolist() for n, t in tensors.items()},
@@ -117,7 +117,7 @@ def test_the_model_and_the_generators_are_left_as_they_are(name: str) -> None:
 
 
 def test_plain_attributes_of_the_model_are_left_as_they_are() -> None:
-    assert built(EQUAL["counts calls"], DDP).model[1].calls == 0
+    assert built(EQUAL["counts calls"], DDP).trained.module()[1].calls == 0
 
 
 @dataclass(frozen=True, kw_only=True)

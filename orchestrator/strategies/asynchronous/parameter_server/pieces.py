@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +20,6 @@ from orchestrator.strategies.asynchronous.parameter_server.parts import Part, de
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
 from orchestrator.strategies.gradients import clip
 from orchestrator.strategies.job_optimizer import optimizer_of, scheduler_of
-from orchestrator.strategies.replicated.whole_model import entries
 
 
 class ShardPieces:
@@ -108,16 +106,14 @@ class ShardPieces:
             else:
                 piece.grad = self._sum_of_rows(part, pushes)
 
-    def gradient_norm(self, shards: dist.ProcessGroup) -> Tensor:
-        """Return the norm of the gradients of all ``shards``. Collective."""
-        gradients = [entries(p.grad) for p in self._pieces.values() if p.grad is not None]
-        square = nn.utils.get_total_norm(gradients).double().square() if gradients else torch.zeros(()).double()
-        dist.all_reduce(square, group=shards)
-        return square.sqrt().float()
-
     def clip(self, train: TrainConfig, norm: Tensor | None) -> None:
         """Clip the gradients; ``norm`` is that of the whole gradient, for ``train.clip_norm``."""
         clip(self._pieces.values(), train, norm)
+
+    @property
+    def pieces(self) -> Sequence[nn.Parameter]:
+        """The pieces themselves."""
+        return list(self._pieces.values())
 
     def update(self) -> None:
         """Apply the gradients."""

@@ -48,6 +48,7 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.datasets import steps_per_epoch
+from orchestrator.strategies.gradients import norm_over
 from orchestrator.strategies.peer_copies import PeerCopies
 
 STEPS_APART = 2
@@ -274,7 +275,7 @@ class Shard(Strategy):
             self._wait_for(message)
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
-            norm = self._pieces.gradient_norm(self._connected.groups.shards)
+            norm = norm_over(self._connected.groups.shards, self._pieces.pieces, CPU)
             if self._shard == 0:
                 for worker in self._workers:
                     sends.send(norm, worker, NORM)

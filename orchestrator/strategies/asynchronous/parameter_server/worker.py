@@ -29,10 +29,11 @@ from torch.utils.hooks import RemovableHandle
 
 from orchestrator.job import Job
 from orchestrator.model.sharding import extents_of, optimizer_error
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state, broadcast_tensors, gather_states
+from orchestrator.state.transport import CPU, broadcast_tensors, gather_states
 from orchestrator.strategies.asynchronous.parameter_server.connection import ShardConnection
 from orchestrator.strategies.asynchronous.parameter_server.groups import Groups
 from orchestrator.strategies.asynchronous.parameter_server.parts import join_optimizer_state, make_contiguous, parts_of
@@ -40,14 +41,22 @@ from orchestrator.strategies.asynchronous.parameter_server.recovery import share
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.base import Context, EvalSums, StepResult
-from orchestrator.strategies.replicated.whole_model import WholeModel, divisor_of
+from orchestrator.strategies.reduction import OwnGradients, Weight, weight_sum
+from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.whole_model import WholeModel
 
 
-class Worker(WholeModel):
-    """One worker: computes gradients with a replica of the model."""
+class Worker(Trainer, OwnGradients):
+    """One worker: computes gradients with a replica of the model, and is the reduction that gives them to the shards.
+
+    Synchronous shards sum the gradients of all workers.
+    """
+
+    passes: WholeModel
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
+        self.reduction = self
         options, train = context.options, context.train
         assert isinstance(options, ParameterServerConfig)
         self._options = options
@@ -65,21 +74,22 @@ class Worker(WholeModel):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
-        if error := optimizer_error(self.optimizer):
+        optimizer, model = self.trained.optimizer, self.passes.model
+        if error := optimizer_error(optimizer):
             raise ValueError(f"Job.optimizer: {error}")
-        self.optimizer.state.clear()  # the shards have it; the worker needs only the settings
-        extents = extents_of(self.model)
-        self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._memory = make_contiguous(self._trained, extents)
-        self._parts = parts_of(extents, self._trained, self.context.mesh.num_servers)
-        self._elements = sum(p.numel() for p in self._trained.values())
+        optimizer.state.clear()  # the shards have it; the worker needs only the settings
+        extents = extents_of(model)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._memory = make_contiguous(self._parameters, extents)
+        self._parts = parts_of(extents, self._parameters, self.context.mesh.num_servers)
+        self._elements = sum(p.numel() for p in self._parameters.values())
 
     def attach(self) -> None:
         # No super().attach(): recover_state() discards an interrupted step, because only the shards know its outcome.
         groups = self._group_set = Groups.form(self.context)
         pushes = None if self._sync else groups.pushes
         self._connections = [
-            ShardConnection(rank, parts, self._trained, self._memory, self._options.compression, pushes)
+            ShardConnection(rank, parts, self._parameters, self._memory, self._options.compression, pushes)
             for rank, parts in zip(self.context.mesh.servers, self._parts, strict=True)
         ]
         self._connections_of = {
@@ -88,11 +98,11 @@ class Worker(WholeModel):
                 for connection, parts in zip(self._connections, self._parts, strict=True)
                 if any(part.name == name for part in parts)
             ]
-            for name in self._trained
+            for name in self._parameters
         }
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, name))
-            for name, parameter in self._trained.items()
+            for name, parameter in self._parameters.items()
         ]
         self._reset_metrics()
 
@@ -164,18 +174,20 @@ class Worker(WholeModel):
             ranks = [self.context.global_rank, *self.context.mesh.servers]
             parts = gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU, into=None)
             assert parts is not None
-            shapes = {name: p.shape for name, p in self._trained.items()}
+            shapes = {name: p.shape for name, p in self._parameters.items()}
             state.optimizer.update(join_optimizer_state([part.optimizer for part in parts[1:]], shapes, into=into))
         return state
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        context = self.context
-        state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
         self.pull()
-        meta = super().restore(state, source=context.global_rank)
-        self.optimizer.state.clear()
+        meta = super().restore(state, source=source)
+        self.trained.optimizer.state.clear()
         self._step = meta["step"]
         return meta
+
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
+        """Return nothing: the shards have the state of every worker."""
+        return {}
 
     @torch.no_grad()
     def recover_state(
@@ -184,16 +196,17 @@ class Worker(WholeModel):
         """Receive the parameters from the shards, and buffers and frozen parameters from the first surviving worker."""
         rank, num_workers = self.context.global_rank, self.context.mesh.num_workers
         meta = share_meta(None, mesh=self.context.mesh, rank=rank)
-        own = self.snapshot(step=step, samples_consumed=samples_consumed)
-        train_state.restore(with_settings(own, meta), self.model, self.optimizer, self.scheduler)
-        if self._step is not None and source_step < self._step + self._in_step:
-            self.forget_step()  # the shards have not applied the update of this worker's last step
-        self._in_step = False
+        trained = self.trained
+        own = trained.snapshot(step=step, samples_consumed=samples_consumed)
+        train_state.restore(with_settings(own, meta), trained.module(), trained.optimizer, trained.scheduler)
+        if self._step is not None and source_step < self._step + trained.in_step:
+            trained.undo_step()  # the shards have not applied the update of this worker's last step
+        trained.in_step = False
         first = torch.tensor(num_workers if self._step is None else rank)
         dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._groups.workers)
-        untrained = [p for p in self.model.parameters() if not p.requires_grad]
-        self._share([*untrained, *self._buffers()], source=int(first) % num_workers)
-        self._buffers_before = [b.clone() for b in self._buffers()]
+        untrained = [p for p in self.passes.model.parameters() if not p.requires_grad]
+        self._share([*untrained, *trained.buffers], source=int(first) % num_workers)
+        trained.keep_buffers()
         self._step = source_step
         for connection in self._connections:
             connection.expect()
@@ -210,7 +223,7 @@ class Worker(WholeModel):
                 connection.expect(self._groups.long_timeout)
             for connection in self._connections:
                 connection.complete(count_bytes=False)  # the metric is per step
-            self._share(self._buffers())
+            self._share(self.trained.buffers)
         yield
         self._last_step_end = None
 
@@ -245,28 +258,46 @@ class Worker(WholeModel):
         self._waited_s = self._waited_in_window_s = self._window_s = 0.0
         self._last_step_end = None
 
-    def _weights(self, targets: Sequence[Any]) -> tuple[Sequence[float | Tensor], float | Tensor]:
-        """Scale the weights for shards that sum the gradients of all workers, or apply one worker's gradient alone."""
-        weights, total = super()._weights(targets)
+    def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
         if not self._sync:
-            total = divisor_of(sum(weights))
-        return weights, total * self.context.mesh.data_parallel_size
-
-    def _sum_over_ranks(self, weight: float | Tensor) -> float | Tensor:
-        if not self._sync:
-            return weight
-        total = torch.as_tensor(weight, dtype=torch.float32).cpu().clone()
+            return super().total_weight(own, counts_samples=counts_samples)
+        if counts_samples:
+            return self.context.train.global_batch_size
         with self._waiting():
-            dist.all_reduce(total, group=self._groups.workers)
-        return total.to(self.context.device)
+            return weight_sum(own, device=CPU, group=self._groups.workers).to(self.context.device)
 
     @contextlib.contextmanager
-    def _gradient_sync(self, last: bool) -> Iterator[None]:
+    def around_slice(self, *, last: bool) -> Iterator[None]:
+        """Push each gradient as soon as the last backward pass has completed it."""
         self._last_backward = last
         try:
             yield
         finally:
             self._last_backward = False
+
+    def finish(self) -> None:
+        if not self._changes_gradient:
+            self._put_gradients()
+            self._exchange()
+        if self._sync:
+            self._share(self.trained.buffers)
+            self._clear_gradients()  # the shards clip and apply them
+
+    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+        if not self._sync:
+            return super().norm(parameters, device)
+        norm = torch.zeros(())
+        with self._waiting():
+            dist.recv(norm, self._connections[0].rank, tag=NORM)
+        return norm
+
+    def apply(self) -> None:
+        """Let the shards apply the gradients, and advance the schedule of this worker."""
+        if self._changes_gradient:
+            self._put_gradients()
+            self._exchange()
+        self._clear_gradients()
+        super().apply()
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         if self._last_backward and not self._changes_gradient:
@@ -274,39 +305,16 @@ class Worker(WholeModel):
             for connection in self._connections_of[name]:
                 connection.put(name, parameter.grad)
 
-    def _after_backward(self) -> None:
-        if not self._changes_gradient:
-            self._put_gradients()
-            self._exchange()
-        if self._sync:
-            self._share(self._buffers())
-
-    def _gradient_norm(self) -> Tensor:
-        if not self._sync:
-            return super()._gradient_norm()
-        norm = torch.zeros(())
-        with self._waiting():
-            dist.recv(norm, self._connections[0].rank, tag=NORM)
-        return norm
-
-    def _clip(self, norm: Tensor | None) -> None:
-        if not self._sync:
-            super()._clip(norm)
-
-    def _update(self) -> None:
-        if self._changes_gradient:
-            self._put_gradients()
-            self._exchange()
-        # The shards apply the update. It only advances the scheduler's step count.
-        self.optimizer.zero_grad()
-        super()._update()
-
     def _put_gradients(self) -> None:
         """Add gradients that no hook reported, of parameters used only in earlier micro-batches of the step."""
         for connection in self._connections:
             for name in connection.missing:
-                if (gradient := self._trained[name].grad) is not None:
+                if (gradient := self._parameters[name].grad) is not None:
                     connection.put(name, gradient)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _exchange(self) -> None:
         """Send what has not been pushed yet, and start to receive the answers."""

@@ -1,0 +1,101 @@
+"""How the loss is weighed, how the gradients of all ranks become one sum, and what its norm is.
+
+A sample counts as much in the batch of many ranks as it would on one rank alone: the gradient of each part of the batch
+has the part's share of the weight of the global batch. The gradients of a step are therefore summed, over slices,
+micro-batches and ranks, and never averaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchestrator.job import Job
+from orchestrator.model.precision import summable
+from orchestrator.strategies.gradients import norm_over
+
+Weight = float | Tensor
+
+
+class Reduction:
+    """The gradients of a rank that has no peers; the base of those that sum gradients over ranks."""
+
+    averages_over = 1
+    """The number of ranks over which gradients are averaged where a sum is needed; the loss is multiplied by it."""
+
+    def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
+        """Return the weight of the batch whose gradient an update applies: of the global batch, on several ranks.
+
+        Args:
+            own: the weight of this rank's part of it.
+            counts_samples: whether weights are numbers of samples.
+        """
+        return own
+
+    def weigh(self, job: Job, targets: Sequence[object], rows: Sequence[int]) -> tuple[Sequence[Weight], Weight]:
+        """Return the weight of each part of this rank's batch, and of the batch whose gradient an update applies.
+
+        Args:
+            job: the job, whose ``weight`` counts.
+            targets: the targets of each part; not empty.
+            rows: the samples in each part, which are its weight if the job does not define one.
+        """
+        weights = [job.weight(target) for target in targets]
+        if weights[0] is None:
+            return rows, self.total_weight(sum(rows), counts_samples=True)
+        defined = [weight for weight in weights if weight is not None]
+        return defined, self.total_weight(sum(defined), counts_samples=False)
+
+    def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the forward and backward pass of a slice; ``last``: the last slice of the step."""
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Complete the sum after the backward passes of a step. Buffers become equal on the ranks that share them."""
+
+    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the 2-norm of the gradient of the whole model, the same on all ranks.
+
+        On several ranks this is the last collective operation before an update.
+        """
+        return norm_over(None, parameters, device)
+
+
+class OwnGradients(Reduction):
+    """Each update applies the mean gradient of one worker's part of the batch."""
+
+    def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
+        return divisor_of(own)
+
+
+def weight_sum(weight: Weight, *, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sum of ``weight`` over the ranks of ``group``; None: of the default group."""
+    total = on_device(weight, device)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def weighted(loss: Tensor, weight: Weight) -> Tensor:
+    """Return the summed loss of a batch, given its mean. It is 0 for a weight of 0, for which the mean is NaN."""
+    loss = summable(loss)
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+    return loss * weight if weight else torch.zeros_like(loss)
+
+
+def divisor_of(weight: Weight) -> Tensor:
+    """Return the weight of a batch as a divisor: 1 for a weight of 0, so that its loss of 0 does not become NaN."""
+    weight = torch.as_tensor(weight, dtype=torch.float32)
+    return torch.where(weight > 0, weight, 1.0)
+
+
+def on_device(weight: Weight, device: torch.device) -> Tensor:
+    """Return a weight as a new float32 scalar on ``device``, as which ranks can add it up.
+
+    A number becomes an argument of a kernel. A copy of it would wait for everything that the device has still to do.
+    """
+    return torch.zeros((), device=device).add_(weight)

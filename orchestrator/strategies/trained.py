@@ -1,0 +1,172 @@
+"""What a rank trains: how an update of it is made, and the state of it that is saved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
+from orchestrator.job import Job
+from orchestrator.state import train_state
+from orchestrator.state.joint import AnyScheduler, JointScheduler
+from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.datasets import steps_per_epoch
+from orchestrator.strategies.fused_updates import fuse_updates, sparse_parameters
+from orchestrator.strategies.gradients import clip
+from orchestrator.strategies.job_optimizer import scheduler_of
+from orchestrator.strategies.loss_scale import LossScale
+from orchestrator.strategies.training_step import joined
+from orchestrator.strategies.weight_average import keep_average
+
+
+class Trained:
+    """The modules of a rank, and what updates them.
+
+    Attributes:
+        module: returns a module with the tensors of this rank, under the model's own names.
+        modules: the modules as they are called.
+        parameters: the parameters that are updated.
+        optimizer: updates them; several are joined for their state, and have to be called one by one.
+        scheduler: the learning-rate schedule; None if it is constant.
+        loss_scale: the factor of the loss in float16; None in another precision.
+        in_step: whether a step has begun whose update has not been made, nor the step undone.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        modules: Sequence[nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        train_set: Dataset[Any],
+        *,
+        module: Callable[[], nn.Module] | None = None,
+    ):
+        """Prepare ``optimizers``, by name, for the updates; ``module``: returns the first of ``modules`` by default."""
+        train = context.train
+        epoch = steps_per_epoch(job, train_set, train.global_batch_size)
+        for optimizer in optimizers.values():
+            if context.device.type == "cuda":
+                fuse_updates(optimizer, device_type="cuda", sparse=sparse_parameters(modules))
+            if train.ema_decay is not None:
+                keep_average(optimizer, train.ema_decay)
+        made = [scheduler_of(job, o, steps=train.steps, steps_per_epoch=epoch) for o in optimizers.values()]
+        schedulers = [scheduler for scheduler in made if scheduler is not None]
+        self.module = module or (lambda: modules[0])
+        self.modules = modules
+        self.parameters: Sequence[nn.Parameter] = [p for p in self.module().parameters() if p.requires_grad]
+        self.optimizer = cast(Optimizer, joined(optimizers))
+        self.scheduler: AnyScheduler | None = (
+            JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
+        )
+        self.loss_scale = LossScale() if train.precision == "fp16" else None
+        self.in_step = False
+        self._train = train
+        self._buffers_before: Sequence[Tensor] = ()
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers on this rank. A layer may replace its own, so only the walk over the modules is cached."""
+        every = (buffer for own in self._own_buffers for buffer in own.values() if buffer is not None)
+        return list(dict.fromkeys(every))
+
+    @functools.cached_property
+    def _own_buffers(self) -> Sequence[Mapping[str, Tensor | None]]:
+        return [own_buffers(module) for module in nn.ModuleList(self.modules).modules()]
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may end without an update, because its gradients are not finite."""
+        return self._train.on_nonfinite == "skip" or self.loss_scale is not None
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the update depends on the norm of the gradient."""
+        return self._train.clip_norm is not None or self.may_skip
+
+    @property
+    def loss_factor(self) -> float:
+        """What the loss is multiplied by, so that small gradients do not become zero in float16."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.factor
+
+    def begin_step(self, *, has_peers: bool) -> None:
+        """Begin a step without gradients. With peers, one of which may be lost, the step may have to be undone."""
+        if self.may_skip or has_peers:
+            self.keep_buffers()
+        self.in_step = True
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def keep_buffers(self) -> None:
+        """Copy the buffers, as those to which :meth:`undo_step` returns."""
+        self._buffers_before = copies_of(self.buffers, into=self._buffers_before)
+
+    def unscale(self) -> None:
+        """Divide the gradients by the factor of the loss."""
+        if self.loss_scale is not None:
+            multiply([p.grad for p in self.parameters if p.grad is not None], 1 / self.loss_scale.factor)
+
+    def admits(self, norm: Tensor | None) -> bool:
+        """Return whether to make the update, given the norm of the gradient; otherwise the step is undone.
+
+        If the step may be skipped, the host waits for the device here. The norm is equal on all ranks, so that all skip
+        the same steps.
+        """
+        finite = not self.may_skip or norm is None or bool(torch.isfinite(norm))
+        scale = self.loss_scale
+        if scale is not None:
+            self.loss_scale = scale.after(finite=finite)
+        if finite or not (self._train.on_nonfinite == "skip" or (scale is not None and scale.can_fall)):
+            return True
+        self.undo_step()
+        return False
+
+    def clip(self, norm: Tensor | None) -> None:
+        """Clip the gradients of this rank, if the configuration asks for it."""
+        clip(self.parameters, self._train, norm)
+
+    def undo_step(self) -> None:
+        """Undo a step that made no update: restore the buffers that its forward passes changed."""
+        copy_all(self._buffers_before, to=self.buffers)
+        self.in_step = False
+
+    def apply(self) -> None:
+        """Update the parameters, and the learning rate for the next step."""
+        self.optimizer.step()
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Set the learning rate for the next step."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def snapshot(
+        self, *, step: int, samples_consumed: int, into: TrainState | None = None, live: bool = False
+    ) -> TrainState:
+        """Return this rank's part of the training state: a copy in host memory, or the ``live`` tensors.
+
+        ``into``: an old snapshot whose memory is reused.
+        """
+        return train_state.capture(
+            self.module(),
+            self.optimizer,
+            self.scheduler,
+            step=step,
+            samples_consumed=samples_consumed,
+            into=into,
+            live=live,
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
+        )
+
+    def load(self, state: TrainState, *, partial: bool = False, consume: bool = False) -> None:
+        """Load this rank's part of ``state``, which has more parts if ``partial``, as ``train_state.restore`` does."""
+        train_state.restore(state, self.module(), self.optimizer, self.scheduler, partial=partial, consume=consume)
+        if self.loss_scale is not None:
+            self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))

@@ -1,0 +1,225 @@
+"""A strategy put together from parts, and the step of the synchronous ones.
+
+Each part has one reason to change:
+
+- the passes: which part of the model is on this rank, and how a batch passes through it, forward and backward
+  (:class:`WholeModel`, or a ``Chain`` of stages);
+- the reduction: how gradients become sums over the ranks, and what their norm is;
+- what is trained: how an update of it is made, skipped or undone, and what its state is.
+
+Here the state is equal on all ranks after a step: rank 0 saves it, and every rank can provide it to every other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from orchestrator.config.schema import Config
+from orchestrator.job import Job
+from orchestrator.model.batch import split_batch, to_device
+from orchestrator.model.modes import note_on_dropout
+from orchestrator.model.precision import Precision
+from orchestrator.planning.plan import Plan
+from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
+from orchestrator.protocol.metrics import Metric, MetricSpec, measured
+from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import CPU, broadcast_state
+from orchestrator.strategies import registry
+from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.batch_parts import Division, by_keys, warning_about_parts
+from orchestrator.strategies.device_precision import prepare_device
+from orchestrator.strategies.diverging import diverging_errors
+from orchestrator.strategies.job_metrics import BatchMetrics
+from orchestrator.strategies.job_optimizer import optimizer_of
+from orchestrator.strategies.memory import TensorSize, sizes_of
+from orchestrator.strategies.reduction import Reduction
+from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
+from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.weight_average import averaged
+from orchestrator.strategies.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from orchestrator.strategies.pipelined.chain import Chain
+
+LOSS_SCALE = MetricSpec(name="train/loss_scale")
+
+
+class Trainer(Strategy):
+    """A strategy put together from parts. Its step is that of the synchronous ones; others have a step of their own.
+
+    Unless a subclass chooses other parts, the whole model is on every rank, and a rank has no peers.
+    """
+
+    passes_class: ClassVar[type[WholeModel]] = WholeModel
+    """The passes that :meth:`setup` builds."""
+
+    passes: WholeModel | Chain
+    trained: Trained
+    reduction: Reduction = Reduction()
+    _warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        errors += diverging_errors(job, plan)
+        return check_batchnorm(job, plan, synchronized=False, errors=errors)
+
+    def __init__(self, context: Context, job: Job):
+        super().__init__(context, job)
+        prepare_device(context.train.precision, context.device)
+        self.precision = Precision.named(context.train.precision, context.device.type)
+
+    def setup(self, train_set: Dataset[Any]) -> None:
+        model = self.build(train_set)
+        self.trained = Trained(self.job, self.context, [model], {"": optimizer_of(self.job, model)}, train_set)
+
+    def build(self, train_set: Dataset[Any]) -> nn.Module:
+        """Build the passes through the whole model, and find out what differs because batches are divided."""
+        context = self.context
+        whole = self.passes = self.passes_class(self.job, context, self.precision)
+        notes = [note_on_dropout(whole.model)]
+        if context.global_rank == 0 and (division := self._division()) is not None:
+            notes.append(
+                warning_about_parts(
+                    whole.model,
+                    self.job,
+                    train_set,
+                    division,
+                    device=context.device,
+                    precision=self.precision,
+                    seed=context.seed,
+                    loss=whole.loss_of_parts(context),
+                )
+            )
+        self._warnings = tuple(note for note in notes if note is not None)
+        whole.compile(context.train)  # after the comparison, for one shape of a batch
+        return whole.model
+
+    def setup_warnings(self) -> tuple[str, ...]:
+        return self._warnings
+
+    def attach(self) -> None:
+        if self.trained.in_step:
+            self.trained.undo_step()
+
+    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
+        context, reduction, trained = self.context, self.reduction, self.trained
+        metrics = BatchMetrics(self.job, wanted=want_metrics)
+        slices = [self._on_device(batch) for batch in microbatches]
+        trained.begin_step(has_peers=context.mesh.world_size > 1)
+        factor = trained.loss_factor * reduction.averages_over
+        loss_sum, weight = self.passes.backward(slices, reduction, metrics, context=context, factor=factor)
+        reduction.finish()
+        trained.unscale()
+        wants_norm = trained.needs_norm or want_grad_norm
+        norm = reduction.norm(trained.parameters, context.device) if wants_norm else None
+        self.confirm()
+        if admitted := trained.admits(norm):
+            trained.clip(norm)
+            self.apply()
+            trained.in_step = False
+        return StepResult(
+            loss_sum=loss_sum,
+            weight=torch.as_tensor(weight, dtype=torch.float32),
+            grad_norm=norm,
+            skipped=not admitted,
+            metrics=metrics.sums,
+        )
+
+    def apply(self) -> None:
+        """Change the parameters and the learning rate, from the gradients."""
+        self.trained.apply()
+
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        return self.passes.evaluate(self._on_device(batch), valid)
+
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        if self.context.global_rank != 0:
+            return None
+        return self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into)
+
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        if self.context.mesh.world_size > 1:
+            state = broadcast_state(state, source=source, rank=self.context.global_rank, device=self.context.device)
+        assert state is not None
+        self.load(state)
+        return state.meta
+
+    def recoverable_steps(self, step: int) -> RecoverableSteps:
+        return {ANY_RANK: (step,)} if self.context.mesh.world_size > 1 else {}
+
+    def recover_state(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        """Continue from the state of a survivor.
+
+        The tensors are sent from where they are, so that the time hardly grows with the state. Ranks that have the
+        state keep it. A new worker receives on its device. A survivor that is behind receives in host memory: on its
+        device there may be no room for two states, and until all has arrived, it must not lose its own.
+        """
+        context, source = self.context, sources[0]
+        rank, has_state = context.global_rank, sources[context.global_rank] == context.global_rank
+        assert not has_state or step == source_step
+        if all(other == own for own, other in enumerate(sources)):
+            return {"step": step, "samples_consumed": samples_consumed}
+        state = broadcast_state(
+            self.trained.snapshot(step=step, samples_consumed=samples_consumed, live=True) if rank == source else None,
+            source=source,
+            rank=rank,
+            device=context.device,
+            onto=context.device if step == 0 else CPU,
+            keep=lambda name: not has_state,
+        )
+        if not has_state:
+            self.load(state)
+        return state.meta
+
+    def load(self, state: TrainState, *, partial: bool = False, consume: bool = True) -> None:
+        """Load this rank's part of ``state`` as ``Trained.load`` does, once it has arrived."""
+        self.confirm()
+        self.trained.load(state, partial=partial, consume=consume)
+
+    @property
+    def full_model(self) -> nn.Module | None:
+        return self.trained.module() if self.context.global_rank == 0 else None
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        return averaged(self.trained.optimizer)
+
+    @property
+    def lr(self) -> float:
+        return self.group_lrs[0]
+
+    @property
+    def group_lrs(self) -> Sequence[float]:
+        return [float(group["lr"]) for group in self.trained.optimizer.param_groups]
+
+    def metrics(self) -> Mapping[str, Metric]:
+        scale = self.trained.loss_scale
+        return measured({LOSS_SCALE: None if scale is None else scale.factor})
+
+    def tensor_sizes(self) -> Iterable[TensorSize]:
+        return sizes_of(self.trained.module(), self.trained.optimizer)
+
+    def _division(self) -> Division | None:
+        """Return how this strategy divides the global batch; None if it does not."""
+        context, options = self.context, self.context.options
+        replicas, slices = context.mesh.data_parallel_size * context.num_devices, context.train.grad_accumulation
+        if replicas * slices == 1:
+            return None
+        return Division(
+            by=by_keys(options.name, num_workers=replicas, grad_accumulation=slices),
+            rows=self.eval_batch_size // context.num_devices,
+            in_turn=slices > 1,
+            synchronous=registry.load(options.name).is_synchronous(options),
+        )
+
+    def _on_device(self, batch: Any) -> tuple[Any, Any]:
+        """Return the inputs and the target of a batch on the device, the inputs in the model's dtype."""
+        inputs, target = split_batch(to_device(batch, self.context.device))
+        return self.precision.inputs(inputs), target

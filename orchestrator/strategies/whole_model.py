@@ -1,0 +1,135 @@
+"""The whole model on each worker: the passes of ``single``, ``ddp``, ``dp`` and the asynchronous strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.compat.generators import seed_generators
+from orchestrator.config.schema import TrainConfig
+from orchestrator.job import Job
+from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows
+from orchestrator.model.modes import evaluation_mode
+from orchestrator.model.precision import Precision, summable
+from orchestrator.planning.mesh import even_shares
+from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.batch_parts import LossOfParts, mean_loss
+from orchestrator.strategies.constructor import compile_in_place, constructor_of
+from orchestrator.strategies.job_metrics import BatchMetrics, checked_metrics
+from orchestrator.strategies.reduction import Reduction, Weight, weighted
+from orchestrator.strategies.training_step import models_of
+
+
+class WholeModel:
+    """The model, the loss, and the passes through both.
+
+    Attributes:
+        model: the model.
+        forward_model: what is called with a batch's input in training.
+    """
+
+    def __init__(self, job: Job, context: Context, precision: Precision):
+        """Build the model, with the same initial values on every rank."""
+        seed_generators(context.seed)
+        self.job = job
+        self.precision = precision
+        self._device = context.device
+        self.model = constructor_of(job, context.train, precision)().to(context.device)
+        self.forward_model: nn.Module = self.unwrapped
+
+    def compile(self, train: TrainConfig) -> None:
+        """Compile the model, if ``train`` asks for it."""
+        for model in models_of(self.model).values():
+            # Inside of DistributedDataParallel, so that an evaluation runs compiled code too. The compiler knows of the
+            # buckets and cuts the backward pass at them.
+            compile_in_place(model, train)
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        """A module that is called with a batch's input: the model, unless the job overrides ``forward``."""
+        return self.model if type(self.job).forward is Job.forward else _JobForward(self.job, self.model)
+
+    def backward(
+        self, slices: Sequence[Any], reduction: Reduction, metrics: BatchMetrics, *, context: Context, factor: float
+    ) -> tuple[Tensor, Weight]:
+        """Add the gradients of the loss, each part of which counts by its share of the weight of the global batch.
+
+        Args:
+            slices: the slices of this rank's share of the batch, as pairs of inputs and targets on the device.
+            reduction: weighs the parts, and is told of each.
+            metrics: receives the metrics of each part.
+            context: of this rank.
+            factor: what the loss is multiplied by.
+
+        Returns:
+            The summed loss of this rank, a scalar on the device, and its weight; 0 without the loss.
+        """
+        train = context.train
+        share = even_shares(train.global_batch_size, context.mesh.data_parallel_size)[context.dp_rank]
+        rows = even_shares(share, train.grad_accumulation)
+        weights, total = reduction.weigh(self.job, [target for _, target in slices], rows)
+        divisor = total / factor
+        loss_sum = torch.zeros((), device=self._device)
+        for i, ((inputs, target), weight) in enumerate(zip(slices, weights, strict=True)):
+            with reduction.around_slice(last=i == len(slices) - 1):
+                with self.precision.autocast():
+                    loss = self.mean_loss(inputs, target, metrics)
+                (summable(loss) * (weight / divisor)).backward()
+            loss_sum += weighted(loss.detach(), weight)
+        return loss_sum, sum(weights)
+
+    def evaluate(self, batch: tuple[Any, Any], valid: int) -> EvalSums:
+        """Compute loss and metrics of the first ``valid`` samples of a batch on the device."""
+        inputs, target = batch
+        rows = num_rows(batch)
+        with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
+            output = self.precision.outputs(self.evaluated(inputs))
+            if rows is not None and valid < rows:
+                if has_row_per_sample(output, rows):
+                    output = first_rows(output, valid)
+                else:  # for example a loss that the model has computed over the padding as well
+                    output = self.precision.outputs(self.evaluated(first_rows(inputs, valid)))
+                target = first_rows(target, valid)
+            weight = self.job.weight(target)
+            weight = valid if weight is None else weight
+            loss = weighted(self.loss(output, target), weight)
+            metrics = checked_metrics(self.job.metrics(output, target), "metrics")
+        return EvalSums(loss_sum=loss, weight=torch.as_tensor(weight, dtype=torch.float32), metrics=metrics)
+
+    def mean_loss(self, inputs: Any, target: Any, metrics: BatchMetrics) -> Tensor:
+        """Return the mean loss of a slice, and add its metrics."""
+        output = self.precision.outputs(self.forward(inputs))
+        loss = self.loss(output, target)
+        metrics.add(metrics.of(output, target))
+        return loss
+
+    def forward(self, inputs: Any) -> Any:
+        """Return the output for training."""
+        return self.forward_model(inputs)
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return the mean loss of an output."""
+        return self.job.loss(output, target)
+
+    def loss_of_parts(self, context: Context) -> LossOfParts:
+        """Return the loss of a batch that is divided."""
+        return mean_loss(self.job)
+
+    def evaluated(self, inputs: Any) -> Any:
+        """Return the output for an evaluation."""
+        return self.job.forward(self.model, inputs)
+
+
+class _JobForward(nn.Module):
+    """``Job.forward`` as a module of one argument, for ``DistributedDataParallel``, which has to see each call."""
+
+    def __init__(self, job: Job, model: nn.Module):
+        super().__init__()
+        self.job = job
+        self.model = model
+
+    def forward(self, inputs: Any) -> Any:
+        return self.job.forward(self.model, inputs)
