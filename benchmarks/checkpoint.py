@@ -118,10 +118,10 @@ def overrides(workers: int) -> list[str]:
 
 def measure(folder: str, rounds: int, strategy: Strategy, config: Config) -> list[dict[str, Saved]]:
     """Run all arms on this rank, in every round."""
-    for p in strategy.parameters:  # type: ignore[attr-defined]
+    for p in strategy.trained.parameters:  # type: ignore[attr-defined]
         p.grad = torch.zeros_like(p)
-    strategy.optimizer.step()  # type: ignore[attr-defined]
-    strategy.optimizer.zero_grad()  # type: ignore[attr-defined]
+    strategy.trained.optimizer.step()  # type: ignore[attr-defined]
+    strategy.trained.optimizer.zero_grad()  # type: ignore[attr-defined]
     arms: dict[str, Arm] = {"parts": parts, "gathered": gathered, "dcp": by_torch}
     return [
         {name: run(arm, strategy, Path(folder, f"{name}-{i}")) for name, arm in arms.items()} for i in range(rounds)
@@ -190,9 +190,9 @@ def finish(writer: CheckpointWriter, *, reports: bool) -> None:
 
 
 def by_torch(strategy: Strategy, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-    own: dict[str, Any] = dict(strategy.state_module().state_dict())  # type: ignore[attr-defined]
-    names = {p: name for name, p in strategy.state_module().named_parameters()}  # type: ignore[attr-defined]
-    for p, values in strategy.optimizer.state.items():  # type: ignore[attr-defined]
+    own: dict[str, Any] = dict(strategy.trained.module().state_dict())  # type: ignore[attr-defined]
+    names = {p: name for name, p in strategy.trained.module().named_parameters()}  # type: ignore[attr-defined]
+    for p, values in strategy.trained.optimizer.state.items():  # type: ignore[attr-defined]
         own |= {f"{names[p]}/{key}": value for key, value in values.items()}
     saving = dcp.async_save(own, checkpoint_id=folder)
     return saving.result, functools.partial(dcp.load, own, checkpoint_id=folder)
