@@ -1,6 +1,6 @@
 """Upload to MLflow what it lacks of a run: ``orchestrator sync <run directory> [--uri URI]``.
 
-Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or an extra is missing; 2 wrong arguments.
+Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or the model is missing; 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError
 from orchestrator.tracking.backend import TrackingBackend
-from orchestrator.tracking.extras import Extra, missing_extras, upload_extra
+from orchestrator.tracking.exports import missing_exports, upload_exports
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import (
     Transfer,
@@ -31,11 +31,11 @@ from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, val
 
 _DEFAULT_REQUEST_TIMEOUT_S = 10.0
 _DESCRIPTION = """\
-Upload to MLflow what it lacks of a run: points, final status, artifacts, pictures, the final model. It may be repeated;
+Upload to MLflow what it lacks of a run: points, final status, artifacts, the final model. It may be repeated;
 no point is stored twice.
 """
 _EXIT_CODES = """\
-Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or an extra is missing; 2 wrong arguments.
+Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or the model is missing; 2 wrong arguments.
 """
 
 
@@ -82,17 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     ending = final_ending(run_dir)
     if exit_code == 0 and ending is not None:
         wanted = {key: tracking.get(key, False) for key in ("log_model", "log_dataset")}
-        for extra in missing_extras(run_dir, ending, **wanted):
-            exit_code |= _upload_extra(extra, run_dir, backend, ending)
+        if exports := missing_exports(run_dir, ending, **wanted):
+            exit_code = _upload_exports(exports, run_dir, backend, ending)
     return exit_code
 
 
-def _upload_extra(extra: Extra, run_dir: RunDir, backend: TrackingBackend, ending: Ending) -> int:
-    """Upload what the server lacks of a run that has ended, beside its points; returns the exit code."""
+def _upload_exports(exports: Sequence[str], run_dir: RunDir, backend: TrackingBackend, ending: Ending) -> int:
+    """Upload the model and the dataset of a run that has finished; returns the exit code."""
     try:
-        upload_extra(extra, run_dir, backend, ending)
+        upload_exports(exports, run_dir, backend, ending)
     except Exception as e:  # of any type: the job's code, MLflow, database drivers, HTTP
-        print(f"{extra.name}: not uploaded: {type(e).__name__}: {redact_text(str(e))}", file=sys.stderr)
+        print(f"{' and '.join(exports)}: not uploaded: {type(e).__name__}: {redact_text(str(e))}", file=sys.stderr)
         return 1
     return 0
 

@@ -155,7 +155,6 @@ def _files(run_dir: RunDir) -> Iterator[str]:
         run_dir.choice_report: "why strategy=auto chose this strategy",
         run_dir.logs: "the output of each rank",
         run_dir.timeline_picture: "what each stage did in a step",
-        run_dir.plots: "step times and memory",
         run_dir.profile: "traces of ten steps",
         run_dir.samples: "samples of the model",
     }

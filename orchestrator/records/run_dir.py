@@ -98,11 +98,6 @@ class RunDir:
         return self.path / "timeline.json"
 
     @property
-    def plots(self) -> Path:
-        """Pictures of what the run has logged, which are drawn after its end."""
-        return self.path / "plots"
-
-    @property
     def profile(self) -> Path:
         return self.path / "profile"
 

@@ -61,9 +61,6 @@ class TrackingBackend(Protocol):
     def log_file(self, run_id: str, file: Path, folder: str) -> None:
         """Store a file of a run under its name in ``folder``, which is empty for the top."""
 
-    def log_plots(self, run_id: str, files: Sequence[Path]) -> None:
-        """Store the pictures of a run that has ended; its record has their names as ``plots``."""
-
     def log_model(self, run_id: str, folder: Path) -> None:
         """Store the final model of a run and what identifies its data, as ``orchestrator.exporting`` wrote them."""
 

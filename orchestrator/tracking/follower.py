@@ -15,8 +15,8 @@ repeated, because it would hold up the others.
 
 stdin: a JSON line (:class:`FollowerOptions`) for each run directory, then nothing; its end means that the driver
 finished or died.
-stdout: nothing; the stream ends when everything is uploaded, or with the process. The pictures and the final model,
-which take seconds to draw and to export, follow after that.
+stdout: nothing; the stream ends when everything is uploaded, or with the process. The final model, which
+takes seconds to export, follows after that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import psutil
 from orchestrator.records.journal import Ending, read_ending
 from orchestrator.records.process import end_with_parent, is_alive
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.extras import missing_extras, upload_extra
+from orchestrator.tracking.exports import EXPORT_TIMEOUT_S, missing_exports, upload_exports
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.owed import alone_in_retrying
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed, read_cursor
@@ -50,7 +50,7 @@ POLL_S = 1.0
 MAX_PAUSE_S = 30.0
 _MAX_PAUSE_AT_END_S = 2.0
 _OPTIONS_TIMEOUT_S = 10.0
-_EXTRAS_UPLOAD_TIMEOUT_S = 600.0
+_EXPORT_UPLOAD_TIMEOUT_S = 600.0
 _STARVED_S, _STARVED_SHARE = 3.0, 0.3
 """After the run, a child that wants to run and gets less than this share of a CPU for so long need not yield."""
 
@@ -105,7 +105,7 @@ def main() -> int:
 def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, repeats: bool) -> int:
     """Upload a run in a child process, or in a second one if the first gets no CPU after the run.
 
-    The driver, which need not wait for pictures and the model, sees the end of the upload as that of ``driver_pipe``,
+    The driver, which need not wait for the model, sees the end of the upload as that of ``driver_pipe``,
     which both processes close. ``repeats``: an upload that fails is repeated in the background.
 
     Returns:
@@ -121,7 +121,7 @@ def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, r
             os.close(driver_pipe)
             os.close(child_pipe)
             if is_uploaded:
-                _upload_extras(run_dir, options)
+                _upload_exports(run_dir, options)
             return 0 if is_uploaded else 1
         os.close(child_pipe)
         if not (yields_cpu and _starves(psutil.Process(child), uploaded)):
@@ -255,8 +255,8 @@ def _repeat(run_dir: RunDir, options: FollowerOptions, transfer: Transfer, endin
     return alone
 
 
-def _upload_extras(run_dir: RunDir, options: FollowerOptions) -> None:
-    """Upload the pictures of a run that has ended, and the model of one that has finished.
+def _upload_exports(run_dir: RunDir, options: FollowerOptions) -> None:
+    """Upload the model and the dataset of a run that has finished.
 
     At the lowest priority, because the next run of a sweep may train already. What fails, ``orchestrator sync``
     uploads.
@@ -264,26 +264,21 @@ def _upload_extras(run_dir: RunDir, options: FollowerOptions) -> None:
     ending = final_ending(run_dir)
     if ending is None:
         return
+    exports = missing_exports(run_dir, ending, log_model=options.log_model, log_dataset=options.log_dataset)
+    if not exports:
+        return
     _yield_cpu()
-    extras = missing_extras(
-        run_dir,
-        ending,
-        log_model=options.log_model,
-        log_dataset=options.log_dataset,
-        import_paths=options.import_paths,
-    )
-    deadline = _exit_after(sum(extra.timeout_s for extra in extras) + _EXTRAS_UPLOAD_TIMEOUT_S)
-    backend = MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s)
-    for extra in extras:
-        with contextlib.suppress(Exception):  # of any type: the job's code, MLflow, database drivers, HTTP
-            upload_extra(
-                extra,
-                run_dir,
-                backend,
-                ending,
-                secrets=options.secrets,
-                lock_timeout_s=options.flush_timeout_s,
-            )
+    deadline = _exit_after(EXPORT_TIMEOUT_S + _EXPORT_UPLOAD_TIMEOUT_S)
+    with contextlib.suppress(Exception):  # of any type: the job's code, MLflow, database drivers, HTTP
+        upload_exports(
+            exports,
+            run_dir,
+            MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s),
+            ending,
+            import_paths=options.import_paths,
+            secrets=options.secrets,
+            lock_timeout_s=options.flush_timeout_s,
+        )
     deadline.cancel()
 
 

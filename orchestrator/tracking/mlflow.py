@@ -19,7 +19,7 @@ from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
 from orchestrator.tracking.database import create_database
 from orchestrator.tracking.sweep_report import TEXT
-from orchestrator.tracking.tags import DESCRIPTION, PLOTS, UID_TAG, run_tags
+from orchestrator.tracking.tags import DESCRIPTION, UID_TAG, run_tags
 from orchestrator.tracking.uri import sqlite_path, web_page
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class MlflowBackend:
             start_ms = _milliseconds(start_time)
             mlflow_sweep.open_sweep(client, experiment_id, sweep, start_ms=start_ms, running=running)
             view = views.sweep_view(sweep["id"], sweep["name"], created_ms=start_ms)
-        _log_params_and_tags(client, run, params=record.get("params", {}), tags=run_tags(record, run_id))
+        _log_params_and_tags(client, run, params=record.get("params", {}), tags=run_tags(record))
         if running and run.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")
         server = web_page(self._uri)
@@ -120,18 +120,13 @@ class MlflowBackend:
         ]
         self.log_points(run_id, bars)
         run = client.get_run(run_id)
-        _log_params_and_tags(client, run, params={}, tags=run_tags(record, run_id))
+        _log_params_and_tags(client, run, params={}, tags=run_tags(record))
         client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
         if sweep := record.get("sweep"):
             mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep)
 
     def log_file(self, run_id: str, file: Path, folder: str) -> None:
         self._connected().log_artifact(run_id, str(file), artifact_path=folder or None)
-
-    def log_plots(self, run_id: str, files: Sequence[Path]) -> None:
-        client = self._connected()
-        for file in files:
-            client.log_artifact(run_id, str(file), artifact_path=PLOTS)
 
     def log_model(self, run_id: str, folder: Path) -> None:
         mlflow_model.log_model(self._connected(), run_id, folder)

@@ -19,9 +19,6 @@ UID_TAG = "orchestrator.run_uid"
 DESCRIPTION = "mlflow.note.content"
 COLOR = "mlflow.runColor"
 
-PLOTS = "plots"
-"""The folder of the pictures among the artifacts of a run."""
-
 MAX_LENGTH = 5000
 """The length of a tag that every server accepts."""
 
@@ -42,13 +39,8 @@ _COLORS = {
 """The color of a strategy in every chart: MLflow's own colors depend on the id of a run, and may coincide."""
 
 
-def run_tags(record: Mapping[str, Any], run_id: str) -> dict[str, str]:
-    """Return the tags of a run.
-
-    Args:
-        record: the contents of ``run.json``.
-        run_id: the id of the run in MLflow.
-    """
+def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags of a run; ``record`` has the contents of ``run.json``."""
     tags = {clean_name(key): str(value) for key, value in record.get("tags", {}).items()}
     if mesh := (record.get("plan") or {}).get("mesh"):
         tags["workers"] = str(recorded_mesh(mesh).num_workers)
@@ -59,7 +51,7 @@ def run_tags(record: Mapping[str, Any], run_id: str) -> dict[str, str]:
     if sweep := record.get("sweep"):
         tags |= sweep_tags(sweep)
     tags |= {f"mlflow.{key}": str(value) for key, value in (record.get("source") or {}).items()}
-    if description := _description(record, run_id):
+    if description := _description(record):
         tags[DESCRIPTION] = description
     return {key: value[:MAX_LENGTH] for key, value in tags.items()}
 
@@ -82,10 +74,8 @@ def shortened(text: str, length: int, *, rest_in: str) -> str:
     return text[: length - len(rest)].rpartition("\n")[0] + rest
 
 
-def _description(record: Mapping[str, Any], run_id: str) -> str:
-    """The end of the run in words, its command, and links to its pictures."""
-    command = [code(record["command"])] if record.get("command") else []
-    pictures = [picture(run_id, f"{PLOTS}/{name}") for name in record.get("plots") or ()]
-    below = "\n\n".join([*command, *pictures])
-    words = shortened(record.get("description", ""), MAX_LENGTH - len(below) - 2, rest_in="auto.md")
-    return "\n\n".join(filter(None, [words, below]))
+def _description(record: Mapping[str, Any]) -> str:
+    """The end of the run in words, and its command."""
+    command = code(record["command"]) if record.get("command") else ""
+    words = shortened(record.get("description", ""), MAX_LENGTH - len(command) - 2, rest_in="auto.md")
+    return "\n\n".join(filter(None, [words, command]))

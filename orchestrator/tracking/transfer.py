@@ -38,7 +38,7 @@ class Cursor:
     ``page`` is the address of the page with the charts, None if there is none. ``points`` counts the uploaded values,
     from the first ``offset`` bytes of ``metrics.jsonl``. ``samples_offset`` is the byte of ``events.jsonl`` after the
     last uploaded sample. ``closed_at`` is the time of the ending that has been uploaded with its artifacts,
-    ``plots_at`` of the one with its pictures, and ``model_at`` of the one with its model; None if none has.
+    and ``model_at`` of the one with its model; None if none has.
     ``sweep_at`` is the age of the uploaded report of the sweep, None if none has been. ``error`` says why the last
     attempt failed.
     """
@@ -50,7 +50,6 @@ class Cursor:
     points: int = 0
     samples_offset: int = 0
     closed_at: float | None = None
-    plots_at: float | None = None
     model_at: float | None = None
     sweep_at: float | None = None
     error: str | None = None
@@ -122,17 +121,6 @@ class Transfer:
             self._opened = False  # the run may have been deleted on the server
             self._advance(error=self._describe(e))
             raise
-
-    def push_plots(self, ending: Ending) -> None:
-        """Upload the pictures of a run that :meth:`push` has closed with ``ending``.
-
-        Raises:
-            Exception: whatever the backend raised.
-        """
-        run_id = self._open(running=False)
-        if names := self._run_dir.read_record().get("plots"):
-            self._backend.log_plots(run_id, [self._run_dir.plots / name for name in names])
-        self._advance(plots_at=ending.time)
 
     def push_model(self, folder: Path, ending: Ending) -> None:
         """Upload the final model of a run that :meth:`push` has closed with ``ending``.

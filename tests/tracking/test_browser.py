@@ -173,7 +173,6 @@ def test_the_page_of_a_run_says_what_it_was(page: Page, uploaded: Uploaded) -> N
     for shown in ("with strategy", "samples/s", "digits.py", record["source"]["user"], "Digits"):
         assert shown in text
     assert record["source"]["source.git.commit"][:6] in text
-    assert page.evaluate("!!document.querySelector('a[href*=\"step-time.png\"]')")
     keep(page, "mlflow-run.png")
 
 

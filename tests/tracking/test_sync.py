@@ -3,10 +3,8 @@
 import shutil
 from pathlib import Path
 
-from helpers.recorded_sweep import recorded_sweep
 from helpers.tracked_runs import (
     DEAD_PROCESS,
-    artifacts,
     client_of,
     ended_run,
     expected,
@@ -18,7 +16,7 @@ from helpers.tracked_runs import (
 )
 from orchestrator import sync
 from orchestrator.records.journal import Journal
-from orchestrator.tracking.transfer import exclusive, read_cursor
+from orchestrator.tracking.transfer import exclusive
 
 
 def test_sync_of_a_run_whose_driver_was_killed(tmp_path, uri, capsys):
@@ -85,16 +83,3 @@ def test_sync_refuses_what_it_cannot_do(tmp_path, capsys):
         assert sync.main([str(untracked.path), "--uri", f"sqlite:///{tmp_path}/m.db"]) == 2
     assert "still being uploaded" in capsys.readouterr().err
     assert not Path(tmp_path / "m.db").exists()
-
-
-def test_the_pictures_of_a_run_are_on_its_page(tmp_path, uri, capsys):
-    run_dir = recorded_sweep(tmp_path, uri)[1]
-    assert sync.main([str(run_dir.path)]) == 0
-    run_id = read_cursor(run_dir).run_id
-    assert artifacts(uri, run_id, "plots") == ["plots/memory.png", "plots/step-time.png"]
-    drawn = (run_dir.plots / "memory.png").stat().st_mtime_ns
-    assert sync.main([str(run_dir.path)]) == 0
-    assert (run_dir.plots / "memory.png").stat().st_mtime_ns == drawn, "once"
-    description = client_of(uri).get_run(run_id).data.tags["mlflow.note.content"]
-    for name in ("memory", "step-time"):
-        assert f"[plots/{name}.png](get-artifact?path=plots%2F{name}.png&run_uuid={run_id})" in description

@@ -46,9 +46,6 @@ class MemoryBackend:
     def log_file(self, run_id, file, folder):
         self._call("file", f"{folder}/{file.name}".lstrip("/"))
 
-    def log_plots(self, run_id, files):
-        self._call("plots", [file.name for file in files])
-
     def log_model(self, run_id, folder):
         self._call("model", folder)
 

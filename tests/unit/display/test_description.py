@@ -68,8 +68,7 @@ def test_the_tags_of_a_run() -> None:
     source = {"user": "ada", "source.git.commit": "abc"}
     sweep = {"id": "12", "name": "lr=1,2"}
     record = {**RECORD, "tags": {"a b": 1}, "source": source, "sweep": sweep, "description": "Text.", "command": "go"}
-    record["plots"] = ["a.png"]
-    assert run_tags(record, "77") == {
+    assert run_tags(record) == {
         "a b": "1",
         "workers": "2",
         "mlflow.runColor": "#2272b4",
@@ -77,9 +76,9 @@ def test_the_tags_of_a_run() -> None:
         "sweep_id": "12",
         "mlflow.user": "ada",
         "mlflow.source.git.commit": "abc",
-        "mlflow.note.content": "Text.\n\n`go`\n\n[plots/a.png](get-artifact?path=plots%2Fa.png&run_uuid=77)",
+        "mlflow.note.content": "Text.\n\n`go`",
     }
-    assert run_tags({}, "77") == {}
+    assert run_tags({}) == {}
 
 
 def load(path: Path, *, name: str) -> ModuleType:

@@ -16,7 +16,6 @@ from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import markdown
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
-from orchestrator.display.run_pictures import draw_pictures
 from orchestrator.planning.plan import Node
 from orchestrator.protocol.events import TextSampled
 
@@ -46,9 +45,6 @@ def test_a_report_in_markdown_shows_names_as_they_are(comparison: Comparison) ->
 @pytest.mark.slow
 def test_pictures_show_names_as_they_are(comparison: Comparison, tmp_path: Path) -> None:
     draw(comparison, tmp_path / "compare.png")
-    run_dir, *_ = recorded_sweep(tmp_path, "http://127.0.0.1:9")
-    run_dir.update_record(name=NAMES[-1])
-    assert draw_pictures(run_dir)
 
 
 def test_the_console_shows_names_as_they_are() -> None:

@@ -36,8 +36,6 @@ def drive(run_dir: RunDir, driver: dict[str, Any]) -> None:
     write_json(run_dir.origin_file, driver)
     for file in (run_dir.metrics_file, run_dir.events_file, run_dir.tracking_file, run_dir.config_file):
         file.write_text("of this driver")
-    run_dir.plots.mkdir()
-    (run_dir.plots / "memory.png").write_text("of this driver")
 
 
 @pytest.mark.parametrize("before", [None, DEAD, {**DEAD, "boot_id": "of a boot before"}])
