@@ -71,8 +71,6 @@ class View:
     created_ms: int = _CREATED_MS
 
 
-_PARTS_OF_A_STEP = tuple(Chart(metric=f"summary/{part}_ms") for part in ("compute", "comm", "data_wait", "idle"))
-
 COMPARE = View(
     id="compare",
     name="Compare strategies",
@@ -92,71 +90,16 @@ COMPARE = View(
         Chart(metric="train/loss", x="train/samples_seen", log_scale=True),
         Chart(metric="train/loss", x="time", log_scale=True),
         Chart(metric="summary/step_ms_p50"),
-        *_PARTS_OF_A_STEP,
+        *(Chart(metric=f"summary/{part}_ms") for part in ("compute", "comm", "data_wait", "idle")),
         Chart(metric="summary/peak_memory_mb"),
+        Chart(metric="summary/samples_per_s_per_worker"),
         Chart(metric="summary/startup_s"),
         Chart(metric="summary/final_loss"),
         Chart(metric="val/accuracy", x="train/samples_seen"),
         Chart(metric="summary/restarts"),
     ),
 )
-"""Which strategy is fastest, and does it learn the same?"""
-
-SCALING = View(
-    id="scaling",
-    name="Scaling",
-    order_by="metrics.`summary/samples_per_s`",
-    columns={
-        "tags.`strategy`": 140,
-        "tags.`workers`": 80,
-        "metrics.`summary/samples_per_s`": 180,
-        "metrics.`summary/samples_per_s_per_worker`": 260,
-        "metrics.`summary/step_ms_p50`": 170,
-        "metrics.`summary/comm_ms`": 150,
-        "metrics.`summary/idle_ms`": 150,
-        "metrics.`summary/peak_memory_mb`": 190,
-        "metrics.`summary/startup_s`": 140,
-        "tags.`sweep`": 220,
-    },
-    charts=(
-        Chart(metric="summary/samples_per_s"),
-        Chart(metric="summary/samples_per_s_per_worker"),
-        Chart(metric="summary/comm_ms"),
-        Chart(metric="summary/idle_ms"),
-        Chart(metric="summary/peak_memory_mb"),
-        Chart(metric="summary/startup_s"),
-        Chart(metric="train/loss", x="time", log_scale=True),
-    ),
-)
-"""What does another worker add?"""
-
-STEP_TIME = View(
-    id="step-time",
-    name="Where the time goes",
-    order_by="metrics.`summary/step_ms_p50`",
-    columns={
-        "tags.`strategy`": 140,
-        "tags.`workers`": 80,
-        "metrics.`summary/step_ms_p50`": 170,
-        "metrics.`summary/step_ms_p95`": 170,
-        "metrics.`summary/compute_ms`": 170,
-        "metrics.`summary/comm_ms`": 150,
-        "metrics.`summary/data_wait_ms`": 180,
-        "metrics.`summary/idle_ms`": 150,
-        "metrics.`summary/effective_time_pct`": 200,
-        "metrics.`summary/mfu_pct`": 150,
-    },
-    charts=(
-        *_PARTS_OF_A_STEP,
-        Chart(metric="perf/step_ms", x="step"),
-        Chart(metric="perf/compute_ms", x="step"),
-        Chart(metric="perf/comm_ms", x="step"),
-        Chart(metric="perf/data_wait_ms", x="step"),
-        Chart(metric="perf/idle_ms", x="step"),
-        Chart(metric="summary/effective_time_pct"),
-    ),
-)
-"""What would make a step shorter?"""
+"""Which strategy is fastest, does it learn the same, and what does another worker add?"""
 
 HEALTH = View(
     id="health",
@@ -190,7 +133,7 @@ HEALTH = View(
 NOTE_BEGINS = "Runs of `orchestrator`. Charts: "
 """The begin of a description of ours; another one is the user's."""
 
-VIEWS = (COMPARE, SCALING, STEP_TIME, HEALTH)
+VIEWS = (COMPARE, HEALTH)
 _SWEEP = "sweep-"
 
 
