@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
-import re
 import socket
 import time
 from collections.abc import Mapping
@@ -33,13 +31,11 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import search_options
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
-from orchestrator.timeline.traces import merged, step_parts
+from orchestrator.timeline.traces import step_parts
 from orchestrator.tracking.uploader import Upload, Uploader
 
-MERGED = "all-ranks.json.gz"
 MAX_BYTES = 300_000_000
-"""Larger traces are left as they are: merging them would take minutes, and a browser could not show them."""
-_RANK = re.compile(r"rank-(\d+)\.json")
+"""Larger traces are not read: that would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +175,11 @@ class RunEnding:
         return {} if text is None else {"limit": text}
 
     def _profile(self) -> Mapping[str, str]:
-        """Merge the traces of the ranks; returns where they are and what they say, for the summary."""
+        """Return where the traces of the ranks are and what they say, for the summary."""
         try:
             return report_profile(self.run_dir)
         except Exception as e:  # the traces of the ranks are there
-            self.events.show(Warned(message=f"the traces were not merged: {type(e).__name__}: {e}"))
+            self.events.show(Warned(message=f"the traces were not read: {type(e).__name__}: {e}"))
             return {"profile": self.run_dir.location_of(self.run_dir.profile)}
 
     def _has_checkpoint(self) -> bool:
@@ -225,17 +221,14 @@ def commands_for_page(tracking: TrackingConfig, origin: Origin) -> list[str]:
 
 
 def report_profile(run_dir: RunDir) -> Mapping[str, str]:
-    """Merge the traces that are on this machine, and say where the time of a step goes, for the summary of the run.
+    """Return where the traces are and, if they are on this machine, where the time of a step goes, for the summary.
 
     Raises:
-        OSError, ValueError, KeyError: a trace cannot be read, or the merged one cannot be written.
+        OSError, ValueError, KeyError: a trace cannot be read.
     """
-    files = {int(m[1]): path for path in run_dir.profile.glob("rank-*.json") if (m := _RANK.fullmatch(path.name))}
-    if not files or sum(path.stat().st_size for path in files.values()) > MAX_BYTES:
-        return {"profile": run_dir.location_of(run_dir.profile)}
-    traces = {rank: json.loads(path.read_text()) for rank, path in files.items()}
-    together = run_dir.profile / MERGED
-    with gzip.open(together, "wt", compresslevel=3) as file:
-        json.dump(merged(traces), file)
-    parts = step_parts(traces.values())
-    return {"profile": run_dir.location_of(together), **({} if parts is None else {"profiled": str(parts)})}
+    where = {"profile": run_dir.location_of(run_dir.profile)}
+    files = list(run_dir.profile.glob("rank-*.json"))
+    if sum(path.stat().st_size for path in files) > MAX_BYTES:
+        return where
+    parts = step_parts(json.loads(path.read_text()) for path in files)
+    return where if parts is None else {**where, "profiled": str(parts)}

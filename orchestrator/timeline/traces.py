@@ -1,11 +1,10 @@
-"""The traces of all ranks, which torch's profiler has recorded, as one trace, and where the time of a step goes. Pure.
+"""Where the time of a step goes, in the traces of all ranks that torch's profiler has recorded. Pure.
 
 A trace is the JSON of ``torch.profiler``'s ``export_chrome_trace``: events with times and durations in microseconds.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +17,6 @@ Interval = tuple[float, float]
 
 _STEP = "ProfilerStep#"
 _COLLECTIVE = re.compile(r"(nccl|gloo|mpi|ucc):|nccl(Dev)?Kernel")
-_FLOW_IDS = 1 << 32
-"""Flow events of a rank have smaller ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,54 +52,6 @@ class StepParts:
         largest_first = sorted(shares.items(), key=lambda share: -share[1])
         named = ", ".join(f"{name} {pct:.0f}%" for name, pct in largest_first if pct >= 0.5)
         return f"{self.steps} step{'' if self.steps == 1 else 's'} of {self.step_ms:.3g} ms: {named}"
-
-
-def merged(traces: Mapping[int, Trace]) -> dict[str, Any]:
-    """Return one trace with a process for each rank and device, on the clock of the lowest rank.
-
-    Args:
-        traces: the trace of each rank.
-    """
-    first = min(traces)
-    events: list[dict[str, Any]] = []
-    processes = itertools.count(1)
-    for rank in sorted(traces):
-        trace = traces[rank]
-        shift_us = (trace["baseTimeNanoseconds"] - traces[first]["baseTimeNanoseconds"]) / 1e3
-        shift_us -= clock_offset_us(traces[first], trace)
-        numbers: dict[int, int] = {}
-        for event in trace["traceEvents"]:
-            pid = event.get("pid")
-            if not isinstance(pid, int):  # marks of the profiler itself
-                continue
-            if pid not in numbers:
-                numbers[pid] = next(processes)
-                events.append(_process_name(numbers[pid], f"rank {rank}" + _device(pid, trace)))
-                events.append(_sort_index(numbers[pid], rank))
-            if event.get("name") in ("process_name", "process_sort_index", "process_labels"):
-                continue
-            moved = {**event, "pid": numbers[pid]}
-            if "ts" in event:
-                moved["ts"] = event["ts"] + shift_us
-            if event.get("ph") in ("s", "t", "f"):
-                moved["id"] = event["id"] + rank * _FLOW_IDS
-            events.append(moved)
-    return {**{k: v for k, v in traces[first].items() if k != "traceName"}, "traceEvents": events}
-
-
-def clock_offset_us(one: Trace, other: Trace) -> float:
-    """Return how far the clock of the host of ``other`` is ahead of that of ``one``; 0 on one host.
-
-    A collective operation ends on all its ranks at about the same time.
-    """
-    if one.get("host_name") == other.get("host_name"):
-        return 0.0
-    for wanted in (_is_collective, _is_step):
-        ends, other_ends = ([e["ts"] + e["dur"] for e in _events(trace, wanted)] for trace in (one, other))
-        if ends and len(ends) == len(other_ends):
-            base_us = (other["baseTimeNanoseconds"] - one["baseTimeNanoseconds"]) / 1e3
-            return float(base_us + statistics.median(b - a for a, b in zip(ends, other_ends, strict=True)))
-    return 0.0
 
 
 def step_parts(traces: Iterable[Trace]) -> StepParts | None:
@@ -204,18 +153,3 @@ def _overlap(intervals: Sequence[Interval], window: Sequence[Interval]) -> float
 
 def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
-
-
-def _device(pid: int, trace: Trace) -> str:
-    """The GPU whose work a process of a trace is; empty for the process of the rank."""
-    labels = {e["pid"]: e["args"]["labels"] for e in trace["traceEvents"] if e.get("name") == "process_labels"}
-    label = labels.get(pid, "CPU")
-    return "" if label == "CPU" else f", {label}"
-
-
-def _process_name(pid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-
-
-def _sort_index(pid: int, rank: int) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": rank}}

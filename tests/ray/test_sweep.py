@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from pathlib import Path
@@ -12,7 +11,6 @@ from mlflow import MlflowClient
 
 from helpers.runs import wait_for
 from orchestrator import compare, launch
-from orchestrator.driver.ending import MERGED
 from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.measure.profiling import PROFILED_STEPS
 
@@ -45,7 +43,6 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     assert (sweep / "compare.png").stat().st_size > 10_000
     wait_for(lambda: "mlflow.note.content" in client.get_run(own.info.run_id).data.tags, "the report in MLflow")
 
-    check_profile(run_dirs[1])
     profiled = records[1]["summary"]["profiled"]
     assert re.match(rf"{PROFILED_STEPS} steps of \S+ ms: \w+", profiled)
     for part in ("computation ", "communication that nothing hides ", "optimizer "):
@@ -53,30 +50,12 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     assert f"profiled: {profiled}" in " ".join(printed.split())
     assert f"Profiled {profiled}." in runs[1].data.tags["mlflow.note.content"]
     artifacts = {file.path for file in client.list_artifacts(runs[1].info.run_id, "profile")}
-    assert artifacts == {f"profile/{name}" for name in (MERGED, "rank-0.json", "rank-1.json")}
+    assert artifacts == {f"profile/{name}" for name in ("rank-0.json", "rank-1.json")}
 
     assert compare.main(["--sweep", sweep.name[:8], "--no-picture"]) == 0
     table = capsys.readouterr().out
     for word in ("single", "ddp", "samples/s"):
         assert word in table
-
-
-def check_profile(run_dir: RunDir) -> None:
-    """Both ranks are on one clock: because they are synchronous, neither ends a step that the other has not begun."""
-    with gzip.open(run_dir.profile / MERGED, "rt") as file:
-        events = json.load(file)["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert sorted(names.values()) == ["rank 0", "rank 1"]
-    steps: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in names.values()}
-    for event in events:
-        if event["name"].startswith("ProfilerStep#"):
-            steps[names[event["pid"]]][event["name"]] = (event["ts"], event["ts"] + event["dur"])
-    first, second = steps["rank 0"], steps["rank 1"]
-    assert first.keys() == second.keys()
-    assert len(first) == PROFILED_STEPS
-    for name, (begin, end) in first.items():
-        other_begin, other_end = second[name]
-        assert max(begin, other_begin) < min(end, other_end), name
 
 
 def test_a_search_trains_with_the_values_that_it_chooses(

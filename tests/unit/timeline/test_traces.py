@@ -1,9 +1,7 @@
-"""The traces of several ranks as one, and what they say about a step."""
+"""What the traces of several ranks say about a step."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +10,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from orchestrator.driver.ending import MERGED, report_profile
+from orchestrator.driver.ending import report_profile
 from orchestrator.records import run_dir as rundir
-from orchestrator.timeline.traces import clock_offset_us, merged, step_parts
-
-BASE_NS = 1_000_000_000
+from orchestrator.timeline.traces import step_parts
 
 
 def event(name: str, begin: float, end: float, *, cat: str = "user_annotation", pid: int = 7) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": 1, "ts": begin, "dur": end - begin}
 
 
-def trace_of(*events: dict[str, Any], host: str = "one", base_ns: int = BASE_NS) -> dict[str, Any]:
-    return {"host_name": host, "baseTimeNanoseconds": base_ns, "traceEvents": list(events)}
+def trace_of(*events: dict[str, Any]) -> dict[str, Any]:
+    return {"traceEvents": list(events)}
 
 
 STEP = trace_of(
@@ -66,33 +62,6 @@ def test_on_gpus_kernels_are_the_computation() -> None:
     assert (parts.computation_pct, parts.communication_pct) == pytest.approx((50, 20))
 
 
-def test_clocks_of_two_hosts_are_aligned_by_the_ends_of_what_they_do_together() -> None:
-    ahead_us = 250.0
-    here = trace_of(event("gloo:all_reduce", 100, 200), event("gloo:all_reduce", 300, 400))
-    moved = [event("gloo:all_reduce", 150 + ahead_us, 200 + ahead_us), event("gloo:all_reduce", 390, 404 + ahead_us)]
-    there = trace_of(*moved, host="two")
-    assert clock_offset_us(here, there) == pytest.approx(ahead_us + 2)
-    assert clock_offset_us(here, trace_of(*moved)) == 0.0, "one host has one clock"
-    ends = [e["ts"] + e["dur"] for e in merged({0: here, 1: there})["traceEvents"] if e["ph"] == "X"]
-    assert ends == pytest.approx([200, 400, 198, 402])
-    later = trace_of(*moved, host="two", base_ns=BASE_NS + 1_000_000)
-    assert clock_offset_us(here, later) == pytest.approx(1000 + ahead_us + 2)
-    ends = [e["ts"] + e["dur"] for e in merged({0: here, 1: later})["traceEvents"] if e["ph"] == "X"]
-    assert ends == pytest.approx([200, 400, 198, 402])
-
-
-def test_ranks_with_equal_process_ids_are_different_processes() -> None:
-    flow = {"ph": "s", "id": 3, "name": "fwdbwd", "cat": "fwdbwd", "pid": 7, "tid": 1, "ts": 1.0}
-    label = {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "args": {"labels": "GPU 0"}}
-    kernel = event("gemm", 0, 1, cat="kernel", pid=0)
-    mark = {"ph": "i", "name": "Record Window End", "pid": "", "tid": "", "ts": 9.0}
-    events = merged({r: trace_of(event("aten::mm", 0, 1), flow, label, kernel, mark) for r in (0, 1)})["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert sorted(names.values()) == ["rank 0", "rank 0, GPU 0", "rank 1", "rank 1, GPU 0"]
-    assert [names[e["pid"]] for e in events if e["name"] == "gemm"] == ["rank 0, GPU 0", "rank 1, GPU 0"]
-    assert len({e["id"] for e in events if e["ph"] == "s"}) == 2
-
-
 def test_what_torch_records_is_recognised(tmp_path: Path) -> None:
     """The names of its events, in traces of a training step."""
     run_dir = rundir.create(tmp_path, "digits-ddp")
@@ -110,15 +79,12 @@ def test_what_torch_records_is_recognised(tmp_path: Path) -> None:
                 optimizer.step()
                 profiler.step()
     found = report_profile(run_dir)
-    assert found["profile"] == str(run_dir.profile / MERGED)
+    assert found["profile"] == str(run_dir.profile)
     for part in ("3 steps of ", "computation ", "optimizer ", "waiting for samples "):
         assert part in found["profiled"]
-    with gzip.open(found["profile"], "rt") as file:
-        events = json.load(file)["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
 
 
-def test_without_traces_there_is_nothing_to_merge(tmp_path: Path) -> None:
+def test_without_traces_no_parts_are_named(tmp_path: Path) -> None:
     run_dir = rundir.create(tmp_path, "digits-ddp")
     run_dir.profile.mkdir()
     assert report_profile(run_dir) == {"profile": str(run_dir.profile)}
