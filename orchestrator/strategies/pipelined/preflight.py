@@ -15,7 +15,6 @@ from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import has_row_per_sample, map_tensors, tensors_in
 from orchestrator.model.cut import balance, cut_at
-from orchestrator.model.flops import forward_flops
 from orchestrator.model.layers import change_their_input, flow
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import FakeModel
@@ -28,6 +27,7 @@ from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.datasets import example_batch, is_stream
+from orchestrator.strategies.flop_counter import FlopCounter
 from orchestrator.strategies.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.pipelined.layout import StagedConfig
 
@@ -117,6 +117,21 @@ def _note_on_size(sequence: LayerSequence, inputs: Any, plan: Plan, precision: P
         return note_on_size(plan, forward_flops(sequence, inputs, precision=precision))
     except Exception:  # whatever the model raises with fake tensors, the plan holds without the note
         return None
+
+
+def forward_flops(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> int:
+    """Count the floating-point operations of a forward pass with fake tensors.
+
+    Takes the arguments of :func:`~orchestrator.model.layers.flow`.
+
+    Raises:
+        Exception: an operation could not be counted, or the model raised it.
+    """
+    counter = FlopCounter()
+    flow(sequence, inputs, precision=precision, observer=counter)
+    if counter.error is not None:
+        raise counter.error
+    return sum(counter.flops.values())
 
 
 def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[str]:

@@ -10,12 +10,12 @@ from helpers.plans import GPU_BOX, LAPTOP, config_of, plan_of
 from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
 from orchestrator.job import Job
-from orchestrator.model.flops import forward_flops
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
 from orchestrator.planning.microbatch_size import MOST_GROWTH, growth, note_on_size, remedy
 from orchestrator.strategies import registry
 from orchestrator.strategies.datasets import example_batch
+from orchestrator.strategies.pipelined.preflight import forward_flops
 
 PIPELINE = ("strategy=pipeline", "strategy.num_microbatches=8")
 """Two stages of one thread each: with 80 MFLOP in a forward pass of the model, the mean pass of a stage takes 1 ms."""
