@@ -75,6 +75,18 @@ class Sizes:
         fitting = [mesh for mesh in self.meshes if mesh.world_size + self.initial.spares <= room]
         return self.plan(fitting[-1] if fitting else self.smallest)
 
+    def next_request(self, refused: Plan, room: int, *, patience_is_over: bool) -> Plan:
+        """Return the plan that a run asks for when it has given up to wait for the workers of ``refused``.
+
+        Args:
+            refused: the plan whose workers Ray has not placed.
+            room: for how many workers there is room.
+            patience_is_over: whether the wait has ended for its length, and not because other nodes are to be avoided:
+                these are no reason alone to begin with fewer workers.
+        """
+        fitting = self.fitting(room)
+        return fitting if patience_is_over or fitting.world_size > refused.world_size else refused
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankAssignment:

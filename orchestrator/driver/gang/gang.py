@@ -160,9 +160,9 @@ class Gang:
         wanted = f"at least {_workers(least)}" if sizes.is_elastic else _workers(least)
         wait = self._wait_for(wanted, least + self._plan.spares, unfit_timeout_s=self._config.unfit_timeout_s)
         waited_before_s = self.waited_s
-        self._plan = sizes.initial
+        plan = sizes.initial
         while True:
-            plan, avoid = self._plan, frozenset(self._admission.trouble())
+            avoid = frozenset(self._admission.trouble())
             patience_s = math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S
             given_up_at = time.monotonic() + patience_s
             placed = self._slots.reserve_all(
@@ -174,11 +174,13 @@ class Gang:
             )
             self.waited_s = waited_before_s + wait.waited_s
             if placed is None:
-                fitting = sizes.fitting(room(self._request(1), wait.state()))
-                # Other nodes to avoid are no reason alone to begin smaller.
-                if time.monotonic() > given_up_at or fitting.world_size > plan.world_size:
-                    self._plan = fitting
+                plan = sizes.next_request(
+                    plan,
+                    room(self._request(1), wait.state()),
+                    patience_is_over=time.monotonic() > given_up_at,
+                )
             elif self._admission.admits_all(set(placed.values())):
+                self._plan = plan
                 return placed
             else:
                 self._slots.release()

@@ -46,6 +46,20 @@ def before(plan: Plan, sizes: Sizes, alive: list[int], ready: int) -> tuple[int 
 
 
 @pytest.mark.parametrize(
+    ("room", "late", "expected"),
+    [
+        pytest.param(2, False, 3, id="other-nodes-are-to-be-avoided"),
+        pytest.param(2, True, 2, id="in-vain"),
+        pytest.param(4, False, 4, id="a-node-has-answered"),
+        pytest.param(4, True, 4, id="in-vain-with-room-for-more"),
+    ],
+)
+def test_only_a_wait_in_vain_makes_a_run_smaller_and_room_makes_it_larger(room: int, late: bool, expected: int) -> None:
+    refused = DDP.plan(DDP.meshes[1])
+    assert DDP.next_request(refused, room, patience_is_over=late).world_size == expected
+
+
+@pytest.mark.parametrize(
     ("alive", "ready", "expected"),
     [
         ([0, 1, 3], 0, (0, 1, 3)),
